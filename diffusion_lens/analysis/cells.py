@@ -5,7 +5,8 @@ enters at a block with the stored residual stream. Its patches are written into 
 block and of later ones. Only the blocks and positions that a patch can affect are computed. Not computed are:
 
 - Blocks before the entry. Cells that have entered share passes; cells that enter at later blocks join them there.
-- On a causal model, positions before the first patched one, whose keys and values are stored.
+- On a causal model, positions before the first patched one, whose keys and values are stored, and texts of a tree that
+  do not contain it.
 - In the last block, rows that are not read, unless a state is written there.
 - Cells that cannot affect a row that is read: those patched after the last block at another position and, on a causal
   model, those patched at a later position than every row that is read.
@@ -72,9 +73,14 @@ class Cell:
     patches: tuple[Patch, ...]
 
     @property
+    def positions(self) -> set[int]:
+        """The patched positions."""
+        return {position for patch in self.patches for position in patch.target}
+
+    @property
     def first_position(self) -> int:
         """The first patched position."""
-        return min(position for patch in self.patches for position in patch.target)
+        return min(self.positions)
 
 
 @dataclass(frozen=True)
@@ -161,17 +167,19 @@ class CellRuns:
     def _score_group(self, cells: Sequence[Cell], group: _Group) -> Float[Tensor, "cell ..."]:
         """Scores of cells of one group, in the order of their entries."""
         pass_input = self.run.input
-        first = min(cell.first_position for cell in cells)
-        offset = pass_input.seen_from(first) if pass_input.resumes_at_positions else 0
-        computed = [index for index, row in enumerate(self.rows) if row >= offset]
+        offset, end = 0, pass_input.n_pos
+        if pass_input.resumes_at_positions:
+            offset = pass_input.seen_from(min(cell.first_position for cell in cells))
+            end = max(pass_input.seen_until(position) for cell in cells for position in cell.positions)
+        computed = [index for index, row in enumerate(self.rows) if offset <= row < end]
         read = [self.rows[index] - offset for index in computed]
         entries = sorted({cell.entry for cell in cells})
-        stream = self.run.stream(entries[0], offset)[:0]
+        stream = self.run.stream(entries[0], offset, end)[:0]
         for entry, stop in zip(entries, [*entries[1:], self.n_layers], strict=True):
             # 1. Cells that enter here join those that have entered before.
             entering = [cell for cell in cells if cell.entry == entry]
             inside = [cell for cell in cells if cell.entry <= entry]
-            stream = torch.cat([stream, self._enter(entering, offset)])
+            stream = torch.cat([stream, self._enter(entering, offset, end)])
 
             # 2. Compute all of them up to the next entry, with the states of each cell written into its own rows.
             blocks = range(entry, stop)
@@ -180,10 +188,10 @@ class CellRuns:
             stream = self.run.resume(stream, blocks, offset, hooks=hooks, logits_at=logits_at)
         return self.measure(stream, torch.tensor(computed, device=stream.device))
 
-    def _enter(self, cells: Sequence[Cell], offset: int) -> Float[Tensor, "batch pos d_model"]:
+    def _enter(self, cells: Sequence[Cell], offset: int, end: int) -> Float[Tensor, "batch pos d_model"]:
         """The stream at the entry of these cells, with the states that are written there."""
         entry = cells[0].entry
-        stream = self.run.stream(entry, offset).repeat(len(cells), 1, 1)
+        stream = self.run.stream(entry, offset, end).repeat(len(cells), 1, 1)
         patches = [(i, p) for i, cell in enumerate(cells) for p in cell.patches if p.point == stream_entering(entry)]
         _write(stream, patches, len(cells), offset)
         return stream
@@ -212,8 +220,14 @@ class CellRuns:
             return bool(cell.patches)
         if cell.entry == self.n_layers:
             return any(not self.read_positions.isdisjoint(patch.target) for patch in cell.patches)
-        pass_input, last_read = self.run.input, max(self.read_positions, default=-1)
-        return not pass_input.resumes_at_positions or pass_input.seen_from(cell.first_position) <= last_read
+        pass_input = self.run.input
+        if not pass_input.resumes_at_positions:
+            return True
+        return any(
+            pass_input.seen_from(position) <= row < pass_input.seen_until(position)
+            for position in cell.positions
+            for row in self.read_positions
+        )
 
     def _positions_per_group(self, cells: Sequence[Cell]) -> int:
         """Number of adjacent positions whose cells are computed in one pass. The pass starts at the first of them.

@@ -2,12 +2,13 @@
 
 A pass that differs from the stored one only from block l on starts at block l, from the stored residual stream. On a
 causal model it also starts at the first position that differs, because the keys and values of the earlier positions are
-stored; on one that attends by blocks of positions, at the first position of that block.
+stored; on one that attends by blocks of positions, at the first position of that block. Several texts with common
+beginnings may be one row (`model/text_tree.py`); its positions are then the places of that row.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from diffusion_lens.denoising.activation_shapes import activation_shape
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook
 from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
+from diffusion_lens.model.text_tree import TextTree, reading_tree
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import PosMask, Resid, Tokens
 from diffusion_lens.step_state import StepState
@@ -47,6 +49,7 @@ class NetworkInput:
         real: False at padding; `None` where there is none.
         step: The denoising step that hooks read; `None` outside the loop.
         hooks: Hooks of this pass, in addition to those of the caller.
+        tree: The layout of the tokens, where several texts are one row.
         is_hooked: Whether the caller has hooks inside the network, which may mix positions.
     """
 
@@ -56,6 +59,7 @@ class NetworkInput:
     real: PosMask | None = None
     step: StepState | None = None
     hooks: Sequence[tuple[str, Hook]] = ()
+    tree: TextTree | None = None
     is_hooked: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,11 +92,18 @@ class NetworkInput:
         size = self.model.cfg.block_size
         return self.n_pos if size is None else min((position // size + 1) * size, self.n_pos)
 
-    def at_step(self, copies: int = 1) -> AbstractContextManager[None]:
+    def seen_until(self, position: int) -> int:
+        """One past the last position whose states depend on those of this one."""
+        return self.n_pos if self.tree is None else min(self.tree.stops[position], self.n_pos)
+
+    @contextmanager
+    def at_step(self, copies: int = 1) -> Iterator[None]:
         """A context in which hooks read the denoising step, for this many copies of these rows. Passes that begin at a
         residual stream have the attention of these tokens there."""
         origins = None if self.step else self.model.origins_of(self.tokens, self.real)
-        return self.model.clock.at(self.step, copies, origins)
+        tree = nullcontext() if self.tree is None else reading_tree(self.model, self.tree)
+        with self.model.clock.at(self.step, copies, origins), tree:
+            yield
 
     @property
     def read_rows(self) -> list[int]:
@@ -181,9 +192,9 @@ class KeptRun:
     activations: Mapping[str, Tensor]
     logits: Float[Tensor, "batch selected d_vocab_out"]
 
-    def stream(self, block: int, offset: int = 0) -> Resid:
-        """The residual stream entering a block, from position `offset` on."""
-        return self.activations[stream_entering(block)][:, offset:]
+    def stream(self, block: int, offset: int = 0, stop: int | None = None) -> Resid:
+        """The residual stream entering a block, from position `offset` on and up to `stop`."""
+        return self.activations[stream_entering(block)][:, offset:stop]
 
     def resume(
         self,

@@ -85,14 +85,14 @@ class AttentionPattern:
         """
         if n_past:
             together = torch.arange(n_past + n_pos, device=device)
-            return Visibility(None if n_pos == 1 else self._between(together)[None, None, n_past:], causal=False)
+            return Visibility(None if n_pos == 1 else self.between(together)[None, None, n_past:], causal=False)
         if real is None:
             if self.causal or self.block_size is None or self.block_size >= n_pos:
                 return Visibility(None, self.causal)
-            return Visibility(self._between(torch.arange(n_pos, device=device))[None, None], causal=False)
+            return Visibility(self.between(torch.arange(n_pos, device=device))[None, None], causal=False)
         itself = torch.eye(n_pos, dtype=torch.bool, device=device)
         # Blocks are counted from the first real token, so that padding on the left shifts none of them.
-        allowed = self._between(real.long().cumsum(dim=1) - 1) & real[:, None, :]
+        allowed = self.between(real.long().cumsum(dim=1) - 1) & real[:, None, :]
         return Visibility((allowed | itself)[:, None], self.causal)
 
     def beside_clean(self, n_pos: int, device: torch.device, real: PosMask | None) -> Visibility:
@@ -119,7 +119,7 @@ class AttentionPattern:
             allowed = (allowed & real.repeat(1, 2)[:, None, :]) | itself
         return Visibility(allowed[:, None], causal=False)
 
-    def _between(self, positions: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch query key"]:
+    def between(self, positions: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch query key"]:
         """The pattern among real tokens with these numbers; its last axes are queries and keys."""
         if self.block_size is None:
             return torch.ones_like(positions, dtype=torch.bool)[..., None].expand(*positions.shape, positions.shape[-1])

@@ -117,6 +117,25 @@ def test_each_steps_grid_of_a_network_with_times_or_experts_is_a_causal_trace(in
     assert_grids_are_traces(model, query, run, [0, 1, 2], dict(noise=0.5, samples=2))
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar", "tiny-block"], indirect=True)
+def test_canvases_that_differ_from_the_answer_share_their_beginnings(tiny, query, run, token_layers):
+    """The run writes something else than the answer, so that its canvases differ behind what it has written."""
+    first, tokens = query.answer_positions[0], query.tokens.clone()
+    others = query.answer_tokens[::-1]
+    if tiny.cfg.grows:
+        tokens[first:] = torch.tensor(others[: len(tokens) - first])
+    query = replace(query, tokens=tokens, answer_tokens=others)
+    settings = dict(noise=0.5, samples=2, layers=[0, 1])
+    steps = range(int(run.revealed_at[0, list(query.answer_positions)].max()) + 1)
+    assert_grids_are_traces(tiny, query, run, steps, settings)
+    with token_layers() as together:
+        trace_trajectory(tiny, query, trajectory=run, steps=steps, **settings)
+    with token_layers() as alone:
+        for step in steps:
+            causal_trace(tiny, query_at(tiny, query, run, step)[1], **settings)
+    assert together[0] < 0.8 * alone[0]
+
+
 def assert_grids_are_traces(model, query, run, steps, options):
     trace = trace_trajectory(model, query, trajectory=run, steps=steps, **options)
     for i, step in enumerate(trace.steps):
@@ -124,15 +143,17 @@ def assert_grids_are_traces(model, query, run, steps, options):
         with told_noise_of(model, run.state_at(step)):
             alone = causal_trace(model, at_step, **options)
         reached = (run.canvases[step, 0] != -1).nonzero().flatten().tolist()
-        torch.testing.assert_close(trace.scores[i, reached], alone.scores[reached], rtol=0, atol=1e-6)
+        settled = [i for i in range(len(query.answer_tokens)) if i not in still_open]
+        right = [float(run.tokens[0, query.answer_positions[i]] == query.answer_tokens[i]) for i in settled]
+        written = float(all(right))
+        torch.testing.assert_close(trace.scores[i, reached], written * alone.scores[reached], rtol=0, atol=1e-6)
         torch.testing.assert_close(
             trace.token_scores[i, reached][..., still_open], alone.token_scores[reached], rtol=0, atol=1e-6
         )
-        assert trace.clean[i] == pytest.approx(alone.clean, abs=1e-6)
-        assert trace.corrupted[i] == pytest.approx(alone.corrupted, abs=1e-6)
+        assert trace.clean[i] == pytest.approx(written * alone.clean, abs=1e-6)
+        assert trace.corrupted[i] == pytest.approx(written * alone.corrupted, abs=1e-6)
         assert trace.scores[i].isnan().all(1).sum() == len(trace.positions) - len(reached)
-        settled = [i for i in range(len(query.answer_tokens)) if i not in still_open]
-        assert (trace.clean_token_scores[i, settled] == 1).all()
+        assert trace.clean_token_scores[i, settled].tolist() == right
         assert trace.at_step(step).str_tokens == model.words(run.canvases[step, 0].tolist())
 
 

@@ -27,9 +27,13 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.restored_runs import AnswerRuns, RestoredRuns, RunPair
+from diffusion_lens.analysis.causal_tracing.shared_canvases import (
+    CanvasRuns,
+    StepCanvas,
+    can_share_beginnings,
+    run_canvases,
+)
 from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
-from diffusion_lens.analysis.kept_run import NetworkInput
 from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, check_steps
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network, warn_of_another_network
@@ -144,25 +148,24 @@ def trace_steps(
 
     # 2. Group the steps at which the network reads the same tokens, since these share their passes: steps that reveal
     # nothing and, on a causal model, all steps whose tokens are the answer's. Steps are not grouped under the caller's
-    # hooks, which may act by step, on free canvases, or where the network is told different times.
+    # hooks, which may act by step, on free canvases, or where the network is told different times. Canvases with common
+    # beginnings are computed together.
     can_share = free is None and not model.is_hooked
     groups: dict[Hashable, list[int]] = {}
     for step in selected_steps:
         told = run.trajectory.state_at(step).sigma if model.cfg.is_told_time else None
         seen = (told, *run.seen(run.canvas(step)[None])[0].tolist())
         groups.setdefault(seen if can_share else step, []).append(step)
+    bundles = [list(groups.values())] if can_share_beginnings(run) else [[members] for members in groups.values()]
 
     # 3. Score every cell of each canvas.
     traced: dict[int, _Step] = {}
-    for members in tqdm(groups.values(), desc=f"trace {restoration.kind}", unit="canvas", disable=not progress):
-        step = members[0]
-        clean_answer = run.reading(step, run.canvas(step)[None])
-        canvases = _corrupted_canvases(run, step, free, corruption.rows)
-        answer = clean_answer if free is None else run.reading(step, canvases)
-        pair = _run_pair(run, step, canvases, clean_answer.rows.tolist(), corruption)
-        restored = RestoredRuns(pair, restoration, layers, max_bytes)
-        runs = AnswerRuns(restored, clean_answer, answer)
-        traced |= _settled_steps(run, members, runs, positions, free)
+    with tqdm(total=len(groups), desc=f"trace {restoration.kind}", unit="canvas", disable=not progress) as bar:
+        for bundle in bundles:
+            canvases = [_step_canvas(run, members, free, corruption.rows) for members in bundle]
+            for runs in run_canvases(run, canvases, restoration, corruption, layers, max_bytes):
+                traced |= _settled_steps(run, runs, positions, free)
+                bar.update(len(runs.canvases))
 
     # 4. Average over the samples.
     by_step = [traced[step] for step in selected_steps]
@@ -204,15 +207,18 @@ def _corrupted_canvases(run: TracedTrajectory, step: int, free: Trajectory | Non
     return free.canvases[step - free.first_step]
 
 
-def _run_pair(
-    run: TracedTrajectory, step: int, corrupted: Tokens, rows: Sequence[int], corruption: Corruption
-) -> RunPair:
-    """Builds the clean and corrupted inputs for one step. `rows` are the logit rows to read."""
-    clean, hooks = run.canvas(step)[None], corruption.hooks(run.model, run.query)
-    return RunPair(
-        clean=NetworkInput(run.model, run.seen(clean), rows, step=run.state(step, clean)),
-        corrupted=NetworkInput(run.model, run.seen(corrupted), rows, step=run.state(step, corrupted), hooks=hooks),
-        subject=run.query.subject,
+def _step_canvas(run: TracedTrajectory, steps: list[int], free: Trajectory | None, n_rows: int) -> StepCanvas:
+    """What the network reads at these steps, which show it the same tokens, and the answer that is read there."""
+    clean = run.canvas(steps[0])[None]
+    clean_answer, corrupted = run.reading(steps[0], clean), _corrupted_canvases(run, steps[0], free, n_rows)
+    open_by_step = [run.settled(_corrupted_canvases(run, step, free, n_rows)).isnan().any(dim=0) for step in steps]
+    return StepCanvas(
+        steps=steps,
+        clean=clean,
+        corrupted=corrupted,
+        clean_answer=clean_answer,
+        answer=clean_answer if free is None else run.reading(steps[0], corrupted),
+        is_open=torch.stack(open_by_step).any(dim=0).tolist(),
     )
 
 
@@ -232,24 +238,30 @@ class _Step:
 
 
 def _settled_steps(
-    run: TracedTrajectory, steps: Sequence[int], runs: AnswerRuns, positions: Sequence[int], free: Trajectory | None
+    run: TracedTrajectory, runs: CanvasRuns, positions: Sequence[int], free: Trajectory | None
 ) -> dict[int, _Step]:
-    """The probabilities of one canvas at each of its steps, where tokens already revealed count 1 or 0."""
-    on_canvas = {step: set(run.on_canvas(step)) for step in steps}
-    reached = [position for position in positions if any(position in canvas for canvas in on_canvas.values())]
-    probabilities = dict(zip(reached, runs.grid(reached), strict=True))
-    shape, dtype = (len(runs.restored.spans), *runs.corrupted_scores.shape), runs.corrupted_scores.dtype
-    absent = torch.full(shape, torch.nan, dtype=dtype)
+    """The probabilities of the canvases at each of their steps, where tokens already revealed count 1 or 0."""
+    on_canvas = {step: set(run.on_canvas(step)) for canvas in runs.canvases for step in canvas.steps}
+    reached = [
+        [position for position in positions if any(position in on_canvas[step] for step in canvas.steps)]
+        for canvas in runs.canvases
+    ]
     settled = {}
-    for step in steps:
-        clean = replace(runs.clean_answer, settled=run.settled(run.canvas(step)[None]))
-        answer = replace(runs.answer, settled=run.settled(_corrupted_canvases(run, step, free, runs.samples)))
-        grid = [
-            answer.settle(probabilities[position]) if position in on_canvas[step] else absent for position in positions
-        ]
-        settled[step] = _Step(
-            torch.stack(grid), clean.settle(runs.clean_scores)[0].cpu(), answer.settle(runs.corrupted_scores).cpu()
-        )
+    for index, (canvas, probabilities) in enumerate(runs.grids(reached)):
+        clean_scores, corrupted_scores = runs.scores(index)
+        shape, dtype = (len(runs.runs.restored.spans), *corrupted_scores.shape), corrupted_scores.dtype
+        absent = torch.full(shape, torch.nan, dtype=dtype)
+        for step in canvas.steps:
+            clean = replace(canvas.clean_answer, settled=run.settled(run.canvas(step)[None]))
+            corrupted = _corrupted_canvases(run, step, free, len(canvas.corrupted))
+            answer = replace(canvas.answer, settled=run.settled(corrupted))
+            grid = [
+                answer.settle(probabilities[position]) if position in on_canvas[step] else absent
+                for position in positions
+            ]
+            settled[step] = _Step(
+                torch.stack(grid), clean.settle(clean_scores)[0].cpu(), answer.settle(corrupted_scores).cpu()
+            )
     return settled
 
 
