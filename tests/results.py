@@ -283,5 +283,5 @@ def _store(folder: Path) -> Any:
     from diffusion_lens.analysis.dictionaries.store import ShardFile
 
     columns = {"t": rand(7), "masked": rand(7) > 0.5}
-    shard = ShardFile({**columns, **{name: rand(7, 8) for name in NAMES}}, 0, 2)
+    shard = ShardFile({**columns, **{name: rand(7, 8) for name in NAMES}}, 0, 2, 0)
     return ActivationStore(folder, (shard,), {**RECORD, "names": NAMES, "canvases": 2})

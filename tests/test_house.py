@@ -128,6 +128,7 @@ DOORS = {
     "diffusion_lens.analysis.dictionaries.loss.dictionary_loss",
     "diffusion_lens.analysis.patching.grid.patch_grid",
     "diffusion_lens.analysis.representations.forward_reverse.compare",
+    "diffusion_lens.analysis.rome.covariance.second_moment",
     "diffusion_lens.analysis.rome.study.key_value_study",
     "diffusion_lens.analysis.signatures.study.reversal_signatures",
     "diffusion_lens.checks.load.check_checkpoint",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from diffusion_lens.analysis.resumable import FactFolder, Shard, join_parts, pick_shard, work_through_batches
-from diffusion_lens.analysis.workers.executor import Executes, Workers
+from diffusion_lens.analysis.workers.executor import Executes, with_device
 from diffusion_lens.analysis.workers.job import Job
 from diffusion_lens.analysis.workers.spread import Work, spread
 from diffusion_lens.display import PicturedResult
@@ -153,9 +153,8 @@ class Study:
         Warns:
             UserWarning: Some facts failed on the workers.
         """
-        own, record = pick_shard(self.batches, shard), self.record
-        if executor is not None and self.model is not None and (device := Workers.of(executor).device) is not None:
-            record = {**record, "device": device}
+        own = pick_shard(self.batches, shard)
+        record = self.record if self.model is None else with_device(self.record, executor)
         folder = None if out is None else FactFolder.start(out, record)
         load = result_type.FACT_FILE.load
         saved: Iterable[tuple[str, Any]]

@@ -74,9 +74,20 @@ class Canvases:
     def __len__(self) -> int:
         return len(self.texts.tokens) * len(self.spans)
 
-    def batches(self, size: int, start: int = 0) -> Iterator[CanvasBatch]:
-        """The canvases from `start` on, `size` at a time."""
-        return (self._batch(first, min(first + size, len(self))) for first in range(start, len(self), size))
+    def batches(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[CanvasBatch]:
+        """The canvases from `start` to `stop`, by default to the last, `size` at a time."""
+        end = len(self) if stop is None else stop
+        return (self._batch(first, min(first + size, end)) for first in range(start, end, size))
+
+    def n_selected(self, mask: Mask) -> list[int]:
+        """Number of positions of each canvas that `mask` selects."""
+        counts = []
+        for row, editable in enumerate(self.texts.editable):
+            n_editable = int(editable.sum())
+            for level in range(len(self.spans)):
+                n_masked = 0 if mask == "all" else int(self._masked(row, level)[1].sum())
+                counts.append(n_masked if mask == "masked" else n_editable - n_masked)
+        return counts
 
     def _batch(self, start: int, stop: int) -> CanvasBatch:
         rows, levels = zip(*(divmod(canvas, len(self.spans)) for canvas in range(start, stop)), strict=True)
@@ -92,10 +103,15 @@ class Canvases:
 
     def _noise(self, row: int, level: int) -> tuple[Float[Tensor, ""], Bool[Tensor, "_"], Int[Tensor, "_"]]:
         """Noise level of a canvas, its masked positions, and what stands there."""
+        t, masked, generator = self._masked(row, level)
+        tokens, noise = self.texts.tokens[row], self.model.head.noise
+        return t, masked, tokens if noise is None else noise.replacements(tokens, generator)
+
+    def _masked(self, row: int, level: int) -> tuple[Float[Tensor, ""], Bool[Tensor, "_"], torch.Generator]:
+        """Noise level of a canvas, its masked positions, and the generator of what stands there."""
         seed, (low, high) = own_seed(self.seed, f"{self.texts.indices[row]}/{level}"), self.spans[level]
         editable = self.texts.editable[row]
-        generator, tokens, noise = torch.Generator().manual_seed(seed), self.texts.tokens[row], self.model.head.noise
+        generator = torch.Generator().manual_seed(seed)
         uniform = torch.rand(1 + len(editable), generator=generator)
         t = low + (high - low) * uniform[0]
-        replaced = tokens if noise is None else noise.replacements(tokens, generator)
-        return t, (uniform[1:] < t) & editable, replaced
+        return t, (uniform[1:] < t) & editable, generator

@@ -6,28 +6,32 @@ trains one sparse autoencoder on masked positions and one on unmasked positions.
 network that is told the time is told that of t, and one that attends by blocks reads the clean text beside it.
 
 The folder contains `run.json`, which describes the call, and numbered files, each with the vectors of some consecutive
-canvases. A file is written as a whole or not at all, so a call that was interrupted continues after the last file. It
-computes the same batches as an uninterrupted call, so the files are the same to the last bit.
+canvases. Which canvases a file contains follows from the call alone, before anything is computed, and a file is written
+as a whole or not at all. So several workers can each write some, and a call that was interrupted writes those that are
+missing. It computes the same batches as an uninterrupted call, so the files are the same to the last bit.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.dictionaries.canvases import CanvasBatch, Canvases
-from diffusion_lens.analysis.dictionaries.noise import Mask, Noise, NoiseRange, check_mask, spans_of
-from diffusion_lens.analysis.dictionaries.splicing import vectors
+from diffusion_lens.analysis.dictionaries.canvases import Canvases
+from diffusion_lens.analysis.dictionaries.noise import Noise, NoiseRange, check_mask, spans_of
+from diffusion_lens.analysis.dictionaries.shard_task import ShardTask, StoredRows
 from diffusion_lens.analysis.dictionaries.store import KIND, ActivationStore, shard_files
-from diffusion_lens.analysis.inputs import CleanTexts, ForwardPass, Texts, readable_points
-from diffusion_lens.analysis.resumable import begin_folder, study_digest
+from diffusion_lens.analysis.inputs import CleanTexts, Texts, readable_points
+from diffusion_lens.analysis.resumable import begin_folder
+from diffusion_lens.analysis.workers.executor import Executes, Workers, with_device
+from diffusion_lens.analysis.workers.running import run_tasks
+from diffusion_lens.analysis.workers.shared_folder import SharedFolder
 from diffusion_lens.config import as_dtype
 from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import provenance, save_result
+from diffusion_lens.records import provenance
 from diffusion_lens.settings import Whole, at_least, whole_number
 
 
@@ -48,6 +52,7 @@ def activations(
     attention_mask: Tensor | None = None,
     prepend_bos: bool | None = None,
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> ActivationStore:
     """Store the activations of texts at hook points, one row for each position, with the noise level of its canvas.
 
@@ -62,12 +67,14 @@ def activations(
             default a range from 0.001 to 1, as in training. 0 masks nothing. Refused without [MASK].
         seed: Seed of the noise. Each text has its own random numbers, so its canvas does not depend on the batch.
         batch_size: Number of canvases in one forward pass. It affects the activations by rounding only.
-        shard_bytes: Size of the vectors at which a file is written. Memory holds the vectors of one file, twice while
-            it is written, and the activations of one batch.
+        shard_bytes: Size of the rows at which a file is full. Memory holds the vectors of one file, twice while it is
+            written, and the activations of one batch.
         dtype: Dtype of the stored vectors; by default that of the activations.
         attention_mask: [batch pos], 0 at the padding of token rows.
         prepend_bos: Whether texts begin with BOS; by default as the tokenizer does.
         progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that computes the files; by default this process does. A
+            worker that sees the folder writes there itself.
 
     Returns:
         The stored activations.
@@ -75,8 +82,9 @@ def activations(
     Raises:
         KeyError: There is no such hook point.
         ValueError: A hook point has no vector for each position, a setting is out of range or does not fit the model,
-            no position is selected, a vector is too large for `dtype`, the folder belongs to another call, or the call
-            is inside `model.at_time`.
+            no position is selected, a vector is too large for `dtype`, the folder belongs to another call, the call is
+            inside `model.at_time`, or a worker does not get the network.
+        RuntimeError: A task was given up after its workers died. What was computed is in the folder.
     """
     # 1. Settings.
     model.require_own_times("activations")
@@ -84,10 +92,11 @@ def activations(
     selection = check_mask(model, mask, spans)
     points = readable_points(model, names)
     size, limit = at_least(1, "batch_size", batch_size), at_least(1, "shard_bytes", shard_bytes)
-    stored_dtype = None if dtype is None else as_dtype(dtype)
+    stored = StoredRows(points, selection, None if dtype is None else as_dtype(dtype))
     clean = CleanTexts.of(model, texts, attention_mask, prepend_bos)
     canvases = Canvases(model, clean, spans, whole_number("seed", seed))
-    if not any(bool(batch.selected(selection).any()) for batch in canvases.batches(size)):
+    n_selected = canvases.n_selected(selection)
+    if not any(n_selected):
         raise ValueError(f"mask={mask!r} selects no position of any canvas at t={t}; give another t, or more texts")
     record = {
         "kind": KIND,
@@ -97,100 +106,68 @@ def activations(
         "seed": canvases.seed,
         "batch_size": size,
         "shard_bytes": limit,
-        "stored_dtype": None if stored_dtype is None else str(stored_dtype).removeprefix("torch."),
+        "stored_dtype": None if stored.dtype is None else str(stored.dtype).removeprefix("torch."),
         "texts": clean.describe(),
         "canvases": len(canvases),
         **provenance(model, model.cfg),
     }
-    # 2. What an earlier call has stored.
-    writer = _Writer(Path(out), limit, study_digest(begin_folder(out, record)))
-    done = writer.resume()
-    # 3. The rest, batch by batch.
-    with tqdm(total=len(canvases), initial=done, desc="activations", unit="canvas", disable=not progress) as bar:
-        for batch in canvases.batches(size, done):
-            writer.add(_rows(model, batch, points, selection, stored_dtype), len(batch.tokens))
-            bar.update(len(batch.tokens))
-    writer.flush()
-    return ActivationStore.load(out)
+    # 2. The files, and those that an earlier call has written.
+    folder = SharedFolder.of(Path(out), begin_folder(out, with_device(record, executor)))
+    ends = [0, *_ends(n_selected, size, -(-limit // stored.row_bytes(model.cfg)))]
+    tasks = [
+        ShardTask.of(number, start, stop, canvases, size, stored, folder)
+        for number, (start, stop) in enumerate(pairwise(ends))
+    ]
+    missing = _missing(tasks, Path(out))
+    # 3. The others.
+    n_done = len(canvases) - sum(task.size for task in missing)
+    with tqdm(total=len(canvases), initial=n_done, desc="activations", unit="canvas", disable=not progress) as bar:
+        if executor is None:
+            for task in missing:
+                task.write(Path(out), task.rows(model, bar.update))
+        else:
+            for task, rows in run_tasks(missing, model, Workers.of(executor), bar):
+                if rows is not None:
+                    task.write(Path(out), rows)
+    store = ActivationStore.load(out)
+    if not store.is_complete:
+        raise RuntimeError(
+            f"workers have written files to {out} that this process does not see. A network file system may show them "
+            "later: call again"
+        )
+    return store
 
 
-def run_to(model: DiffusionTransformer, batch: CanvasBatch, names: Sequence[str]) -> Mapping[str, Tensor]:
-    """The activations of a batch at some hook points; the network runs no further than to the last of them."""
-    states = ForwardPass.under_noise(model, batch.tokens, batch.noisy, batch.real, batch.t).states(names)
-    return {name: vectors(states[name], model.hook_dict[name]) for name in names}
+def _ends(n_selected: Sequence[int], size: int, limit: int) -> Iterator[int]:
+    """One past the last canvas of each file: a file ends after the batch with which it is full.
 
-
-def _rows(
-    model: DiffusionTransformer, batch: CanvasBatch, names: Sequence[str], mask: Mask, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    """The rows of one batch: a vector for each hook point, and what is known of its position."""
-    selected = batch.selected(mask)
-    canvas, position = (index.cpu() for index in selected.nonzero(as_tuple=True))
-    rows = {
-        "t": batch.t.cpu()[canvas],
-        "masked": batch.masked.cpu()[canvas, position],
-        "position": position.int(),
-        "text": batch.texts[canvas].int(),
-        "token": batch.tokens.cpu()[canvas, position].int(),
-    }
-    if not len(canvas):
-        return rows
-    for name, activation in run_to(model, batch, names).items():
-        row = activation[selected]
-        rows[name] = row.to(device="cpu", dtype=dtype)
-        if dtype is not None and not bool(rows[name].isfinite().all()) and bool(row.isfinite().all()):
-            raise ValueError(
-                f"an activation at {name!r} is {row.abs().max().item():.4g}, too large for dtype={dtype}; use "
-                "'bfloat16' or 'float32'"
-            )
-    return rows
-
-
-@dataclass
-class _Writer:
-    """Collects rows, and writes them to numbered files.
-
-    Attributes:
-        folder: Folder of the files.
-        limit: Bytes of vectors at which a file is written.
-        mark: Mark of the call in its files.
-        start, stop: First canvas of the next file, and one past the last that was added.
+    Args:
+        n_selected: Number of rows of each canvas.
+        size: Number of canvases of a batch.
+        limit: Number of rows at which a file is full.
     """
+    n_rows = 0
+    for start in range(0, len(n_selected), size):
+        n_rows += sum(n_selected[start : start + size])
+        stop = min(start + size, len(n_selected))
+        if n_rows >= limit or stop == len(n_selected):
+            yield stop
+            n_rows = 0
 
-    folder: Path
-    limit: int
-    mark: str
-    n_files: int = 0
-    start: int = 0
-    stop: int = 0
-    n_bytes: int = 0
-    rows: list[dict[str, Tensor]] = field(default_factory=list)
 
-    def resume(self) -> int:
-        """Number of canvases that the files contain; what an interrupted write has left behind is removed."""
-        for leftover in self.folder.glob(".*.safetensors.*.part"):
-            leftover.unlink()
-        files = shard_files(self.folder, self.mark)
-        self.n_files, self.start = len(files), files[-1].stop if files else 0
-        self.stop = self.start
-        return self.start
+def _missing(tasks: Sequence[ShardTask], folder: Path) -> list[ShardTask]:
+    """The files that the folder lacks. What an interrupted write has left behind is removed.
 
-    def add(self, rows: dict[str, Tensor], n_canvases: int) -> None:
-        """Add the rows of the next canvases, and write a file if there are enough."""
-        self.stop += n_canvases
-        if len(rows["t"]):
-            self.rows.append(rows)
-            self.n_bytes += sum(x.nbytes for x in rows.values())
-        if self.n_bytes >= self.limit:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the rows to the next file, whose record names its canvases."""
-        if self.stop == self.start:
-            return
-        names = list(self.rows[0]) if self.rows else []
-        tensors = {name: torch.cat([rows[name] for rows in self.rows]) for name in names}
-        path = self.folder / f"{self.n_files:06d}.safetensors"
-        save_result(path, KIND, tensors, {"call": self.mark, "start": self.start, "stop": self.stop})
-        self.n_files, self.start, self.n_bytes = self.n_files + 1, self.stop, 0
-        self.rows.clear()
+    Raises:
+        ValueError: A file has other canvases than planned.
+    """
+    for leftover in folder.glob(".*.safetensors.*.part"):
+        leftover.unlink()
+    planned = {task.number: (task.start, task.stop) for task in tasks}
+    there = {shard.number: (shard.start, shard.stop) for shard in shard_files(folder, tasks[0].folder.digest)}
+    if wrong := [number for number, canvases in there.items() if planned.get(number) != canvases]:
+        raise ValueError(
+            f"{folder} contains {len(wrong)} files with other canvases than this call stores in them, first "
+            f"{wrong[0]:06d}.safetensors: delete them and call again"
+        )
+    return [task for task in tasks if task.number not in there]

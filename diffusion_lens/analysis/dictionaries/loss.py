@@ -30,9 +30,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.dictionaries.canvases import CanvasBatch, Canvases
-from diffusion_lens.analysis.dictionaries.collecting import run_to
 from diffusion_lens.analysis.dictionaries.loss_result import STATES, DictionaryLoss
 from diffusion_lens.analysis.dictionaries.noise import Mask, Noise, NoiseRange, check_mask, spans_of
+from diffusion_lens.analysis.dictionaries.shard_task import run_to
 from diffusion_lens.analysis.dictionaries.splicing import Dictionary, check_dictionary, only_at, splice, vectors
 from diffusion_lens.analysis.inputs import CleanTexts, Texts, readable_points
 from diffusion_lens.hook_names import Hook

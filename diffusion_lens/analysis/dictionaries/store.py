@@ -29,33 +29,36 @@ class ShardFile:
     Attributes:
         tensors: Vectors by hook point, and columns, memory-mapped; empty if no position of its canvases is selected.
         start, stop: First canvas, and one past the last.
+        number: Its number in the folder.
     """
 
     tensors: dict[str, Tensor]
     start: int
     stop: int
+    number: int
 
     def __len__(self) -> int:
         return len(self.tensors["t"]) if self.tensors else 0
 
 
 def shard_files(folder: Path, mark: str) -> list[ShardFile]:
-    """The files of a folder, in order.
+    """The files of a folder, in order. Any of them may be missing, as workers write them in no order.
 
     Raises:
-        ValueError: A file is missing or incomplete, or belongs to another call.
+        ValueError: A file is incomplete, belongs to another call, or was renamed.
     """
     shards: list[ShardFile] = []
-    for index, path in enumerate(sorted(folder.glob("[0-9]*.safetensors"))):
+    for path in sorted(folder.glob("[0-9]*.safetensors")):
         tensors, record = open_result(path, KIND)
         if record["call"] != mark:
+            raise ValueError(f"{path} belongs to another call than {folder / 'run.json'}: delete it and call again")
+        number, n_before, end = int(path.stem), len(shards) and shards[-1].number + 1, shards[-1].stop if shards else 0
+        if path.stem != f"{number:06d}" or (record["start"] > end) != (number > n_before) or record["start"] < end:
             raise ValueError(
-                f"{path} belongs to another call than {folder / 'run.json'}: delete it, and all later files"
+                f"{path} contains the canvases from {record['start']} on, which do not follow those of the file before "
+                "it: the file was renamed. Delete it and call again"
             )
-        before = shards[-1].stop if shards else 0
-        if path.stem != f"{index:06d}" or record["start"] != before:
-            raise ValueError(f"{folder} lacks the file {index:06d}.safetensors: delete all later files and call again")
-        shards.append(ShardFile(tensors, record["start"], record["stop"]))
+        shards.append(ShardFile(tensors, record["start"], record["stop"], number))
     return shards
 
 
@@ -82,11 +85,12 @@ class ActivationStore(Result):
     def load(cls, folder: str | Path) -> "ActivationStore":
         """Open a folder. Its files are memory-mapped: rows are read from disk when they are used.
 
-        The folder of an interrupted call opens too, with the rows that are stored so far (`is_complete`).
+        The folder of an interrupted call opens too, with the rows that are stored so far (`is_complete`). Where workers
+        have written them, they need not be those of the first canvases.
 
         Raises:
             FileNotFoundError: There are no activations.
-            ValueError: A file is missing or incomplete, or belongs to another call.
+            ValueError: A file is incomplete, belongs to another call, or was renamed.
         """
         file = Path(folder) / "run.json"
         if not file.exists():
@@ -106,7 +110,7 @@ class ActivationStore(Result):
     @property
     def is_complete(self) -> bool:
         """Whether all canvases of the call are stored."""
-        return bool(self.shards) and self.shards[-1].stop == self.record["canvases"]
+        return bool(sum(shard.stop - shard.start for shard in self.shards) == self.record["canvases"])
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))

@@ -68,6 +68,11 @@ class CleanTexts:
                 raise ValueError(f"text {index} contains [MASK] or an id that is no token; give clean texts")
         return found
 
+    def between(self, start: int, stop: int) -> "CleanTexts":
+        """The usable texts from `start` to `stop`."""
+        part = slice(start, stop)
+        return CleanTexts(self.tokens[part], self.editable[part], self.indices[part], {})
+
     def describe(self) -> dict[str, Any]:
         """The texts, for a record: their number, a digest of what is read, and the facts that are left out."""
         return {

@@ -20,7 +20,7 @@ which decreases as 1/n.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,20 +30,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.inputs import ForwardPass, padded
 from diffusion_lens.analysis.rome.edited_layer import pick_edited_layer
-from diffusion_lens.analysis.rome.keys import key_site
+from diffusion_lens.analysis.rome.key_sums import KeyPanel, KeySums
+from diffusion_lens.analysis.workers.executor import Executes, Workers, with_device
+from diffusion_lens.analysis.workers.running import run_tasks
 from diffusion_lens.display import Result, Table
 from diffusion_lens.identity import begins_run, require_identified
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.scheduled_loss import noised
-from diffusion_lens.seeds import own_seed
 from diffusion_lens.settings import Whole, at_least, whole_number
+from diffusion_lens.user_warnings import warn_user
 from weight_conversion import as_json
 
 Corpus = Sequence[str] | Sequence[Tensor] | Int[Tensor, "batch pos"]
+_WAITING_BYTES = 2**32  # of sums that wait for an earlier one, by default
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,7 +60,8 @@ class SecondMoment(Result):
         text_squares: Σ ‖S_t‖² over the texts, for the error.
         count_squares: Σ m_t² over the texts.
         layer: Number of the block.
-        record: Content key, corpus' hash and size, seed, model, weights' hash, versions.
+        record: Content key, corpus' hash and size, seed, sizes of batches and panels (`None` if it was continued with
+            others), model, weights' hash, versions.
     """
 
     total: Float[Tensor, "d_mlp d_mlp"]
@@ -108,8 +110,12 @@ def second_moment(
     batch_size: Whole = 16,
     save_every: Whole = 64,
     progress: bool = False,
+    executor: Executes | None = None,
 ) -> SecondMoment:
     """C of one layer over a corpus.
+
+    The corpus is summed in panels of `save_every` batches, whose sums are added in order. The result is the same to the
+    bit on any number of workers.
 
     Args:
         corpus: Texts (cut at the context's length), a list of rows of tokens, or Int[batch pos]. Padding that the
@@ -118,33 +124,68 @@ def second_moment(
         folder: Folder for the result, in a file named after the weights, the hooks on the model, layer, corpus and
             seed. A finished file is read, and an unfinished one continued.
         seed: Seed of the noise that masks tokens of a masked diffusion model.
-        batch_size: Number of texts in one forward pass.
-        save_every: Number of batches between two saved states.
+        batch_size: Number of texts in one forward pass. It affects the result by rounding only.
+        save_every: Number of batches in a panel, after each of which the state is saved. It affects the result by
+            rounding only.
         progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that sums the panels; by default this process does. A
+            task is a panel, and its result a matrix, 8 d_mlp² bytes: with a larger `save_every` fewer matrices travel.
 
     Raises:
         TypeError: The corpus is one text instead of several.
         ValueError: The layer is out of range, the corpus is empty or contains [MASK], the padding of Int[batch pos] is
             ambiguous, a file in the folder is truncated or belongs to another corpus, network or seed, or the call is
-            inside `model.at_time`.
+            inside `model.at_time`; or a worker does not get the network.
+        RuntimeError: A task was given up after its workers died. What was summed before is in the folder.
+
+    Warns:
+        UserWarning: An unfinished file was begun with another `batch_size` or `save_every`.
     """
     model.require_own_times("second_moment")
     layer, seed = pick_edited_layer(model, layer), whole_number("seed", seed)
     batch_size, save_every = at_least(1, "batch_size", batch_size), at_least(1, "save_every", save_every)
     rows = _rows(model, corpus)
-    record = _describe(model, rows, layer, seed)
+    settings = {"batch_size": batch_size, "save_every": save_every}
+    record = with_device({**_describe(model, rows, layer, seed), **settings}, executor)
     if folder is not None:
         require_identified(record, str(folder))
     path = None if folder is None else Path(folder) / f"second-moment-{record['key'][:16]}.safetensors"
     so_far = _load_moment(path, record) if path is not None and path.exists() else _nothing(model, layer, record)
-    # The sum stays on the model's device, so that its d_mlp² numbers are not transferred with every batch.
-    so_far = replace(so_far, total=so_far.total.to(_home(model)))
-    starts = range(so_far.texts, len(rows), batch_size)
-    for i, start in enumerate(tqdm(starts, desc=f"second moment of layer {layer}", unit="batch", disable=not progress)):
-        so_far = _add(model, so_far, rows[start : start + batch_size], seed)
-        if path is not None and (start == starts[-1] or (i + 1) % save_every == 0):
-            so_far.save(path)
+    starts = range(so_far.texts, len(rows), batch_size * save_every)
+    panels = [KeyPanel(layer, i, rows[i : i + starts.step], batch_size, seed) for i in starts]
+    n_done, n_left = -(-so_far.texts // batch_size), sum(panel.size for panel in panels)
+    title = f"second moment of layer {layer}"
+    with tqdm(total=n_done + n_left, initial=n_done, desc=title, unit="batch", disable=not progress) as bar:
+        for sums in _sums(model, panels, executor, bar):
+            so_far = _added(so_far, sums)
+            if path is not None:
+                so_far.save(path)
     return replace(so_far, total=so_far.total.cpu())
+
+
+def _sums(
+    model: DiffusionTransformer, panels: list[KeyPanel], executor: Executes | None, bar: Any
+) -> Iterator[KeySums]:
+    """The sums of the panels, in order."""
+    if executor is None:
+        # They stay on the model's device: transferring d_mlp² numbers takes time.
+        yield from (panel.sums(model, bar.update) for panel in panels)
+        return
+    workers, size = Workers.of(executor), model.blocks[panels[0].layer].mlp.W_out.shape[0] if panels else 1
+    ahead = workers.ahead or max(4, _WAITING_BYTES // (8 * size**2))
+    yield from (sums for _, sums in run_tasks(panels, model, workers, bar, ahead))
+
+
+def _added(so_far: SecondMoment, sums: KeySums) -> SecondMoment:
+    """The moment with one more panel."""
+    return replace(
+        so_far,
+        total=so_far.total.to(sums.total.device) + sums.total,
+        count=so_far.count + sums.count,
+        texts=so_far.texts + sums.texts,
+        text_squares=so_far.text_squares + sums.text_squares,
+        count_squares=so_far.count_squares + sums.count_squares,
+    )
 
 
 def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:
@@ -207,50 +248,16 @@ def _load_moment(path: Path, record: dict[str, Any]) -> SecondMoment:
             f"{path} contains another moment than its name says: network, weights, hooks, layer, corpus or seed differ"
             ". Delete the file to compute the moment again, or name another folder"
         )
-    return moment
+    there, here = ({name: each.get(name) for name in ("batch_size", "save_every")} for each in (moment.record, record))
+    if moment.texts == record["corpus_texts"] or there == here:
+        return moment
+    warn_user(
+        f"{path} is continued, but was begun with other batches ({there} there, {here} here): the last bits of the sum "
+        "may differ from those of one call"
+    )
+    return replace(moment, record={**moment.record, "batch_size": None, "save_every": None})
 
 
 def _nothing(model: DiffusionTransformer, layer: int, record: dict[str, Any]) -> SecondMoment:
     size = model.blocks[layer].mlp.W_out.shape[0]
     return SecondMoment(torch.zeros(size, size, dtype=torch.float64), 0, 0, 0.0, 0, layer, record)
-
-
-def _add(model: DiffusionTransformer, so_far: SecondMoment, rows: Sequence[Tensor], seed: int) -> SecondMoment:
-    """The moment with one more batch of texts."""
-    seeds = [own_seed(seed, so_far.texts + i) for i in range(len(rows))]
-    site = key_site(so_far.layer)
-    keys = _as_in_training(model, rows, seeds).states([site])[site]
-    keys_by_text = [_widest(text_keys[: len(row)]) for text_keys, row in zip(keys, rows, strict=True)]
-    all_keys = torch.cat(keys_by_text)
-    return SecondMoment(
-        total=so_far.total + (all_keys.T @ all_keys).to(so_far.total.device).double(),
-        count=so_far.count + len(all_keys),
-        texts=so_far.texts + len(rows),
-        text_squares=so_far.text_squares + sum(float((k @ k.T).square().sum()) for k in keys_by_text),
-        count_squares=so_far.count_squares + sum(len(row) ** 2 for row in rows),
-        layer=so_far.layer,
-        record=so_far.record,
-    )
-
-
-def _as_in_training(model: DiffusionTransformer, rows: Sequence[Tensor], seeds: Sequence[int]) -> ForwardPass:
-    """The pass on texts as in training: partly noise on a diffusion model."""
-    text, real = (x.to(model.cfg.device) for x in padded(model, rows))
-    if model.cfg.grows:
-        return ForwardPass(model, text, real)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    noised_rows = [noised(model, row[None], generator=noise) for row, noise in zip(rows, generators, strict=True)]
-    noisy, _ = padded(model, [noisy[0] for noisy, _ in noised_rows])
-    p = torch.stack([p[0, 0] for _, p in noised_rows])
-    return ForwardPass.under_noise(model, text, noisy.to(text.device), real, p)
-
-
-def _widest(keys: Tensor) -> Tensor:
-    """The keys in float64, or in float32 on a device without it."""
-    return keys.to(torch.float32 if keys.device.type == "mps" else torch.float64)
-
-
-def _home(model: DiffusionTransformer) -> str:
-    """The device of the sum: the model's device if that supports float64, otherwise the CPU."""
-    device = str(model.cfg.device)
-    return "cpu" if device.startswith("mps") else device

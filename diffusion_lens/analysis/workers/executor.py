@@ -4,7 +4,7 @@ Any object with the `submit` of `concurrent.futures.Executor` will do: the stand
 `client.get_executor()`, the executors of submitit, mpi4py and loky.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -60,3 +60,9 @@ class Workers:
 
 
 Executes = Executor | Submits | Workers
+
+
+def with_device(record: Mapping[str, Any], executor: Executes | None) -> dict[str, Any]:
+    """The record of a call, with the device of the workers that compute it if they are given another."""
+    device = None if executor is None else Workers.of(executor).device
+    return {**record, **({} if device is None else {"device": device})}

@@ -4,26 +4,28 @@ A future that ends with an error means that its worker died, or that something o
 submitted again. Errors of the computation are results (`task.Outcome`).
 """
 
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from diffusion_lens.analysis.workers.executor import Workers
 from diffusion_lens.analysis.workers.model_copy import ModelCopy
-from diffusion_lens.analysis.workers.task import Task, run_task
+from diffusion_lens.analysis.workers.task import Task, packed, run_task
 from diffusion_lens.model.transformer import DiffusionTransformer
 
+T = TypeVar("T", bound=Task)
 _POLL = 1.0  # seconds
 
 
 def run_tasks(
-    tasks: Sequence[Task], model: DiffusionTransformer | None, workers: Workers, bar: Any, ahead: int | None = None
-) -> Iterator[tuple[Task, Any]]:
+    tasks: Sequence[T], model: DiffusionTransformer | None, workers: Workers, bar: Any, ahead: int | None = None
+) -> Iterator[tuple[T, Any]]:
     """Each task with its result.
 
     Args:
@@ -56,7 +58,7 @@ def run_tasks(
             for future in _ended(running):
                 number = running.pop(future)
                 try:
-                    outcome = future.result()
+                    outcome = pickle.loads(future.result())
                 except Exception as error:
                     attempts[number] += 1
                     if attempts[number] > workers.retries:
@@ -87,7 +89,9 @@ def _submit(
     together: Callable[[], AbstractContextManager[Any]] = getattr(workers.executor, "batch", nullcontext)
     try:
         with together():
-            futures = [(workers.executor.submit(run_task, tasks[number], *sent), number) for number in numbers]
+            futures = [
+                (workers.executor.submit(run_task, packed((tasks[number], *sent))), number) for number in numbers
+            ]
     except (BrokenExecutor, RuntimeError) as error:
         raise RuntimeError(
             f"the executor takes no more tasks: {error}. A ProcessPoolExecutor breaks when one of its processes dies; "

@@ -1,4 +1,8 @@
-"""A task, and its computation in a worker."""
+"""A task, and its computation in a worker.
+
+Tasks and results travel as bytes. If tensors were left to the executor, `multiprocessing` would send each by a file
+descriptor of its own, and a process may open about a thousand.
+"""
 
 import pickle
 from collections.abc import Iterator
@@ -7,6 +11,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol, runtime_checkable
 
+import cloudpickle
 import torch
 
 from diffusion_lens.analysis.workers.model_copy import ModelCopy
@@ -46,8 +51,26 @@ class Outcome:
     error: Exception | None = None
 
 
-def run_task(task: Task, copy: ModelCopy | None, threads: int) -> Outcome:
-    """Compute a task with this number of torch's threads. A process with several threads computes one at a time."""
+def packed(content: Any) -> bytes:
+    """A pickle, also of objects that `__main__` or a notebook defines; `pickle.loads` reads it."""
+    pickled: bytes = cloudpickle.dumps(content)
+    return pickled
+
+
+def run_task(sent: bytes) -> bytes:
+    """Compute a task. A process with several threads computes one at a time.
+
+    Args:
+        sent: Packed: the task, how a worker gets its model (`None` if it needs none), the number of torch's threads.
+
+    Returns:
+        The outcome, packed.
+    """
+    task, copy, threads = pickle.loads(sent)
+    return packed(_outcome(task, copy, threads))
+
+
+def _outcome(task: Task, copy: ModelCopy | None, threads: int) -> Outcome:
     try:
         with _ONE_TASK, _threads(threads), copy.ready() if copy else nullcontext() as model:
             return Outcome(task.compute(model))
@@ -60,7 +83,7 @@ def run_task(task: Task, copy: ModelCopy | None, threads: int) -> Outcome:
 def _as_sent(error: Exception) -> Exception:
     """The error itself, if a pickle of it can be read again; otherwise one that says the same."""
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(packed(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

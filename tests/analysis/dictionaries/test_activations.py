@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffusion_lens.analysis import ActivationStore, NoiseRange, activations
-from diffusion_lens.analysis.dictionaries import collecting
+from diffusion_lens.analysis.dictionaries import shard_task
 from diffusion_lens.data import toy_facts
 from diffusion_lens.interventions import zero_ablate
 from diffusion_lens.seeds import own_seed
@@ -100,7 +100,7 @@ def test_an_interrupted_call_continues_to_the_same_files(small, tmp_path, monkey
     settings = dict(names=[RESID, Z], batch_size=2, shard_bytes=2500, dtype="bfloat16")
     whole = activations(small, SENTENCES, out=tmp_path / "whole", **settings)
     assert len(whole.shards) > 2
-    real, calls = collecting.run_to, []
+    real, calls = shard_task.run_to, []
 
     def broken(*args):
         if len(calls) == stops_after:
@@ -108,10 +108,10 @@ def test_an_interrupted_call_continues_to_the_same_files(small, tmp_path, monkey
         calls.append(1)
         return real(*args)
 
-    monkeypatch.setattr(collecting, "run_to", broken)
+    monkeypatch.setattr(shard_task, "run_to", broken)
     with pytest.raises(KeyboardInterrupt):
         activations(small, SENTENCES, out=tmp_path / "parts", **settings)
-    monkeypatch.setattr(collecting, "run_to", real)
+    monkeypatch.setattr(shard_task, "run_to", real)
     (tmp_path / "parts" / ".000007.safetensors.abc.part").write_text("half of a file")
     so_far = ActivationStore.load(tmp_path / "parts")
     assert not so_far.is_complete
@@ -120,7 +120,7 @@ def test_an_interrupted_call_continues_to_the_same_files(small, tmp_path, monkey
     assert digests(tmp_path / "parts") == digests(tmp_path / "whole")
     assert resumed.is_complete
     assert resumed.rows(RESID, torch.arange(3)).dtype == torch.bfloat16
-    monkeypatch.setattr(collecting, "run_to", lambda *args: pytest.fail("everything is stored"))
+    monkeypatch.setattr(shard_task, "run_to", lambda *args: pytest.fail("everything is stored"))
     assert len(activations(small, SENTENCES, out=tmp_path / "parts", **settings)) == len(whole)
 
 
@@ -281,7 +281,17 @@ def test_damaged_folders_are_refused(small, tmp_path):
     with pytest.raises(ValueError, match="is not a complete safetensors file"):
         ActivationStore.load(tmp_path / "a")
     first.unlink()
-    with pytest.raises(ValueError, match=r"lacks the file 000000.safetensors: delete all later files"):
+    gapped = ActivationStore.load(tmp_path / "a")
+    assert not gapped.is_complete
+    n_lost = len(store) - len(gapped)
+    rows = torch.arange(len(gapped))
+    assert torch.equal(gapped.rows(RESID, rows), store.rows(RESID, rows + n_lost))
+    assert torch.equal(gapped.text, store.text[n_lost:])
+    again = activations(small, SENTENCES, RESID, out=tmp_path / "a", batch_size=2, shard_bytes=4000)
+    assert again.is_complete
+    assert first.read_bytes() == kept
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(ValueError, match=r"contains the canvases from \d+ on, which do not .*: the file was renamed"):
         ActivationStore.load(tmp_path / "a")
     first.write_bytes(kept)
     other = activations(small, SENTENCES[:4], RESID, out=tmp_path / "b")

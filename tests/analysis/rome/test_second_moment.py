@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diffusion_lens.analysis.rome import SecondMoment, covariance, second_moment
+from diffusion_lens.analysis.rome import SecondMoment, key_sums, second_moment
 from diffusion_lens.analysis.rome.inverse_moment import RIDGE, InverseMoment
 from diffusion_lens.data import toy_facts
 from diffusion_lens.scheduled_loss import hide
@@ -63,8 +63,8 @@ def test_batches_and_padding_change_nothing(either, corpus):
 
 def test_interrupted_and_resumed_is_uninterrupted(either, corpus, tmp_path, monkeypatch):
     model = either.model
-    whole = second_moment(model, corpus, LAYER, batch_size=2)
-    passed, read = [], covariance._as_in_training
+    whole = second_moment(model, corpus, LAYER, batch_size=2, save_every=1)
+    passed, read = [], key_sums._as_in_training
 
     def give_out(*request):
         passed.append(1)
@@ -72,17 +72,23 @@ def test_interrupted_and_resumed_is_uninterrupted(either, corpus, tmp_path, monk
             raise KeyboardInterrupt
         return read(*request)
 
-    monkeypatch.setattr(covariance, "_as_in_training", give_out)
+    monkeypatch.setattr(key_sums, "_as_in_training", give_out)
     with pytest.raises(KeyboardInterrupt):
         second_moment(model, corpus, LAYER, batch_size=2, folder=tmp_path, save_every=1)
     monkeypatch.undo()
     (path,) = tmp_path.iterdir()
     assert SecondMoment.load(path).texts == 4
-    resumed = second_moment(model, corpus, LAYER, batch_size=2, folder=tmp_path)
+    begun = path.read_bytes()
+    resumed = second_moment(model, corpus, LAYER, batch_size=2, folder=tmp_path, save_every=1)
     for moment in (resumed, SecondMoment.load(path)):
         assert torch.equal(moment.total, whole.total)
         assert (moment.count, moment.texts, moment.text_squares) == (52, 7, whole.text_squares)
         assert moment.record == whole.record
+    path.write_bytes(begun)
+    with pytest.warns(UserWarning, match=r"was begun with other batches .*the last bits of the sum may differ"):
+        mixed = second_moment(model, corpus, LAYER, batch_size=2, folder=tmp_path)
+    torch.testing.assert_close(mixed.total, whole.total)
+    assert mixed.record == {**whole.record, "batch_size": None, "save_every": None}
 
 
 def test_a_saved_moment_is_read(either, corpus, tmp_path, monkeypatch):
@@ -91,7 +97,7 @@ def test_a_saved_moment_is_read(either, corpus, tmp_path, monkeypatch):
     def refuse(*request):
         raise AssertionError("the network ran")
 
-    monkeypatch.setattr(covariance, "_as_in_training", refuse)
+    monkeypatch.setattr(key_sums, "_as_in_training", refuse)
     again = second_moment(either.model, corpus, LAYER, folder=tmp_path)
     monkeypatch.undo()
     assert torch.equal(again.total, saved.total)

@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from executors import Here, Interrupted
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import (
@@ -28,6 +29,7 @@ from diffusion_lens.analysis import (
 from diffusion_lens.analysis.average_effects import fact_tracer
 from diffusion_lens.analysis.resumable import FactFolder
 from diffusion_lens.analysis.workers import model_copy
+from diffusion_lens.analysis.workers.task import packed
 from diffusion_lens.data import EditRequest, toy_facts
 from diffusion_lens.evaluation import recall_by_steps
 
@@ -59,23 +61,6 @@ STUDIES: dict[str, Callable[..., Any]] = {
 
 
 on_one_model = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-
-
-class Here(Executor):
-    """Runs every task in this process from a pickle of it. The first tasks end as if their worker had died."""
-
-    def __init__(self, deaths: int = 0) -> None:
-        self.deaths, self.n_tasks = deaths, 0
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.n_tasks += 1
-        function, received = pickle.loads(pickle.dumps((fn, args)))
-        if self.n_tasks <= self.deaths:
-            future.set_exception(OSError("the node went away"))
-        else:
-            future.set_result(pickle.loads(pickle.dumps(function(*received))))
-        return future
 
 
 def scaled(factor: float) -> Callable[..., torch.Tensor]:
@@ -123,8 +108,8 @@ def test_a_study_is_split_evenly(tiny: Any, tmp_path: Path) -> None:
 def test_the_record_has_the_device_of_the_workers(tiny: Any, tmp_path: Path) -> None:
     class OnAGpu(Here):
         def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-            task, copy, threads = args
-            return super().submit(fn, task, replace(copy, device="cpu"), threads)
+            task, copy, threads = pickle.loads(args[0])
+            return super().submit(fn, packed((task, replace(copy, device="cpu"), threads)))
 
     result = STUDIES["recall"](tiny, executor=Workers(OnAGpu(), device="cuda"), out=tmp_path)
     assert result.record["device"] == FactFolder.open(tmp_path).record["device"] == "cuda"
@@ -215,12 +200,6 @@ def test_what_cannot_be_sent_is_refused(tiny: Any) -> None:
 
 @on_one_model
 def test_an_interrupted_run_leaves_a_folder_that_resumes(tiny: Any, tmp_path: Any) -> None:
-    class Interrupted(Here):
-        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-            if self.n_tasks == 1:
-                raise KeyboardInterrupt
-            return super().submit(fn, *args, **kwargs)
-
     with pytest.raises(KeyboardInterrupt):
         STUDIES["recall"](tiny, executor=Interrupted(), out=tmp_path)
     folder = FactFolder.open(tmp_path)
