@@ -114,8 +114,9 @@ class HookedDiffusionTransformer(Generation):
         Args:
             source: Arguments of that call; `source` of a model that was loaded.
             device, token: Arguments of `from_pretrained`.
-            mapped: Whether weights on the CPU stay mapped from the file where it has their dtype and layout, so that
-                several processes share one copy. The file must not be overwritten in place.
+            mapped: Whether weights on the CPU stay mapped from the file where it has their dtype, layout and alignment
+                (multiples of 64 bytes), so that several processes share one copy. The file must not be overwritten in
+                place.
             weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
         """
         cfg, checkpoint, tokenizer = open_pretrained(**source.to_open(), device=device, token=token)

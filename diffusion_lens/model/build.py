@@ -129,6 +129,7 @@ def _build_plain(a: Architecture, width: int) -> PlainMLP:
     return PlainMLP(up=_linear(a.d_model, width, a.mlp_bias), down=_linear(width, a.d_model, a.mlp_bias))
 
 
+ALIGNMENT = 64  # bytes, of torch's own tensors on the CPU
 _MLPS: dict[tuple[str, str], Callable[[Architecture, int], GatedMLP | PlainMLP]] = {
     ("gated", "silu"): _build_gated,
     ("plain", "gelu_new"): _build_plain,
@@ -144,7 +145,8 @@ def load_tensors(
 ) -> None:
     """Copy each tensor into its parameter; a tensor may come in several pieces of consecutive rows.
 
-    With `assign`, a whole tensor of this dtype on this device becomes the parameter itself.
+    With `assign`, a whole tensor of this dtype on this device becomes the parameter itself, if it begins where torch
+    would let it begin: matrix products of another alignment may differ in their last bits.
 
     A tied weight may come a second time under its other name, as in a `state_dict`.
 
@@ -170,8 +172,7 @@ def load_tensors(
             raise ValueError(
                 f"rows {start}:{stop} of {name!r} are {list(piece.shape)}; it is {list(weights[name].shape)}"
             )
-        whole = piece.shape == weights[name].shape
-        if assign and whole and (piece.dtype, piece.device) == (weights[name].dtype, weights[name].device):
+        if assign and _can_replace(piece, weights[name]):
             weights[name] = piece.detach()
         else:
             weights[name][start:stop].copy_(piece.detach())
@@ -181,6 +182,12 @@ def load_tensors(
     for name, weight in weights.items():
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, nn.Parameter(weight))
+
+
+def _can_replace(piece: Tensor, weight: Tensor) -> bool:
+    """Whether a tensor can take the place of a weight, and no bit of a result depends on it."""
+    kinds = [(each.shape, each.stride(), each.dtype, each.device) for each in (piece, weight)]
+    return kinds[0] == kinds[1] and piece.data_ptr() % ALIGNMENT == 0
 
 
 def share_tensors(module: nn.Module, other: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 A worker loads the model by the arguments of the `from_pretrained` call that gave it, attaches the same hooks, and
 compares hash of the weights, hooks, modules, tokenizer and versions with those that the study records. It keeps the
-model for its next task. On the CPU the weights stay mapped from the file where its dtype and layout are the model's, so
+model for its next task. On the CPU the weights stay mapped from the file where its dtype, layout and alignment fit, so
 that the workers of one machine share one copy.
 """
 

@@ -208,14 +208,28 @@ def test_an_interrupted_run_leaves_a_folder_that_resumes(tiny: Any, tmp_path: An
 
 
 @on_one_model
-def test_a_worker_loads_the_model_once_and_maps_its_weights(tiny: Any, tmp_path: Path) -> None:
-    model = HookedDiffusionTransformer.from_pretrained(tiny.save_pretrained(tmp_path), device="cpu")
-    STUDIES["recall"](model, executor=Here())
+def begin_data_at(offset: int, file: Path) -> None:
+    """Pad the header of a safetensors file with spaces, so that its data begin so far behind a multiple of 64."""
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    padding = b" " * ((offset - end) % 64)
+    file.write_bytes((end - 8 + len(padding)).to_bytes(8, "little") + content[8:end] + padding + content[end:])
+
+
+@pytest.mark.parametrize("offset", [0, 8])
+def test_a_worker_loads_the_model_once_and_maps_aligned_weights(tiny: Any, tmp_path: Path, offset: int) -> None:
+    tiny.save_pretrained(tmp_path)
+    begin_data_at(offset, tmp_path / "model.safetensors")
+    model = HookedDiffusionTransformer.from_pretrained(tmp_path, device="cpu")
+    # Products with a single row are those whose last bits depend on the alignment of the weights.
+    settings = {"samples": 1, "length": 14, "known": "all", "first_tokens": 1}
+    serial, spread = (average_indirect_effect(model, FACTS, **settings, executor=each) for each in (None, Here()))
+    assert_same(spread, serial)
     (copy,) = model_copy._LOADED.values()
-    STUDIES["keys and values"](model, executor=Here())
+    STUDIES["recall"](model, executor=Here())
     assert [*model_copy._LOADED.values()] == [copy]
     mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     spans = [[int(end, 16) for end in line[0].split("-")] for line in mapped]
     for one in (model, copy):
         shared = [any(low <= weight.data_ptr() < high for low, high in spans) for weight in one.parameters()]
-        assert all(shared) if one is copy else not any(shared)
+        assert all(shared) if one is copy and not offset else not any(shared)
