@@ -15,6 +15,7 @@ import pytest
 import torch
 import typer
 from figures import PNG, blank_figures
+from in_this_process import InThisProcess
 from processes import Stuck, forked
 from typer.main import get_command
 from typer.testing import CliRunner, Result
@@ -367,15 +368,20 @@ def test_after_ctrl_c_the_same_command_resumes(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("undrawn_figures")
 @pytest.mark.parametrize("name", ["aie", "compare", "recall", "signatures"])
-def test_shards_are_merged(name: str, quick_runs: tuple[Path, Any], tmp_path: Path) -> None:
+def test_shards_are_merged_some_of_them_from_workers(
+    name: str, quick_runs: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffusion_lens.analysis.LocalWorkers", InThisProcess)
     options = [*QUICK[name], "--json"]
-    n_facts = 0
-    for shard in ("0", "1"):
-        report = json.loads(done(name, *options, "--shard", f"{shard}/2", "--out", str(tmp_path / shard)).stdout)
+    n_facts, n_calls = 0, InThisProcess.n_calls
+    for shard, workers in (("0", []), ("1", ["--workers", "2"])):
+        part = ["--shard", f"{shard}/2", *workers, "--out", str(tmp_path / shard)]
+        report = json.loads(done(name, *options, *part).stdout)
         assert report["results"]["shard"] == f"{shard}/2"
         assert report["results"]["facts"] > 0
         n_facts += report["results"]["facts"]
     assert n_facts == quick_runs[1][name]["settings"]["facts"]
+    assert InThisProcess.n_calls > n_calls
     parts = [f"--merge={tmp_path / part}" for part in ("1", "0")]
     merged = done(name, *options, *parts, "--out", str(tmp_path / "merged"))
     assert json.loads(merged.stdout)["results"] == quick_runs[1][name]["results"]

@@ -13,6 +13,7 @@ from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.load_model import ModelChoice, default_folder
 from diffusion_lens.cli.loop import steps_read
 from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.cli.workers import WorkerChoice, failed_facts
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis import AverageEffect, AverageTrajectoryEffect
@@ -63,6 +64,9 @@ def aie(
     ] = False,
     canvas: options.Canvas = None,
     seed: options.Seed = 1,
+    workers: options.Workers = None,
+    dask: options.Dask = None,
+    slurm: options.Slurm = None,
     shard: options.Shard = None,
     merge: options.Merge = None,
     config: options.Config = None,
@@ -84,7 +88,8 @@ def aie(
     Example: diffusion-lens aie site-mdm --data site-attributes --length 16 --limit 3 --out aie
     """
     arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
+    spread = WorkerChoice(workers, dask, slurm, device, merge)
+    chosen = ModelChoice(model, config, tokenizer, spread.device, dtype, mode, block_size, mask_token_id)
     require("pictures")
     from diffusion_lens.analysis import AverageEffect, AverageTrajectoryEffect, LoopSettings
     from diffusion_lens.analysis.average_effects.known import Known, default_rule
@@ -131,6 +136,7 @@ def aie(
         require_same_settings(out / "facts", described)
     effective = {"data": source.name, "facts": len(facts), "length": length, "first_tokens": first_tokens}
     report = Report("aie", {**arguments, **effective}, out, json)
+    report.say(*spread.describe())
     if dry_run:
         n_positions = length or 32
         longest = max((cost.guessed_tokens(fact.answer) for fact in facts), default=0)
@@ -142,7 +148,10 @@ def aie(
         average: Any = result_type.merge([folder / "facts" for folder in merge])
         require_model(chosen, average.record)
     else:
-        average = average_facts(result_type, chosen.load(), facts, settings, out / "facts", shard or "0/1", progress())
+        with spread.open(out) as executor:
+            loaded, part = chosen.load(on=spread.layout), shard or "0/1"
+            average = average_facts(result_type, loaded, facts, settings, out / "facts", part, progress(), executor)
+        report.notes.extend(failed_facts(average))
     if shard is not None:
         report.part_done(shard, len(average.ids) + len(average.unknown), out)
 

@@ -11,6 +11,7 @@ from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.load_model import ModelChoice, default_folder, different_labels, name_and_mode
 from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.cli.workers import WorkerChoice, failed_facts
 
 
 @app.command()
@@ -37,6 +38,9 @@ def compare(
     ] = 1000,
     length: options.Length = None,
     first_tokens: options.FirstTokens = 1,
+    workers: options.Workers = None,
+    dask: options.Dask = None,
+    slurm: options.Slurm = None,
     shard: options.Shard = None,
     merge: options.Merge = None,
     config: options.Config = None,
@@ -71,11 +75,12 @@ def compare(
     from diffusion_lens.records import require_same_settings
 
     # 1. Check the options that need neither data nor a model; the vectors take long to compute.
+    spread = WorkerChoice(workers, dask, slurm, device, merge)
     chosen = []
     for name, own_mode in map(name_and_mode, models):
         # Beside another mode, the causal one takes neither option.
         given = (None, None) if own_mode == "ar" and len(models) > 1 else (block_size, mask_token_id)
-        chosen.append(ModelChoice(name, config, tokenizer, device, dtype, own_mode or mode, *given))
+        chosen.append(ModelChoice(name, config, tokenizer, spread.device, dtype, own_mode or mode, *given))
     names = different_labels(chosen)
     out = out or default_folder("compare", names)
     for name in (vectors, against or vectors):
@@ -111,6 +116,7 @@ def compare(
         if dry_run and (outline := model.without_weights()) is not None:
             described |= describe_facts(outline, facts, partial(own.request, outline))
         require_same_settings(out / model.label, described)
+    report.say(*spread.describe())
     if dry_run:
         work = [_searches(each, n_facts, layers, own or 32) for each, own in zip(chosen, lengths, strict=True)]
         cost.show(report, list(zip(chosen, work, strict=True)), flops)
@@ -120,30 +126,33 @@ def compare(
     n_done = 0
     results, record = {}, {}
     files: dict[str, Path] = {}
-    for model, own in zip(chosen, settings, strict=True):
-        name = model.label
-        if merge:
-            study = KeyValueStudy.merge([folder / name for folder in merge])
-            require_model(model, study.record)
-        else:
-            study = study_keys_and_values(model.load(), facts, own, out / name, shard or "0/1", progress())
-        if shard is not None:
-            n_done += len(study.ids)
-            continue
-        comparisons = study.compare(vectors, against, resamples=resamples, progress=progress())
-        if study.record["set_aside"]:
-            report.say(f"{name}: {say_set_aside(study.record['set_aside'])}")
-        files[name] = comparisons.save(out / f"{name}_{vectors}.safetensors")
-        n_people = len(next(iter(comparisons.at.values())).ids)
-        report.say(f"{name}: {vectors}, {n_people} people queried in both directions")
-        for layer, row in comparisons.table(statistic).items():
-            report.say(
-                f"  layer {layer}: {statistic} {row['value']:.3f} ({row['low']:.3f} to {row['high']:.3f}), "
-                f"by chance {row['chance_low']:.3f} to {row['chance_high']:.3f}, p {row['p']:.3f}"
-            )
-        results[name] = comparisons.table(statistic)
-        axes = comparisons.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
-        record = study.record
+    with spread.open(out) as executor:
+        for model, own in zip(chosen, settings, strict=True):
+            name = model.label
+            if merge:
+                study = KeyValueStudy.merge([folder / name for folder in merge])
+                require_model(model, study.record)
+            else:
+                loaded, part = model.load(on=spread.layout), shard or "0/1"
+                study = study_keys_and_values(loaded, facts, own, out / name, part, progress(), executor)
+                report.notes.extend(failed_facts(study))
+            if shard is not None:
+                n_done += len(study.ids)
+                continue
+            comparisons = study.compare(vectors, against, resamples=resamples, progress=progress())
+            if study.record["set_aside"]:
+                report.say(f"{name}: {say_set_aside(study.record['set_aside'])}")
+            files[name] = comparisons.save(out / f"{name}_{vectors}.safetensors")
+            n_people = len(next(iter(comparisons.at.values())).ids)
+            report.say(f"{name}: {vectors}, {n_people} people queried in both directions")
+            for layer, row in comparisons.table(statistic).items():
+                report.say(
+                    f"  layer {layer}: {statistic} {row['value']:.3f} ({row['low']:.3f} to {row['high']:.3f}), "
+                    f"by chance {row['chance_low']:.3f} to {row['chance_high']:.3f}, p {row['p']:.3f}"
+                )
+            results[name] = comparisons.table(statistic)
+            axes = comparisons.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
+            record = study.record
 
     # 5. Write the figure and the record.
     if shard is not None:

@@ -7,6 +7,8 @@ EXTRAS = {
     "pictures": ("figures need matplotlib", "matplotlib", "plot"),
     "live pages": ("the live explorer needs starlette", "starlette", "explore"),
     "servers": ("the live explorer needs uvicorn", "uvicorn", "explore"),
+    "Dask": ("a cluster of Dask needs distributed", "distributed", "cluster"),
+    "Slurm": ("jobs of Slurm need submitit", "submitit", "cluster"),
     "word_bleu": ("BLEU on words needs sacrebleu", "sacrebleu", "eval"),
 }
 

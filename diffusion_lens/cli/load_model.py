@@ -146,11 +146,14 @@ class ModelChoice:
         model.cfg.device = "cpu"  # Canvases have values, so they need a real device.
         return model
 
-    def load(self, *, weights_of: "HookedDiffusionTransformer | None" = None) -> "HookedDiffusionTransformer":
+    def load(
+        self, *, weights_of: "HookedDiffusionTransformer | None" = None, on: str | None = None
+    ) -> "HookedDiffusionTransformer":
         """The model on its device.
 
         Args:
             weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
+            on: Another device.
 
         Raises:
             ValueError: The name is unknown, or this machine does not have the device.
@@ -159,7 +162,8 @@ class ModelChoice:
         from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
         from diffusion_lens.loading.source import Source
 
-        device = None if self.device is None else as_device(self.device)
+        name = on or self.device
+        device = None if name is None else as_device(name)
         source = Source(self.name, self.config, self.tokenizer, self.dtype, options=self.options)
         return HookedDiffusionTransformer.from_source(source, device, weights_of=weights_of)
 

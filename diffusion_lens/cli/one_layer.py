@@ -9,6 +9,7 @@ from diffusion_lens.cli import options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.cli.workers import WorkerChoice, failed_facts
 
 DEFAULT_FOLDER = Path("one-layer")
 
@@ -57,6 +58,9 @@ def one_layer(
         ),
     ] = None,
     merge: options.Merge = None,
+    workers: options.Workers = None,
+    dask: options.Dask = None,
+    slurm: options.Slurm = None,
     json: options.Json = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Estimate the time from a few training steps, and do nothing else.")
@@ -81,6 +85,7 @@ def one_layer(
     from weight_conversion import as_json
 
     # 1. Check the settings, and the folder.
+    spread = WorkerChoice(workers, dask, slurm, "cpu", merge)
     out = out or DEFAULT_FOLDER
     chosen: dict[str, Any] = {
         "positions": positions or list(POSITIONS),
@@ -97,6 +102,7 @@ def one_layer(
     report = Report("one-layer", {**arguments, **chosen}, out, json)
 
     # 2. For a dry run, print the cost.
+    report.say(*spread.describe())
     if dry_run:
         own = [] if merge else pick_shard(list(record["facts"]), shard or "0/1")
         started = not merge and (out / "trainings" / "run.json").exists()
@@ -122,7 +128,11 @@ def one_layer(
         study = OneLayerStudy.merge([folder / "trainings" for folder in merge])
         require_same_run(study.record, as_json(record), "the study to merge")
     else:
-        study = one_layer_study(**chosen, out=out / "trainings", shard=shard or "0/1", progress=progress())
+        with spread.open(out) as executor:
+            study = one_layer_study(
+                **chosen, out=out / "trainings", shard=shard or "0/1", progress=progress(), executor=executor
+            )
+        report.notes.extend(failed_facts(study))
     if shard is not None:
         report.part_done(shard, len(study.ids), out, "trainings")
 

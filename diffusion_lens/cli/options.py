@@ -123,6 +123,31 @@ Merge = Annotated[
     list[Path] | None,
     typer.Option("--merge", help="Join shards instead of computing: the --out folder of a shard. Repeat it for each."),
 ]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of processes on this machine that compute the study; each loads the model, takes a GPU of its own "
+        "if there are several, and gets its share of the threads. With --slurm, the largest number of jobs at a time.",
+        callback=ranges.at_least(1),
+    ),
+]
+Dask = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Compute on all workers of a Dask cluster: the address of its scheduler, e.g. tcp://node1:8786, or its "
+        "scheduler file. --device is that of the workers.",
+    ),
+]
+Slurm = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OPTIONS",
+        help='Compute in jobs of Slurm with these options of sbatch, e.g. "partition=gpu,gres=gpu:1,time=2:00:00", '
+        "at most --workers at a time. OUT, on a file system that the nodes share, gets their logs. --device is that "
+        "of the jobs; the default is cuda if they have GPUs.",
+    ),
+]
 Steps = Annotated[int, typer.Option(help="Number of denoising steps.", callback=ranges.at_least(1))]
 LoopSteps = Annotated[
     int | None,

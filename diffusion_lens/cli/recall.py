@@ -9,6 +9,7 @@ from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import EXTRAS, require
 from diffusion_lens.cli.load_model import ModelChoice, default_folder
 from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.cli.workers import WorkerChoice, failed_facts
 
 
 @app.command()
@@ -35,6 +36,9 @@ def recall(
         str, typer.Option(help="Score of the table: contained (SMDM's), exact, character_bleu or word_bleu.")
     ] = "contained",
     seed: options.Seed = 1234,
+    workers: options.Workers = None,
+    dask: options.Dask = None,
+    slurm: options.Slurm = None,
     shard: options.Shard = None,
     merge: options.Merge = None,
     config: options.Config = None,
@@ -56,7 +60,8 @@ def recall(
     Example: diffusion-lens recall site-mdm --length 16 --limit 5 --out recall
     """
     arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
+    spread = WorkerChoice(workers, dask, slurm, device, merge)
+    chosen = ModelChoice(model, config, tokenizer, spread.device, dtype, mode, block_size, mask_token_id)
     require("pictures", *({score} & set(EXTRAS)))
     from diffusion_lens.analysis import LoopSettings
     from diffusion_lens.cli.shards import describe_facts, require_model, require_parts, share_of_work
@@ -97,6 +102,7 @@ def recall(
         "cfg_scale": cfg_scale,
     }
     report = Report("recall", {**arguments, **effective}, out, json)
+    report.say(*spread.describe())
     if dry_run:
         work = cost.denoising(chosen, settings.steps, length, cfg_scale, n_facts, rows=32)
         cost.show(report, [(chosen, work)], flops)
@@ -106,7 +112,10 @@ def recall(
         result = Recall.merge([folder / "replies" for folder in merge])
         require_model(chosen, result.record)
     else:
-        result = recall_facts(chosen.load(), facts, settings, out / "replies", shard or "0/1", progress())
+        with spread.open(out) as executor:
+            loaded, part = chosen.load(on=spread.layout), shard or "0/1"
+            result = recall_facts(loaded, facts, settings, out / "replies", part, progress(), executor)
+        report.notes.extend(failed_facts(result))
     if shard is not None:
         report.part_done(shard, len(result.facts), out)
 

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
@@ -25,12 +25,14 @@ class Report:
         settings: Arguments and options as the command interprets them. `finish` omits `OUTPUT_OPTIONS`.
         out: Folder for files, or `None`.
         as_json: Whether to print one JSON object at the end and nothing else.
+        notes: Lines that `finish` prints after the results.
     """
 
     command: str
     settings: Mapping[str, Any]
     out: Path | None
     as_json: bool
+    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.out is not None:
@@ -49,7 +51,7 @@ class Report:
         raise typer.Exit
 
     def finish(self, results: Mapping[str, Any], record: Mapping[str, Any] | None = None, **files: Path) -> None:
-        """Print the paths of the files, write `command.json`, and print the JSON object if requested.
+        """Print notes and the paths of the files, write `command.json`, and print the JSON object if requested.
 
         Args:
             results: Numbers for the JSON object.
@@ -66,6 +68,7 @@ class Report:
         }
         from weight_conversion import to_json, write_json
 
+        self.say(*self.notes)
         if self.out is not None:
             write_json(report, self.out / COMMAND)
             self.say(*(f"wrote {path}" for path in (*files.values(), self.out / COMMAND)))

@@ -1,8 +1,6 @@
 """`diffusion-lens signatures` measures evidence, routes and gradients of facts that were trained in one direction."""
 
-import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,23 +9,11 @@ from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.load_model import ModelChoice, default_folder, different_labels
 from diffusion_lens.cli.report import Report, progress, save_figure
+from diffusion_lens.cli.signatures_output import numbers_of, table
+from diffusion_lens.cli.workers import WorkerChoice, failed_facts
 
 if TYPE_CHECKING:
-    from diffusion_lens.analysis import ReversalSignatures
     from diffusion_lens.analysis.signatures import SignaturePlan
-
-# Matrices whose gradients the table shows by layer, and those outside the blocks, with their usual names.
-IN_BLOCKS = {"V": "attn.v", "O": "attn.o", "down": "mlp.down", "Q": "attn.q"}
-OUTSIDE = {"W_E": "embed.weight", "W_U": "unembed.weight"}
-MEANS = (
-    "evidence_percentile",
-    "shuffled_percentile",
-    "evidence_reuse",
-    "edge_cut",
-    "route_correlation",
-    "counterfactual_correlation",
-    "probability",
-)
 
 
 @app.command()
@@ -74,6 +60,9 @@ def signatures(
         ),
     ] = None,
     max_bytes: options.BatchBytes = 2**30,
+    workers: options.Workers = None,
+    dask: options.Dask = None,
+    slurm: options.Slurm = None,
     shard: options.Shard = None,
     merge: options.Merge = None,
     config: options.Config = None,
@@ -96,9 +85,10 @@ def signatures(
     Example: diffusion-lens signatures site-mdm --against site-ar --limit 6 --out signatures
     """
     arguments = dict(locals())
-    chosen = [ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)]
+    spread = WorkerChoice(workers, dask, slurm, device, merge)
+    chosen = [ModelChoice(model, config, tokenizer, spread.device, dtype, mode, block_size, mask_token_id)]
     if against is not None:
-        chosen.append(ModelChoice(against, device=device, dtype=dtype))
+        chosen.append(ModelChoice(against, device=spread.device, dtype=dtype))
     require("pictures")
     from diffusion_lens.analysis import ReversalSignatures, reversal_signatures
     from diffusion_lens.analysis.signatures import SignaturePlan
@@ -141,6 +131,7 @@ def signatures(
     report = Report("signatures", {**arguments, **effective}, out, json)
 
     # 3. For a dry run, print the cost.
+    report.say(*spread.describe())
     if dry_run:
         n_own = share_of_work(n_pairs, shard, merge)
         limits = (batch_size, max_bytes)
@@ -154,21 +145,24 @@ def signatures(
 
     # 4. Compute the signatures of each model, or join their shards.
     studies: list[ReversalSignatures] = []
-    for each in chosen:
-        if merge:
-            study = ReversalSignatures.merge([folder / each.label for folder in merge])
-            require_model(each, study.record)
-        else:
-            study = reversal_signatures(
-                each.load(),
-                laid_out[each.label],
-                batch_size=batch_size,
-                max_bytes=max_bytes,
-                out=out / each.label,
-                shard=shard or "0/1",
-                progress=progress(),
-            )
-        studies.append(study)
+    with spread.open(out) as executor:
+        for each in chosen:
+            if merge:
+                study = ReversalSignatures.merge([folder / each.label for folder in merge])
+                require_model(each, study.record)
+            else:
+                study = reversal_signatures(
+                    each.load(on=spread.layout),
+                    laid_out[each.label],
+                    batch_size=batch_size,
+                    max_bytes=max_bytes,
+                    out=out / each.label,
+                    shard=shard or "0/1",
+                    progress=progress(),
+                    executor=executor,
+                )
+                report.notes.extend(failed_facts(study))
+            studies.append(study)
     if shard is not None:
         report.part_done(shard, sum(len(study.ids) for study in studies), out)
 
@@ -178,12 +172,12 @@ def signatures(
     files = {}
     for name, study in zip(names, studies, strict=True):
         files[name] = study.save(out / f"{name}.safetensors")
-        report.say(*_table(study, trained))
+        report.say(*table(study, trained))
     files["picture"] = save_figure(studies[0].plot(studies[1:]), out / "signatures.png")
     record = dict(studies[0].record)
     for study in studies[1:]:
         record["against"] = {key: value for key, value in study.record.items() if key != "facts"}
-    report.finish(dict(zip(names, map(_numbers, studies), strict=True)), record, **files)
+    report.finish(dict(zip(names, map(numbers_of, studies), strict=True)), record, **files)
 
 
 def _work(
@@ -213,88 +207,3 @@ def _work(
     most = n_together * pair_bytes(cfg, n_positions, n_together, n_candidates)
     passes, backward = (n_own * each for each in signature_passes(cfg.n_layers))
     return cost.Cost(passes, n_positions, 0, backward=backward, batch_bytes=most)
-
-
-def _table(study: "ReversalSignatures", trained: str) -> Iterator[str]:
-    """The means over pairs, with a row for each layer."""
-    from diffusion_lens.records import shown_model
-
-    forward, reverse = study.probability.tolist()
-    n_pairs = f"{len(study.ids)} pair{'s' if len(study.ids) > 1 else ''}"
-    yield f"{shown_model(study.record)}: {n_pairs} trained {trained}, {len(study.candidates)} candidates"
-    yield f"  p(answer): {forward:.3f} forward, {reverse:.3f} reverse"
-    yield "         percentile                edge cut (nats)  route correlation  cosine of gradients (shuffled pairs)"
-    yield (
-        "  layer  forw. rev.  (other) reuse   forw.   rev.   measured counterf.  "
-        + "".join(f"{label:14}" for label in IN_BLOCKS).rstrip()
-    )
-    cosines, undefined = study.gradient_cosine, [None] * study.reuses.shape[1]
-    routes = [
-        undefined if each is None else each.tolist()
-        for each in (study.route_correlation, study.counterfactual_correlation)
-    ]
-    percentiles, of_others = study.evidence_percentile.T.tolist(), study.shuffled_percentile[1].tolist()
-    cuts = study.edge_cut.T.tolist()
-    for layer, reuse in enumerate(study.evidence_reuse.tolist()):
-        of_layer = [cosines[f"blocks.{layer}.{name}.weight"] for name in IN_BLOCKS.values()]
-        cells = [
-            *(f"{_number(value, '.2f'):>5}" for value in percentiles[layer]),
-            f"({_number(of_others[layer], '.2f'):>4}) {_number(reuse, '.2f'):>6}",
-            *(f"{_number(value, '+.3f'):>7}" for value in cuts[layer]),
-            *(f"{_number(each[layer], '.2f'):>8}" for each in routes),
-        ]
-        yield f"  {layer:5}  {' '.join(cells)}   {' '.join(f'{_pair(*each):13}' for each in of_layer)}".rstrip()
-    if study.route_correlation is None:
-        yield "  routes, and the cut edge of the forward sentence, are undefined: the reader does not see the source"
-    elif study.isotropic_correlation is None:
-        yield "  routes of isotropic queries and keys: not predicted, because positions are not rotary"
-    else:
-        yield f"  routes of isotropic queries and keys: correlation {study.isotropic_correlation:.2f} in every layer"
-    outside = [f"{label} {_pair(*cosines[name])}" for label, name in OUTSIDE.items() if name in cosines]
-    yield f"  cosine of gradients outside the blocks: {', '.join(outside)}"
-    predicted, measured = study.first_order
-    yield (
-        "  a step that lowers the forward loss by 0.1% changes the reverse loss by "
-        f"{predicted:+.2e} nats as predicted to first order, "
-        + (f"not measured in {study.record['dtype']}" if math.isnan(measured) else f"{measured:+.2e} as measured")
-    )
-
-
-def _number(value: float | None, form: str) -> str:
-    """A number, or a dash where it is undefined."""
-    if value is None or math.isnan(value):
-        return "-"
-    text = f"{value:{form}}"
-    return text if float(text) else f"{0:{form}}"  # without the sign of a rounded zero
-
-
-def _pair(own: float, shuffled: float) -> str:
-    return f"{_number(own, '.2f')} ({_number(shuffled, '.2f')})"
-
-
-def _numbers(study: "ReversalSignatures") -> dict[str, Any]:
-    """All means for the JSON object, with the ends of their intervals."""
-    numbers: dict[str, Any] = {
-        "facts": len(study.ids),
-        "set_aside": study.set_aside,
-        "candidates": study.candidates,
-        "isotropic_correlation": study.isotropic_correlation,
-    }
-    for name in MEANS:
-        mean = getattr(study, name)
-        numbers[name] = None
-        if mean is not None:
-            low, high = study.interval(name)
-            numbers[name] = {"mean": mean.tolist(), "low": low.tolist(), "high": high.tolist()}
-    named: dict[str, dict[str, Any]] = {
-        "gradient_cosine": study.gradient_cosine,
-        "transfer": study.transfer,
-        "first_order": dict(zip(("predicted", "measured"), study.first_order, strict=True)),
-    }
-    for name, means in named.items():
-        ends = (end.tolist() for end in study.interval(name))
-        numbers[name] = {
-            of: {"mean": mean, "low": low, "high": high}
-            for (of, mean), low, high in zip(means.items(), *ends, strict=True)
-        }
-    return numbers

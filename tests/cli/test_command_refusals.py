@@ -154,6 +154,8 @@ def test_errors_name_the_options_of_the_command(
         ("matplotlib", "plot", ["trace", "tiny-mdm", *TWICE, "--occurrence", "0", "--out", "run"]),
         ("matplotlib", "plot", ["demo"]),
         ("sacrebleu", "eval", ["recall", "tiny-mdm", "--score", "word_bleu"]),
+        ("submitit", "cluster", ["aie", "tiny-mdm", "--slurm", "time=5", "--workers", "2"]),
+        ("distributed", "cluster", ["one-layer", "--dask", "node:8786"]),
     ],
 )
 def test_a_missing_extra_is_found_before_the_work(

@@ -42,7 +42,7 @@ WRONG = {
         "-1",
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
     "checkpoint-every max-bytes per-person block-size "
-    "seeds depth",
+    "seeds depth workers",
     ("-1",): "occurrence prefixes ask at-step step head attention mask-token-id",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise",
     ("0", "-1", "nan", "inf"): "lr epochs flops largest",

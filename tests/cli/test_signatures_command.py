@@ -240,9 +240,9 @@ def test_both_models_are_loaded_with_the_same_device_and_dtype(tmp_path: Path, m
     loaded: list[tuple[str, str | None, str]] = []
     load = ModelChoice.load
 
-    def noted(choice: ModelChoice) -> HookedDiffusionTransformer:
-        loaded.append((choice.name, choice.device, choice.dtype))
-        return load(choice)
+    def noted(choice: ModelChoice, on: str | None) -> HookedDiffusionTransformer:
+        loaded.append((choice.name, on, choice.dtype))
+        return load(choice, on=on)
 
     monkeypatch.setattr(ModelChoice, "load", noted)
     done(*ASKED, "--limit", "2", "--device", "cpu", "--dtype", "bfloat16", "--out", str(tmp_path))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from in_this_process import InThisProcess
 from typer.testing import CliRunner, Result
 
 from diffusion_lens.cli import app
@@ -35,6 +36,9 @@ DEFAULTS = {
     "steps": STEPS,
     "shard": None,
     "merge": None,
+    "workers": None,
+    "dask": None,
+    "slurm": None,
 }
 
 
@@ -114,7 +118,10 @@ def test_a_training_takes_its_steps_and_its_measurements() -> None:
 def test_shards_merge_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert invoke(*SMALL, "--out", "whole").exit_code == 0
-    shards = [invoke(*SMALL, "--out", f"part{i}", "--shard", f"{i}/2") for i in (0, 1)]
+    monkeypatch.setattr("diffusion_lens.analysis.LocalWorkers", InThisProcess)
+    n_calls, workers = InThisProcess.n_calls, ([], ["--workers", "2"])
+    shards = [invoke(*SMALL, "--out", f"part{i}", "--shard", f"{i}/2", *workers[i]) for i in (0, 1)]
+    assert InThisProcess.n_calls == n_calls + 2  # a task for each training
     assert "shard 1/2: 2 trainings done in part1; join the shards with --merge" in shards[1].stdout
     parts = ["--merge", "part0", "--merge", "part1"]
     merged = invoke(*SMALL, "--out", "merged", *parts)
