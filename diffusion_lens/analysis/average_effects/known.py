@@ -20,7 +20,10 @@ from diffusion_lens.analysis.average_effects.loop_runs import LoopRuns
 from diffusion_lens.analysis.canvas_layout import CanvasLayout
 from diffusion_lens.analysis.loop_settings import LoopSettings
 from diffusion_lens.analysis.usable_facts import UsableFacts
-from diffusion_lens.facts import Fact
+from diffusion_lens.analysis.workers.executor import Executes
+from diffusion_lens.analysis.workers.job import Compute
+from diffusion_lens.analysis.workers.spread import Work, spread
+from diffusion_lens.facts import Fact, Query
 from diffusion_lens.hook_names import nearest
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Whole, naming_the_nearest
@@ -92,6 +95,7 @@ def recalled_facts(
     length: int | None = None,
     first_tokens: int | None = None,
     occurrence: int | None = None,
+    executor: Executes | None = None,
 ) -> list[str]:
     """The ids of the facts whose answers the model's own loop writes, in the order of `facts`.
 
@@ -104,15 +108,46 @@ def recalled_facts(
     Args:
         loop: Settings of the loop; by default those of `denoise`.
         n_masks, length, first_tokens, occurrence: The same as in `average_indirect_effect`.
+        executor: `concurrent.futures.Executor`, or `Workers`, that runs the loop; by default this process does.
 
     Raises:
-        ValueError: A setting is out of range, two facts have one id, or the model can be queried for none of them. A
-            single fact that it cannot be queried for is not recalled.
+        ValueError: A setting is out of range, two facts have one id, a worker does not get the network, or the model
+            can be queried for none of the facts. A single fact that it cannot be queried for is not recalled.
+        RuntimeError: A fact failed on a worker, or a task was given up after its workers died.
     """
     loop, layout = loop or LoopSettings(), CanvasLayout(length, n_masks, first_tokens, occurrence)
     usable = UsableFacts.of(facts, lambda fact: layout.query(model, fact, loop.check))
     runs = LoopRuns(model, usable.prepared, loop)
-    return [fact_id for fact_id in usable.prepared if runs.recalled(fact_id)]
+    if executor is None:
+        return [fact_id for fact_id in usable.prepared if runs.recalled(fact_id)]
+    results, failed = spread(Work(model, RecalledJob(usable.prepared, loop), runs.batches), executor)
+    if failed:
+        first = next(iter(failed))
+        raise RuntimeError(f"{len(failed)} facts failed on the workers; {first!r}: {failed[first]}")
+    recalled = dict(results)
+    return [fact_id for fact_id in usable.prepared if recalled[fact_id]]
+
+
+@dataclass(frozen=True)
+class RecalledJob:
+    """Whether the loop writes the answers of facts.
+
+    Attributes:
+        queries: The facts on their canvases, by id.
+        loop: Settings of the loop.
+    """
+
+    queries: Mapping[str, Query]
+    loop: LoopSettings
+
+    def part(self, ids: Sequence[str]) -> "RecalledJob":
+        """The job with these facts."""
+        return RecalledJob({fact_id: self.queries[fact_id] for fact_id in ids}, self.loop)
+
+    def on(self, model: DiffusionTransformer) -> Compute:
+        """The function that tells of each fact of a batch whether it is recalled."""
+        runs = LoopRuns(model, self.queries, self.loop)
+        return lambda batch: [runs.recalled(fact_id) for fact_id in batch]
 
 
 def say_rule(record: Mapping[str, Any], n_averaged: int, n_left_out: int) -> str:

@@ -36,9 +36,9 @@ class Work:
     model: DiffusionTransformer | None
     job: Job
     batches: Sequence[Sequence[str]]
-    neighbours: Sequence[Sequence[str]]
-    folder: FactFolder | None
-    unit: str
+    neighbours: Sequence[Sequence[str]] = ()
+    folder: FactFolder | None = None
+    unit: str = "fact"
 
     def tasks(self, workers: Workers) -> list[FactsTask]:
         """The tasks, of batches that are not in the folder yet."""
@@ -55,12 +55,12 @@ class Work:
 
 
 def spread(
-    work: Work, executor: Executes, load: Callable[[Path], Any], progress: bool
+    work: Work, executor: Executes, load: Callable[[Path], Any] = Path, progress: bool = False
 ) -> tuple[list[tuple[str, Any]], dict[str, str]]:
     """Compute what is not in the folder yet on the workers.
 
     Args:
-        load: Function that reads the result of a fact from its file.
+        load: Function that reads the result of a fact from its file, if there is a folder.
 
     Returns:
         The results of all facts with their ids, and the errors of the facts that failed.

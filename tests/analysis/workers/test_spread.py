@@ -24,9 +24,11 @@ from diffusion_lens.analysis import (
     average_trajectory_effect,
     edit_study,
     key_value_study,
+    recalled_facts,
     reversal_signatures,
 )
 from diffusion_lens.analysis.average_effects import fact_tracer
+from diffusion_lens.analysis.average_effects.loop_runs import LoopRuns
 from diffusion_lens.analysis.resumable import FactFolder
 from diffusion_lens.analysis.workers import model_copy
 from diffusion_lens.analysis.workers.task import packed
@@ -88,6 +90,19 @@ def test_numbers_are_those_of_one_process(tiny: Any, name: str, size: int | None
     pool = Here()
     assert_same(STUDIES[name](tiny, executor=Workers(pool, facts_per_task=size)), STUDIES[name](tiny))
     assert pool.n_tasks > 1
+
+
+@on_one_model
+def test_facts_are_recalled_as_in_one_process(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, pool = LoopSettings(steps=2, temperature=0.5, batch_size=2), Here(deaths=1)
+    facts = [*FACTS, replace(FACTS[0], id="untrue", answer=PEOPLE.facts()[20].answer)]
+    serial = recalled_facts(tiny, facts, loop, length=14)
+    assert 0 < len(serial) < len(facts)
+    assert recalled_facts(tiny, facts, loop, length=14, executor=Workers(pool, facts_per_task=1)) == serial
+    assert pool.n_tasks > 2
+    monkeypatch.setattr(LoopRuns, "recalled", lambda *args: 1 / 0)
+    with pytest.raises(RuntimeError, match=r"6 facts failed on the workers; .*ZeroDivisionError"):
+        recalled_facts(tiny, facts, loop, length=14, executor=Here())
 
 
 @on_one_model
