@@ -21,6 +21,7 @@ from diffusion_lens.loading.given_options import given_options
 from diffusion_lens.loading.source import Source
 from diffusion_lens.model.caching import PosSlice
 from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
+from diffusion_lens.model.placement import DeviceMap
 from diffusion_lens.settings import naming_the_nearest
 
 
@@ -55,6 +56,7 @@ class HookedDiffusionTransformer(Generation):
         block_size: SupportsIndex | None = None,
         mode: Literal["bidirectional", "block", "ar"] | None = None,
         mask_token_id: SupportsIndex | None = None,
+        device_map: DeviceMap | None = None,
     ) -> "HookedDiffusionTransformer":
         """Load a model by its published name, from a repository of the Hugging Face hub, or from a file or folder.
 
@@ -78,10 +80,17 @@ class HookedDiffusionTransformer(Generation):
             block_size: Positions in a block of a block diffusion model whose config does not say it.
             mode: Where one checkpoint is several models: "bidirectional", "block" (block diffusion) or "ar".
             mask_token_id: Id of [MASK], where neither config nor tokenizer says it.
+            device_map: Places of the weights, instead of `device`, for a model that is larger than one GPU: "auto",
+                "balanced", "balanced_low_0" or "sequential", by which accelerate chooses them; one place; or a map such
+                as {"embed": 0, "blocks.0": 0, "blocks.1": "cpu", "": "disk"} from the names of parts, "" for all
+                others, to the number of a GPU, "cpu" or "disk" (a file in the folder for temporary files, `TMPDIR`).
+                What is not on a GPU runs on the first one, to which its weights are copied at each use
+                (`diffusion_lens.model.placement`). Several GPUs, and offloading from a GPU, are not tested on GPUs.
 
         Raises:
             ValueError: The name (the message gives the nearest), the dtype or the device is unknown; no family supports
-                the config; the file is truncated; or tensors are missing, unknown or misshapen.
+                the config; the file is truncated; tensors are missing, unknown or misshapen; both `device` and
+                `device_map` are given, or the map names a part that does not exist or leaves one out.
             FileNotFoundError: There is no such file; the repository has no safetensors; or the model is not in the
                 cache while the hub is unreachable (the message says which files to put where).
             PermissionError: The repository's terms have not been accepted.
@@ -95,6 +104,7 @@ class HookedDiffusionTransformer(Generation):
             cache_dir=cache_dir,
             local_files_only=local_files_only,
             fold_ln=fold_ln,
+            device_map=device_map,
             options=given_options(mode, block_size, mask_token_id),
         )
         return cls.from_source(source, device, token=token)
@@ -119,10 +129,17 @@ class HookedDiffusionTransformer(Generation):
                 place.
             weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
         """
+        if source.device_map is not None:
+            if device is not None:
+                raise ValueError(
+                    f"device={str(device)!r} and device_map={source.device_map!r} both say where the weights are: give "
+                    'one of them (device_map={"": ...} puts all weights on one device)'
+                )
+            device = "cpu"  # until the map is read, which needs the parts of the model
         cfg, checkpoint, tokenizer = open_pretrained(**source.to_open(), device=device, token=token)
         if weights_of is None:
             tensors = checkpoint.tensors() if mapped else checkpoint.pieces()
-            model = cls(cfg, tokenizer, tensors=tensors, assign=mapped)
+            model = cls(cfg, tokenizer, tensors=tensors, assign=mapped, device_map=source.device_map)
             check_folded(model)
             if source.fold_ln:
                 fold_norms(model)

@@ -45,7 +45,7 @@ OWN_MODULES = "of this library and torch"
 # its hooks there.
 _LEFT_OUT = (
     frozenset(("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict"))
-    | {"name", "ctx", "fwd_hooks", "bwd_hooks", "source"}
+    | {"name", "ctx", "fwd_hooks", "bwd_hooks", "source", "placement", "_block_devices"}
     | MODULE_HOOKS
 )
 # Attributes of the model's root that records name otherwise: records of one network stay equal.

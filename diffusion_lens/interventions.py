@@ -117,7 +117,7 @@ def mask_tokens(model: DiffusionTransformer, positions: Indices = None) -> Hook:
     """
     if not model.cfg.has_mask:
         raise ValueError(f"{model.cfg.model_name!r} has no [MASK]; corrupt with add_noise, zero_ablate or swap instead")
-    masked = replace(model.W_E[model.cfg.blank], positions)
+    masked = replace(model.W_E[model.cfg.blank].to(model.main_device), positions)
 
     def hook_fn(activation: Tensor, hook: Any) -> Any:
         if hook.name != "hook_embed":

@@ -268,5 +268,5 @@ def _write(activation: Tensor, patches: Iterable[tuple[int, Patch]], n_cells: in
         ]
         cell, source, target, head = torch.tensor(table, device=activation.device).unbind(1)
         heads = () if first.head is None else (head,)
-        states = first.states[(slice(None), source, *heads)].transpose(0, 1)
+        states = first.states.to(activation.device)[(slice(None), source, *heads)].transpose(0, 1)
         by_cell[(cell, slice(None), target, *heads)] = states.to(activation.dtype)

@@ -194,7 +194,8 @@ class KeptRun:
 
     def stream(self, block: int, offset: int = 0, stop: int | None = None) -> Resid:
         """The residual stream entering a block, from position `offset` on and up to `stop`."""
-        return self.activations[stream_entering(block)][:, offset:stop]
+        # Blocks may be on several devices.
+        return self.activations[stream_entering(block)][:, offset:stop].to(self.input.model.main_device)
 
     def resume(
         self,

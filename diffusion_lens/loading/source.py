@@ -11,7 +11,8 @@ class Source:
     """The arguments of the `from_pretrained` call that gave a model, except its device and its access token.
 
     Attributes:
-        name_or_path, config, tokenizer, dtype, revision, cache_dir, local_files_only, fold_ln: The arguments.
+        name_or_path, config, tokenizer, dtype, revision, cache_dir, local_files_only, fold_ln, device_map: The
+            arguments.
         options: Its `block_size`, `mode` and `mask_token_id`, as far as they were given.
         working_directory: Folder from which relative paths start.
     """
@@ -24,12 +25,14 @@ class Source:
     cache_dir: str | Path | None = None
     local_files_only: bool = False
     fold_ln: bool = False
+    device_map: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     working_directory: Path = field(default_factory=Path.cwd)
 
     def to_open(self) -> dict[str, Any]:
         """Keywords for `open_pretrained`."""
-        return {name: value for name, value in vars(self).items() if name not in ("fold_ln", "working_directory")}
+        left_out = ("fold_ln", "device_map", "working_directory")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def in_mode(self, mode: str) -> "Source":
         """The same checkpoint in another mode, which takes no other option."""

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from diffusion_lens.model.attention_patterns import Visibility
 from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.model.kv_cache import LayerKeyValues
+from diffusion_lens.model.linear import beside
 from diffusion_lens.model.logit_rows import LogitRows
 from diffusion_lens.model.mlp import bias_of
 from diffusion_lens.model.modulation import Modulation, gated
@@ -64,6 +65,13 @@ class AttentionContext:
             factors = factors.expand(rows.shape[0], -1, -1, -1)[batch, rows]
         visibility = self.visibility.at(rows, n_key)
         return replace(self, visibility=visibility, rotary=rotary, query_factors=factors, bias=bias)
+
+    def on(self, device: torch.device) -> "AttentionContext":
+        """The context for a block on this device."""
+        visibility = replace(self.visibility, allowed=_on(self.visibility.allowed, device))
+        rotary = None if self.rotary is None else (self.rotary[0].to(device), self.rotary[1].to(device))
+        factors, bias, condition = (_on(each, device) for each in (self.query_factors, self.bias, self.condition))
+        return AttentionContext(visibility, rotary, factors, bias, self.optional, condition)
 
     def turn(self, x: Heads | KeyHeads) -> Heads | KeyHeads:
         """Queries or keys at the positions of the pass."""
@@ -184,9 +192,9 @@ class Attention(nn.Module):
             mixed = self._explicit(q, k, v, query_context, mixed)
         z = self.hook_z(mixed)
         if context.optional.use_attn_result:
-            result = einsum(z, self.W_O, "batch pos head d, head d model -> batch pos head model")
+            result = einsum(z, beside(self.W_O, z), "batch pos head d, head d model -> batch pos head model")
             summed: Tensor = self.hook_result(gated(result, modulation)).sum(dim=2)
-            return summed + gated(self.b_O.expand(len(summed), 1, -1), modulation)
+            return summed + gated(beside(self.b_O, summed).expand(len(summed), 1, -1), modulation)
         out: Tensor = self.o(z.flatten(2))
         return gated(out, modulation)
 
@@ -215,9 +223,9 @@ class Attention(nn.Module):
         if x.dim() == 3:
             heads: Heads = linear(x).unflatten(-1, (-1, self.d_head))
             return heads
-        weight = _by_head(linear.weight, self.d_head)
+        weight = _by_head(beside(linear.weight, x), self.d_head)
         heads = einsum(x, weight, "batch pos head model, head d model -> batch pos head d")
-        return heads + _by_head(bias_of(linear), self.d_head)
+        return heads + _by_head(beside(bias_of(linear), heads), self.d_head)
 
     def _explicit(self, q: Heads, k: KeyHeads, v: KeyHeads, context: AttentionContext, fused: Heads) -> Heads:
         """Attention with scores and pattern passing their hook points."""
@@ -237,6 +245,10 @@ class Attention(nn.Module):
             return mixed
         unchanged: Heads = _ValueOf.apply(mixed, fused)
         return unchanged
+
+
+def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def _by_head(weight: Tensor, d_head: int) -> Tensor:

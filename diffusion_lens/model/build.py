@@ -12,9 +12,11 @@ from diffusion_lens.model.attention import Attention
 from diffusion_lens.model.block import Block
 from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
 from diffusion_lens.model.experts import MixtureOfExperts, Router
+from diffusion_lens.model.linear import Linear
 from diffusion_lens.model.mlp import GatedMLP, PlainMLP
 from diffusion_lens.model.modulation import TimeEmbedding
 from diffusion_lens.model.norm import LayerNorm, Norm, RMSNorm
+from diffusion_lens.model.placement import Placement
 from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions
 from diffusion_lens.model.rotary import Rotary
 from diffusion_lens.model.shared_weights import share
@@ -139,14 +141,14 @@ _MLPS: dict[tuple[str, str], Callable[[Architecture, int], GatedMLP | PlainMLP]]
 def load_tensors(
     module: nn.Module,
     tensors: Iterable[tuple[str, Tensor]],
-    device: torch.device | str,
+    placement: Placement,
     dtype: torch.dtype,
     assign: bool = False,
 ) -> None:
-    """Copy each tensor into its parameter; a tensor may come in several pieces of consecutive rows.
+    """Copy each tensor into its parameter at its place; a tensor may come in several pieces of consecutive rows.
 
-    With `assign`, a whole tensor of this dtype on this device becomes the parameter itself, if it begins where torch
-    would let it begin: matrix products of another alignment may differ in their last bits.
+    With `assign`, a whole tensor of this dtype on the device of its place becomes the parameter itself, if it begins
+    where torch would let it begin: matrix products of another alignment may differ in their last bits.
 
     A tied weight may come a second time under its other name, as in a `state_dict`.
 
@@ -154,7 +156,7 @@ def load_tensors(
         ValueError: A tensor is unknown, has another shape, or is missing; or the two copies of a tied weight differ.
     """
     # All parameters are allocated before the first piece is read, so that the pieces leave no gaps in memory.
-    weights = {name: torch.empty(meta.shape, device=device, dtype=dtype) for name, meta in module.named_parameters()}
+    weights = {name: placement.empty(name, meta.shape, dtype) for name, meta in module.named_parameters()}
     first_name = {parameter: name for name, parameter in module.named_parameters()}
     original = {name: first_name[parameter] for name, parameter in module.named_parameters(remove_duplicate=False)}
     filled = dict.fromkeys(original, 0)
@@ -231,4 +233,4 @@ def random_tensors(a: Architecture, seed: int, std: float = 0.02) -> Iterator[tu
 
 
 def _linear(d_in: int, d_out: int, bias: bool) -> nn.Linear:
-    return nn.Linear(d_in, d_out, bias=bias, device="meta")
+    return Linear(d_in, d_out, bias=bias, device="meta")

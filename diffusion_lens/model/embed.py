@@ -3,8 +3,8 @@
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from diffusion_lens.model.linear import linear, rows_of
 from diffusion_lens.shapes import Resid, Tokens
 
 
@@ -20,7 +20,7 @@ class Embed(nn.Module):
         return self.weight
 
     def forward(self, tokens: Tokens) -> Resid:
-        return F.embedding(tokens, self.weight)
+        return rows_of(self.weight, tokens)
 
 
 class PosEmbed(nn.Module):
@@ -35,7 +35,7 @@ class PosEmbed(nn.Module):
         return self.weight
 
     def forward(self, positions: Int[Tensor, "batch pos"]) -> Resid:
-        return F.embedding(positions, self.weight)
+        return rows_of(self.weight, positions)
 
 
 class Unembed(nn.Module):
@@ -56,4 +56,4 @@ class Unembed(nn.Module):
         return self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
 
     def forward(self, resid: Float[Tensor, "*rest d_model"]) -> Float[Tensor, "*rest d_vocab_out"]:
-        return F.linear(resid, self.weight, self.bias)
+        return linear(resid, self.weight, self.bias)

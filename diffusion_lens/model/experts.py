@@ -15,9 +15,9 @@ import torch
 from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from diffusion_lens.model.hook_points import StepHookPoint, hooked_modules, is_hooked
+from diffusion_lens.model.linear import beside, linear
 from diffusion_lens.model.mlp import GatedMLP, SelectedPositions
 from diffusion_lens.shapes import Resid
 from weight_conversion import Experts
@@ -48,7 +48,7 @@ class Router(nn.Module):
 
     def forward(self, x: Resid) -> Scores:
         dtype = wide(x.dtype) if self.is_wide else x.dtype
-        return F.linear(x.to(dtype), self.weight.to(dtype))
+        return linear(x.to(dtype), self.weight.to(dtype))
 
 
 class MixtureOfExperts(nn.Module):
@@ -152,7 +152,7 @@ class MixtureOfExperts(nn.Module):
         return weights * s.scale
 
     def _with_bias(self, scores: Scores) -> Scores:
-        return scores if self.router.bias is None else scores + self.router.bias
+        return scores if self.router.bias is None else scores + beside(self.router.bias, scores)
 
     def _with_weighted(self, choice: Choice, weights: Scores) -> tuple[Choice, Float[Tensor, "batch pos chosen"]]:
         """The experts that run at each position, and the weight of each: the chosen ones, and others with a weight."""

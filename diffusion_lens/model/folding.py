@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from diffusion_lens.model.embed import Unembed
 from diffusion_lens.model.experts import Router
+from diffusion_lens.model.linear import beside
 from diffusion_lens.model.norm import LayerNorm, Norm
 from diffusion_lens.model.shared_weights import require_own_weights
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -95,12 +96,12 @@ def _fold(norm: Norm, *readers: nn.Linear | Router | Unembed) -> bool:
     for reader in readers:
         if bias is not None:
             assert not isinstance(reader, Router), "no router follows a LayerNorm with a bias"
-            read = reader.weight @ bias
+            read = reader.weight @ beside(bias, reader.weight)
             if reader.bias is None:
                 reader.bias = nn.Parameter(read, requires_grad=reader.weight.requires_grad)
             else:
                 reader.bias.add_(read)
-        reader.weight.mul_(norm.weight)
+        reader.weight.mul_(beside(norm.weight, reader.weight))
     norm.weight.fill_(1.0)
     if bias is not None:
         bias.zero_()

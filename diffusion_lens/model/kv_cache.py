@@ -23,7 +23,9 @@ class LayerKeyValues:
     def extend(self, keys: KVHeads, values: KVHeads) -> tuple[AllKVHeads, AllKVHeads]:
         """Append keys and values of new positions; returns those of all positions."""
         if self.keys is not None and self.values is not None:
-            keys, values = torch.cat([self.keys, keys], dim=1), torch.cat([self.values, values], dim=1)
+            # They may have been stored on another device than that of the block.
+            earlier = self.keys.to(keys.device), self.values.to(values.device)
+            keys, values = torch.cat([earlier[0], keys], dim=1), torch.cat([earlier[1], values], dim=1)
         self.keys, self.values = keys, values
         return keys, values
 

@@ -65,6 +65,11 @@ class LogitRows:
         grid[batch, column] = rows
         return cls(grid, (batch, column), n_pos)
 
+    def on(self, device: torch.device) -> "LogitRows":
+        """The rows for a block on this device."""
+        entries = None if self.entries is None else (self.entries[0].to(device), self.entries[1].to(device))
+        return LogitRows(self.grid.to(device), entries, self.n_pos)
+
     @property
     def saves_work(self) -> bool:
         """Whether `grid` omits enough rows to make gathering worthwhile."""

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffusion_lens.model.hook_points import StepHookPoint
+from diffusion_lens.model.linear import beside
 from diffusion_lens.model.modulation import Modulation
 
 
@@ -68,7 +69,7 @@ class RMSNorm(Norm):
     def _weighted(
         self, normalized: Float[Tensor, "*rest d"], modulation: Modulation | None
     ) -> Float[Tensor, "*rest d"]:
-        return normalized * self.weight
+        return normalized * beside(self.weight, normalized)
 
 
 class LayerNorm(Norm):
@@ -96,9 +97,9 @@ class LayerNorm(Norm):
     def _weighted(
         self, normalized: Float[Tensor, "*rest d"], modulation: Modulation | None
     ) -> Float[Tensor, "*rest d"]:
-        weighted = normalized * self.weight
+        weighted = normalized * beside(self.weight, normalized)
         if self.bias is not None:
-            weighted = weighted + self.bias
+            weighted = weighted + beside(self.bias, weighted)
         if self.modulated != (modulation is not None):
             raise ValueError(
                 "the time shifts and scales the output of this norm, so it needs a modulation: "

@@ -11,6 +11,7 @@ from transformer_lens.hook_points import HookPoint
 
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.hook_points import anything_listens, hooked_modules, listens
+from diffusion_lens.model.linear import Linear
 from diffusion_lens.model.norm import Norm
 from diffusion_lens.settings import yes_or_no
 from diffusion_lens.step_state import StepClock
@@ -207,7 +208,7 @@ class OptionalHookSettings(ABC):
 
 def _why_not_bypassed(module: nn.Module, by_predicate_too: bool) -> str | None:
     """The reason why a norm or projection may compute something else than its weight says, or `None`."""
-    if type(module).forward not in (nn.Linear.forward, Norm.forward):
+    if type(module).forward not in (Linear.forward, nn.Linear.forward, Norm.forward):
         return f"is a module {type(module).__name__}"
     for name, inside in module._modules.items():
         if name.startswith("hook_") and (reason := _why_it_matters(inside, by_predicate_too)):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model import build
 from diffusion_lens.model.hook_points import NO_POSITIONS, StepHookPoint
+from diffusion_lens.model.linear import beside
 from diffusion_lens.model.modulation import Modulation, TimeEmbedding, normed, sigma_of
 from diffusion_lens.model.norm import Norm
 from diffusion_lens.noise import schedule_of
@@ -29,6 +30,7 @@ class ToldTime(ABC):
     """
 
     cfg: DiffusionConfig
+    main_device: torch.device
     clock: StepClock
     blocks: Any
     ln_final: Norm
@@ -158,27 +160,29 @@ class ToldTime(ABC):
 
     def final_weight(self) -> Float[Tensor, "d_model"]:
         """The weight of the last norm as the network applies it, at the time of the step or of `at_time`."""
-        final = self.final_modulation_at(self.condition_at(None, 1, self.ln_final.w.device))
-        return self.ln_final.w if final is None else self.ln_final.w * (1 + final.scale[0])
+        final = self.final_modulation_at(self.condition_at(None, 1, self.main_device))
+        return self.ln_final.w if final is None else beside(self.ln_final.w, final.scale) * (1 + final.scale[0])
 
     def gates_at(self, layer: int) -> tuple[Float[Tensor, "d_model"], Float[Tensor, "d_model"]]:
         """By what the outputs of a block's attention and MLP are multiplied, at the time of the step or of `at_time`.
 
         Ones in a network that is not told the time.
         """
-        ones = torch.ones_like(self.ln_final.w)
+        ones = torch.ones_like(self.ln_final.w, device=self.main_device)
         of_attention, of_mlp = (ones if m is None or m.gate is None else m.gate[0] for m in self._modulations_at(layer))
         return of_attention, of_mlp
 
     def attention_factors_at(self, layer: int) -> tuple[Float[Tensor, "d_model"], Float[Tensor, "d_model"]]:
         """By what the output of a block's first norm and that of its attention are multiplied, as in `gates_at`."""
         modulation = self._modulations_at(layer)[0]
-        read = torch.ones_like(self.ln_final.w) if modulation is None else 1 + modulation.scale[0]
+        read = (
+            torch.ones_like(self.ln_final.w, device=self.main_device) if modulation is None else 1 + modulation.scale[0]
+        )
         return read, self.gates_at(layer)[0]
 
     def _modulations_at(self, layer: int) -> tuple[Modulation | None, Modulation | None]:
         both: tuple[Modulation | None, Modulation | None]
-        both = self.blocks[layer].modulations(self.condition_at(None, 1, self.ln_final.w.device))
+        both = self.blocks[layer].modulations(self.condition_at(None, 1, self.main_device))
         return both
 
     def current_sigma(self) -> Float[Tensor, "rest"]:

@@ -4,7 +4,7 @@
 """
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import chain
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from diffusion_lens.config import DTYPES, DiffusionConfig, as_device, as_dtype
+from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model import build
 from diffusion_lens.model.attention import AttentionContext
 from diffusion_lens.model.attention_patterns import AttentionPattern
@@ -34,8 +34,9 @@ from diffusion_lens.model.kv_cache import KeyValueCache
 from diffusion_lens.model.logit_rows import LogitRows, Rows
 from diffusion_lens.model.modulation import normed
 from diffusion_lens.model.optional_hooks import OptionalHookSettings
+from diffusion_lens.model.placed import Placed
+from diffusion_lens.model.placement import DeviceMap, Placement
 from diffusion_lens.model.reading_head import ReadingHead
-from diffusion_lens.model.shared_weights import sharing
 from diffusion_lens.model.text import TextInterface
 from diffusion_lens.model.weights import WeightViews
 from diffusion_lens.readout import READOUTS, Readout
@@ -45,7 +46,9 @@ from weight_conversion import fold, folded_architecture, is_constant
 Input = str | Sequence[str] | Tensor
 
 
-class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews, OptionalHookSettings, Hooking, ABC):
+class DiffusionTransformer(
+    TextInterface, ReadingHead, BlockOrigins, WeightViews, OptionalHookSettings, Placed, Hooking, ABC
+):
     """A diffusion transformer, or its causal AR baseline, with hook points.
 
     Args:
@@ -57,6 +60,7 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
         weights_of: Model whose parameters this one shares, instead of `tensors`: a change of one is that of both.
         assign: Whether a tensor of the right dtype on the right device becomes the weight itself instead of being
             copied, as in `torch.nn.Module.load_state_dict`.
+        device_map: Places of the weights, as in `from_pretrained`, instead of `cfg.device`.
 
     Attributes:
         positions: How the network knows the order of its tokens (`model/positions.py`). `positions.turn(x, positions)`
@@ -76,6 +80,7 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
         seed: int = 0,
         weights_of: "DiffusionTransformer | None" = None,
         assign: bool = False,
+        device_map: DeviceMap | None = None,
     ) -> None:
         super().__init__()
         # Device, dtype and flags in the config are those of one model, also if several are made from the same config.
@@ -97,13 +102,19 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
         self._pattern = AttentionPattern.of(cfg)
         if weights_of is not None:
             build.share_tensors(self, weights_of)
+            if weights_of.placement is not None:
+                self._place(weights_of.placement)
         else:
             if tensors is None:
                 tensors = build.random_tensors(cfg.architecture, seed)
             if folds:
                 tensors = chain(tensors, build.zero_shifts(architecture))
             self._tie()
-            build.load_tensors(self, tensors, cfg.device or "cpu", cfg.dtype, assign)
+            placement = Placement.on(cfg.device or "cpu")
+            if device_map is not None:
+                placement = Placement.of(device_map, self, cfg.dtype)
+                self._place(placement)
+            build.load_tensors(self, tensors, placement, cfg.dtype, assign)
             self._tie()
             if folds:
                 fold(dict(self.named_parameters()), architecture)
@@ -200,7 +211,8 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
                 context = replace(context, condition=self.condition_at(sigma, len(resid), resid.device))
             for layer, block_past in zip(range(start, stop), past, strict=True):
                 block_rows = rows if in_last_block and layer == self.cfg.n_layers - 1 else None
-                resid = self.blocks[layer](resid, context, block_past, block_rows)
+                resid = self.blocks[layer](*self._for_block(layer, resid, context, block_past, block_rows))
+            resid = self._returned(resid)
             if stop_at_layer is not None:
                 return resid
             # 4. Compute the logits.
@@ -236,7 +248,7 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
                     f"start_at_layer needs a residual stream [batch, pos, {self.cfg.d_model}]; got {given}"
                 )
             check_length(input.shape[1], self.cfg)
-            resid = input
+            resid = input.to(self.main_device)
         else:
             if not isinstance(input, Tensor):
                 input, real_tokens = self.tokenize(input, prepend_bos)
@@ -256,8 +268,7 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
     def _position_vectors(self, n_batch: int, n_pos: int, positions: Tokens | None, n_past: int) -> Resid:
         """The learned vectors of the positions of a pass."""
         if positions is None:
-            device = self.unembed.weight.device
-            positions = torch.arange(n_past, n_past + n_pos, device=device).expand(n_batch, -1)
+            positions = torch.arange(n_past, n_past + n_pos, device=self.main_device).expand(n_batch, -1)
         vectors: Resid = self.hook_pos_embed(self.pos_embed(positions))
         return vectors
 
@@ -270,7 +281,7 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
         origins: Int[Tensor, "batch"] | None,
         followed: bool = False,
     ) -> AttentionContext:
-        n_pos, device = resid.shape[1], self.unembed.weight.device
+        n_pos, device = resid.shape[1], resid.device
         visibility = (
             self._pattern.beside_clean(n_pos // 2, device, None if real is None else real[:, : n_pos // 2])
             if followed
@@ -281,20 +292,3 @@ class DiffusionTransformer(TextInterface, ReadingHead, BlockOrigins, WeightViews
             bias = bias.masked_fill(~visibility.dense(n_pos, n_past + n_pos, device), float("-inf"))
         factors = self.positions.query_factors_of_pass(n_pos, device, positions, n_past)
         return AttentionContext(visibility, rotary, factors, bias, self.optional_hooks_of_pass())
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch; dtypes and devices may be names, as in `model.to("bfloat16")` and `model.to("cuda:1")`."""
-        for key, value in [*enumerate(args), *kwargs.items()]:
-            if key == "dtype" or isinstance(value, torch.dtype) or str(value).removeprefix("torch.") in DTYPES:
-                kwargs["dtype"] = as_dtype(value)
-            elif key == "device" or isinstance(value, str | torch.device):
-                kwargs["device"] = as_device(value)
-        others = [value for value in args if not isinstance(value, str | torch.dtype | torch.device)]
-        return super().to(*others, **kwargs)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # torch calls this for .to, .cuda, .half and the like, so the config is updated with the weights here.
-        super()._apply(fn, recurse)
-        for model in (self, *sharing(self)):
-            model.cfg.device, model.cfg.dtype = str(self.unembed.weight.device), self.unembed.weight.dtype
-        return self

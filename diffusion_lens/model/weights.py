@@ -14,6 +14,7 @@ from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.model.block import Block
 from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
 from diffusion_lens.model.experts import MixtureOfExperts
+from diffusion_lens.model.linear import beside
 from diffusion_lens.model.norm import Norm
 from diffusion_lens.model.positions import Positions
 from diffusion_lens.settings import Whole, pick_layer, whole_number
@@ -26,6 +27,7 @@ class WeightViews(ABC):
     """`model.W_Q` and the like are copies that stack the blocks; `model.blocks[i].attn.W_Q` is a view to edit."""
 
     cfg: DiffusionConfig
+    main_device: torch.device
     embed: Embed
     pos_embed: PosEmbed
     positions: Positions
@@ -196,13 +198,15 @@ class WeightViews(ABC):
         """
         after_all = not mlp_input and whole_number("layer", layer) == self.cfg.n_layers
         layer = self.cfg.n_layers if after_all else pick_layer(layer, self.cfg.n_layers)
-        total = self.W_E.new_zeros(self.cfg.d_model)
+        total = self.W_E.new_zeros(self.cfg.d_model, device=self.main_device)
         for i in range(layer):
             of_attention, of_mlp = self.gates_at(i)
-            total = total + self.blocks[i].attn.b_O * of_attention
+            total = total + beside(self.blocks[i].attn.b_O, total) * of_attention
             if include_mlp_biases:
-                total = total + self.blocks[i].mlp.b_out * of_mlp
-        return total + self.blocks[layer].attn.b_O * self.gates_at(layer)[0] if mlp_input else total
+                total = total + beside(self.blocks[i].mlp.b_out, total) * of_mlp
+        if not mlp_input:
+            return total
+        return total + beside(self.blocks[layer].attn.b_O, total) * self.gates_at(layer)[0]
 
     def tokens_to_residual_directions(self, tokens: str | int | Int[Tensor, "*rest"]) -> Float[Tensor, "... d_model"]:
         """The directions whose product with the normalised stream (before ln_final's weight) are the tokens' logits.
@@ -240,7 +244,8 @@ class WeightViews(ABC):
         """The id of a string that is exactly one token."""
 
     def _stack(self, weight: Callable[[Block], Tensor]) -> Tensor:
-        return torch.stack([weight(block) for block in self.blocks])
+        # Blocks may be on several devices.
+        return torch.stack([weight(block).to(self.main_device) for block in self.blocks])
 
     def _stack_mlps(self, name: str) -> Tensor:
         with_experts = [i for i, block in enumerate(self.blocks) if isinstance(block.mlp, MixtureOfExperts)]

@@ -130,6 +130,7 @@ def _receive(one: SharedPass, layers: Sequence[int], received: Float[Tensor, "st
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         of_layer = received[:, names.index(hook.name)]
         for index, present in inside.items():
+            present = present.to(wide.device)
             columns = (present[:, None, None].to(wide) @ wide)[:, :, 0].transpose(0, 1)
             columns = columns.mean(dim=0, keepdim=True) if len(of_layer[index]) == 1 else columns
             of_layer[index, ..., : pattern.shape[-1]] = columns.masked_fill(~present, torch.nan)

@@ -142,7 +142,7 @@ class RestoredRuns:
         return self.corrupted.resume(
             self.corrupted.stream(block),
             range(block, block + 1),
-            hooks=[(self.site(block), lambda activation, hook: everywhere)],
+            hooks=[(self.site(block), lambda activation, hook: everywhere.to(activation.device))],
         )
 
 

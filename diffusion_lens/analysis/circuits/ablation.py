@@ -215,7 +215,7 @@ class _AblatedRuns:
         def keep(activation: Tensor, hook: Any) -> None:
             writers = graph.writer_points[hook.name]
             rows = slice(writers.start, writers.stop)
-            live = by_part(activation).unflatten(0, (n, n_rows)).permute(0, 3, 1, 2, 4)
+            live = by_part(activation.to(change.device)).unflatten(0, (n, n_rows)).permute(0, 3, 1, 2, 4)
             torch.sub(replacement[rows], live, out=change[:, rows])
 
         def replaced(activation: Tensor, hook: Any) -> Tensor | None:
@@ -225,7 +225,7 @@ class _AblatedRuns:
                 return None
             weights = outside.to(change).mT
             moved = torch.bmm(weights, change[:, : point.n_writers].flatten(2)).unflatten(2, change.shape[2:])
-            by_row = moved.permute(0, 2, 3, 1, 4).flatten(0, 1)
+            by_row = moved.permute(0, 2, 3, 1, 4).flatten(0, 1).to(activation.device)
             patched: Tensor = activation + (by_row if activation.dim() == 4 else by_row[:, :, 0])
             return patched
 

@@ -177,7 +177,7 @@ class _EdgePasses(Passes):
         scores = self.change.new_zeros(self.graph.edges.shape)
         for point in self.graph.reader_points:
             first, last = (0, point.n_writers) if run is None else (run.writer, min(run.writer + 1, point.n_writers))
-            gradient = by_part(gradients[point.name]).to(self.change.dtype)
+            gradient = by_part(gradients[point.name]).to(self.change)
             part = torch.einsum("bpwd,bprd->wr", self.change[:, :, first:last], gradient)
             scores[first:last, point.columns.start : point.columns.stop] = part
         return scores

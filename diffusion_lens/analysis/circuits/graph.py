@@ -119,7 +119,8 @@ class Graph:
 
     def written(self, activations: Mapping[str, Tensor]) -> Float[Tensor, "batch pos writer d_model"]:
         """What each writer added to the residual stream."""
-        return torch.cat([by_part(activations[name]) for name in self.writer_points], dim=2)
+        device = activations["hook_embed"].device  # blocks may be on several
+        return torch.cat([by_part(activations[name].to(device)) for name in self.writer_points], dim=2)
 
     @property
     def _inputs_of_parts(self) -> list[tuple[int, str | None, int]]:

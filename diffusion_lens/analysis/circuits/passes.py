@@ -200,7 +200,7 @@ def _mover(moves: Sequence[tuple[slice, int, Tensor]]) -> Hook:
     def move(activation: Tensor, hook: Any) -> Tensor:
         moved = activation.clone()
         for rows, head, step in moves:
-            by_part(moved)[rows, :, head] += step
+            by_part(moved)[rows, :, head] += step.to(moved.device)
         return moved
 
     return move

@@ -165,7 +165,8 @@ class ForwardPass:
         stored: dict[str, Tensor] = {}
 
         def store(activation: Tensor, hook: Any) -> None:
-            stored[hook.name] = activation if entries is None else activation[entries]
+            kept = activation if entries is None else activation[tuple(each.to(activation.device) for each in entries)]
+            stored[hook.name] = kept.to(self.model.main_device)
 
         self.run([(name, store) for name in names], fwd_hooks)
         return stored

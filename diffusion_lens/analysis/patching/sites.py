@@ -126,14 +126,16 @@ class Cells:
 
     def from_clean(self, activation: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "entry batch ..."]:
         """The state that each entry takes from the clean run."""
-        return activation[(slice(None), *self._at(self.source))].transpose(0, 1)
+        return self._states(activation, self.source)
 
     def from_corrupted(self, activation: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "entry batch ..."]:
         """The state that each entry replaces in the corrupted run."""
-        return activation[(slice(None), *self._at(self.target))].transpose(0, 1)
+        return self._states(activation, self.target)
 
-    def _at(self, positions: Int[Tensor, "entry"]) -> tuple[Any, ...]:
-        return (positions,) if self.head is None else (positions, self.head)
+    def _states(self, activation: Tensor, positions: Int[Tensor, "entry"]) -> Tensor:
+        at = (positions,) if self.head is None else (positions, self.head)
+        # Blocks may be on several devices.
+        return activation.to(positions.device)[(slice(None), *at)].transpose(0, 1)
 
 
 @dataclass(frozen=True)

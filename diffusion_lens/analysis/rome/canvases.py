@@ -65,6 +65,7 @@ class Canvases:
             attention_mask=batch.real,
             stop_at_layer=layer + 1,
             names_filter=[key_site(layer), mlp_out(layer)],
+            device=device,
         )
         at = torch.arange(len(positions), device=device), positions
         return cls(

@@ -40,7 +40,7 @@ class CanvasBatch:
     @classmethod
     def of(cls, model: DiffusionTransformer, canvases: Sequence[TaughtCanvas]) -> "CanvasBatch":
         """The canvases as they are, each with the padding that the model sees in its own tokens."""
-        device = model.unembed.weight.device
+        device = model.main_device
         tokens, real = padded(model, [canvas.tokens.to(device) for canvas in canvases])
         for row, canvas in enumerate(canvases):
             own = model.real_positions(tokens[row : row + 1, : len(canvas.tokens)])

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from diffusion_lens.analysis.signatures.canvases import mean_where
 from diffusion_lens.analysis.signatures.reading import CanvasReading
+from diffusion_lens.model.linear import beside, rows_of
 
 
 @torch.no_grad()
@@ -31,10 +32,10 @@ def evidence_of(
     model = reading.batch.model
     token_ids = torch.tensor(list(candidates), device=reading.batch.tokens.device)
     wide = torch.promote_types(model.cfg.dtype, torch.float32)
-    columns = (model.unembed.weight[token_ids].to(wide) * model.final_weight().to(wide)).T
+    columns = (rows_of(model.unembed.weight, token_ids).to(wide) * beside(model.final_weight(), token_ids).to(wide)).T
     by_layer = []
     for layer, (block, values) in enumerate(zip(model.blocks, reading.values, strict=True)):
-        weights = block.attn.W_O.to(wide) * model.gates_at(layer)[0].to(wide)
+        weights = beside(block.attn.W_O, values).to(wide) * model.gates_at(layer)[0].to(wide)
         by_query_head = values.to(wide).repeat_interleave(len(weights) // values.shape[1], dim=1)
         written = torch.einsum("fhd,hdm->fhm" if by_head else "fhd,hdm->fm", by_query_head, weights)
         by_layer.append(written @ columns)

@@ -19,12 +19,13 @@ from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.outer_sums import OuterSums
 from diffusion_lens.model.embed import Embed, Unembed
 from diffusion_lens.model.experts import Router
+from diffusion_lens.model.linear import Linear
 from diffusion_lens.model.norm import Norm
 from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import tensor_shapes
 
 EMBEDDING, HEAD = "embed.weight", "unembed.weight"
-_PLAIN = (nn.Linear.forward, Embed.forward, Unembed.forward, Norm.forward, Router.forward)
+_PLAIN = (Linear.forward, nn.Linear.forward, Embed.forward, Unembed.forward, Norm.forward, Router.forward)
 
 
 def matrix_names(model: DiffusionTransformer) -> list[str]:
@@ -68,9 +69,9 @@ class Gradients:
             name: torch.zeros_like(outputs[name]) if delta is None else delta
             for name, delta in zip(wanted, found, strict=True)
         }
-        wide = torch.promote_types(logits.dtype, torch.float32)
+        wide, device = torch.promote_types(logits.dtype, torch.float32), logits.device
         by_name = {
-            name: [OuterSums(deltas[name].to(wide), inputs[name].to(wide))]
+            name: [OuterSums(deltas[name].to(device, wide), inputs[name].to(device, wide))]
             for name in names
             if name not in (EMBEDDING, HEAD)
         }
@@ -99,7 +100,8 @@ def losses_after_step(batch: CanvasBatch, gradients: Gradients, sizes: Float[Ten
 
     def move(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
         (own,) = gradients.by_name[named[id(module)]]
-        return (output - _by_fact(sizes, own.times(given[0]))).to(output.dtype)
+        moved = _by_fact(sizes, own.times(given[0].to(sizes.device)))
+        return (output - moved.to(output.device)).to(output.dtype)
 
     def move_embedding(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
         moved = torch.stack([own.rows(given[0]) for own in gradients.by_name[EMBEDDING]]).sum(dim=0)

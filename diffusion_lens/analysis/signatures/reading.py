@@ -48,7 +48,7 @@ class CanvasReading:
 
         def reader(name: str, select: Callable[[Tensor], Tensor]) -> Any:
             def keep(x: Tensor, hook: Any) -> None:
-                read[name].append(select(x))
+                read[name].append(select(x.to(rows.device)))  # blocks may be on several devices
 
             return keep
 

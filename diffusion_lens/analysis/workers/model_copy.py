@@ -35,7 +35,8 @@ class ModelCopy:
 
     Attributes:
         source: Arguments of `from_pretrained`.
-        device: Kind of device, "cpu", "cuda" or "mps". Each worker on a machine takes a GPU of its own.
+        device: Kind of device, "cpu", "cuda" or "mps". Each worker on a machine takes a GPU of its own, unless the
+            model was loaded with a `device_map`, which the workers repeat.
         hooks: Pairs (hook point, forward hook), pickled. Hooks are often functions inside functions, which only
             `cloudpickle` can store.
         network: What the study records of the network.
@@ -61,6 +62,11 @@ class ModelCopy:
             )
         network = provenance(model, model.cfg)
         del network["device"]
+        if device is not None and source.device_map is not None:
+            raise ValueError(
+                f"the workers' device={device!r} does not fit a model that was loaded with device_map="
+                f"{source.device_map!r}: workers place their copies by the same map, so leave device= out"
+            )
         kind = device or str(model.cfg.device).partition(":")[0]
         dtype = str(model.cfg.dtype).removeprefix("torch.")
         return cls(replace(source.anywhere(), dtype=dtype), kind, _hooks_of(model), network)
@@ -93,7 +99,7 @@ class ModelCopy:
         key = hashlib.sha256(pickle.dumps((self.source, self.device))).hexdigest()
         if key not in _LOADED:
             _LOADED.clear()
-            device = own_device(self.device)
+            device = None if self.source.device_map is not None else own_device(self.device)
             _LOADED[key] = HookedDiffusionTransformer.from_source(self.source, device, mapped=True)
         return _LOADED[key]
 
