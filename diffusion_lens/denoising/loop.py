@@ -41,6 +41,7 @@ def run_loop(
     run: Run,
     first_step: int = 0,
     *,
+    stop: int | None = None,
     fwd_hooks: FwdHooks = (),
     around: Callable[[int], AbstractContextManager[Any]] | None = None,
     progress: bool = False,
@@ -48,13 +49,14 @@ def run_loop(
     """Take every step from `first_step` on, and return the costs for the record.
 
     Args:
+        stop: Index of the first step that is not taken; by default all are.
         around: Function from a step's index to a context manager that is open during the step, such as one that caches.
 
     Raises:
         RuntimeError: Another denoising run is in progress on this model.
     """
     begun = time.perf_counter()
-    model, steps = run.model, range(first_step, len(run.times) - 1)
+    model, steps = run.model, range(first_step, len(run.times) - 1 if stop is None else stop)
     with torch.no_grad(), model.clock.running(model.cfg.model_name), model.hooks(fwd_hooks=list(fwd_hooks)):
         model.require_set_up()
         for index in tqdm(steps, desc="denoise", unit="step", disable=not progress):

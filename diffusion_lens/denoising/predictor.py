@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Canvas
-from diffusion_lens.model.kv_cache import KeyValueCache
+from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import PosMask, Tokens
 from diffusion_lens.step_state import StepState
@@ -137,6 +137,11 @@ class Cached(Predictor):
         self._cache = KeyValueCache(self.inner.model.cfg.n_layers)
         self._tokens: Tokens = self.inner.canvas.tokens[:, :0]
         self._passes = 0
+
+    def begin(self, layers: Sequence[LayerKeyValues], tokens: Tokens) -> None:
+        """Start with the keys and values of these tokens, Int[batch pos], with which the canvases begin."""
+        self._cache.layers[:] = layers
+        self._tokens = tokens
 
     @property
     def passes(self) -> int:

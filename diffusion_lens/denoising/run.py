@@ -61,6 +61,8 @@ class Run:
         confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was.
         script: Int[canvas batch pos], canvases that a forced run follows; `None` for a free run.
         sigmas: Noise at each step, of which the network is told, or that of each row; by default that of the schedule.
+        kept: Float[batch], noise of the rows that the last step left as they were, where the sampler keeps it; NaN for
+            the others.
     """
 
     model: DiffusionTransformer
@@ -88,15 +90,14 @@ class Run:
             self.model, self.canvas, self.settings.cfg_scale, self.sampler.may_change_nothing
         )
         self.identity = RunIdentity()
-        # Noise of the rows that the last step left as they were, where the sampler keeps it; NaN for the others.
-        self._kept = torch.full((len(self.seeds),), float("nan"), dtype=torch.float64)
+        self.kept = torch.full((len(self.seeds),), float("nan"), dtype=torch.float64)
 
     def tell_first(self, index: int, sigma: float | tuple[float, ...]) -> None:
         """Tell the network this noise, or that of each row, in the first step, which has this index."""
         assert self.sigmas is not None
         self.sigmas[index] = sigma
         of_rows = sigma if isinstance(sigma, tuple) else (sigma,) * len(self.seeds)
-        self._kept = torch.tensor(of_rows, dtype=torch.float64)
+        self.kept = torch.tensor(of_rows, dtype=torch.float64)
 
     @property
     def sampler(self) -> Sampler:
@@ -248,7 +249,7 @@ class Run:
         elif self.sampler.keeps_prediction and self.sampler.has_times_of_rows:
             now = state.sigma if isinstance(state.sigma, tuple) else (state.sigma,) * len(self.tokens)
             unchanged = (self.tokens == state.tokens).all(dim=1).cpu()
-            self._kept = torch.tensor(now, dtype=torch.float64).masked_fill(~unchanged, float("nan"))
+            self.kept = torch.tensor(now, dtype=torch.float64).masked_fill(~unchanged, float("nan"))
         elif self.sampler.keeps_prediction and self.sigmas is not None and torch.equal(self.tokens, state.tokens):
             # The next step, if there is one, is told the same time.
             for index in range(state.index + 1, state.n_steps)[:1]:
@@ -272,7 +273,7 @@ class Run:
         if self.script is not None or self.sigmas is None or not self.sampler.has_times_of_rows:
             return state
         sigma = self.schedule.sigma(self.sampler.times_of_rows(state, self.noise)).cpu()
-        of_rows = tuple(torch.where(self._kept.isnan(), sigma, self._kept).tolist())
+        of_rows = tuple(torch.where(self.kept.isnan(), sigma, self.kept).tolist())
         self.sigmas[index] = of_rows[0] if len(set(of_rows)) == 1 else of_rows
         return replace(state, sigma=self.sigmas[index])
 

@@ -87,6 +87,8 @@ class Sampler(ABC):
         keeps_prediction: Whether the network is told the time of the last step that changed the canvas, so that a step
             after one that changed nothing predicts the same.
         has_times_of_rows: Whether each row has a time of its own, that of its open block.
+        reads_confidence: Whether `plan` reads probabilities of revealed tokens, rather than only where there are any.
+            Runs whose canvases agree then still differ.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Sampler(ABC):
     may_change_nothing: bool = False
     keeps_prediction: bool = False
     has_times_of_rows: bool = False
+    reads_confidence: bool = True
 
     def misfit(self, variant: Variant) -> str | None:
         """Why this sampler cannot write the text of a kind of model; `None` if it can."""

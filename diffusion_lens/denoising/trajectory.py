@@ -14,6 +14,7 @@ from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.denoising.explored import page_of
 from diffusion_lens.denoising.explored_results import Results, Trace
 from diffusion_lens.denoising.loop import run_loop
+from diffusion_lens.denoising.loop_rows import LoopRows
 from diffusion_lens.denoising.predictor import FirstGiven
 from diffusion_lens.denoising.randomness import Seed, row_seeds
 from diffusion_lens.denoising.reach import Reach, reach_of
@@ -124,9 +125,40 @@ class Trajectory(Recording):
             positions: The positions that they predict.
             fwd_hooks: The same as in `denoise`. Hooks inside the network act from the second step on.
         """
-        run = self._begin_again(model, None, None, forced=False)
+        run = self.started(model)
         run.predictor = FirstGiven(run.predictor, self.first_step, logits, positions)
         return self._finish(run, "free", fwd_hooks)
+
+    def rows_after(
+        self,
+        model: DiffusionTransformer,
+        logits: Float[Tensor, "batch selected d_vocab_out"],
+        positions: Sequence[int],
+    ) -> LoopRows:
+        """The rows after the first step of a free replay that uses the given logits; as in `replay_from_logits`."""
+        run = self.started(model)
+        run.predictor = FirstGiven(run.predictor, self.first_step, logits, positions)
+        run_loop(run, self.first_step, stop=self.first_step + 1)
+        return LoopRows.of(run)
+
+    def started(self, model: DiffusionTransformer) -> Run:
+        """A free replay before its first step."""
+        return self._begin_again(model, None, None, forced=False)
+
+    def resume(self, model: DiffusionTransformer, rows: LoopRows) -> Run:
+        """A free run of these rows with the settings of this trajectory, whose given positions are those of row 0."""
+        settings = DenoiseSettings.recorded(self.record, None, rows.seeds)
+        run = Run(
+            model=model,
+            canvas=self.row(0).repeat(len(rows))._canvas(rows.tokens, reach_of(model.cfg)),
+            settings=settings.on(model.cfg, model.cfg.model_name),
+            seeds=rows.seeds,
+            times=list(self.record["times"]),
+            revealed_at=rows.revealed_at,
+            confidence=rows.confidence,
+        )
+        run.kept = rows.kept
+        return run
 
     def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":
         """Take the steps of a replay, and record what it replays."""

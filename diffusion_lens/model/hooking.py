@@ -105,6 +105,11 @@ class Hooking(HookedRootModule, ABC):
         return anything_listens(self, skip=self.loop_hooks)
 
     @property
+    def loop_is_hooked(self) -> bool:
+        """Whether a hook is attached to the loop's own hook points."""
+        return anything_listens(self.loop_hooks)
+
+    @property
     def has_module_hooks(self) -> bool:
         """Whether a hook of torch is attached to a module that is no hook point."""
         return any(not isinstance(module, StepHookPoint) for module in hooked_modules(self, skip=self.loop_hooks))

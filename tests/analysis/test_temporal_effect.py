@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from diffusion_lens.analysis import TemporalEffect, noise_scale, temporal_effect
+from diffusion_lens.analysis.traced_trajectory import loop_prompt
 from diffusion_lens.data import toy_facts
+from diffusion_lens.denoising.samplers import Blocks, ReMDM
 from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import named
@@ -170,6 +172,35 @@ def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path)
 def test_steps_after_the_answer_are_refused(tiny, query, run):
     with pytest.raises(ValueError, match=r"steps=\[99\]"):
         temporal_effect(tiny, query, trajectory=run, noise=0.1, steps=[99])
+
+
+SAMPLERS = [
+    ("tiny-mdm", dict(sampler="ancestral", temperature=1.0, seed=3)),
+    ("tiny-mdm", dict(sampler=Blocks(3), cfg_scale=1.0, steps=3)),
+    ("tiny-mdm", dict(sampler=ReMDM(strategy="cap", eta=0.3), steps=6)),
+    ("tiny-ar", dict(temperature=1.0, seed=2)),
+    ("tiny-block", dict(temperature=0.7, seed=1)),
+    ("tiny-uniform", dict(seed=4)),
+]
+
+
+@pytest.mark.parametrize(("tiny", "options"), SAMPLERS, indirect=["tiny"])
+def test_branches_that_are_continued_once_end_as_each_alone(tiny, query, options, token_layers):
+    """A hook that only looks makes every branch a run of its own, which takes more of the network."""
+    given, length = loop_prompt(tiny, query)
+    run = tiny.denoise(given[None], length=length, **dict(dict(steps=None if tiny.cfg.grows else 4), **options))
+    steps = [0] if "remdm" in str(run.record["sampler"]) else None
+    at = range(1, len(query.tokens), 4)
+    settings = dict(noise=noise_scale(tiny, [query]), samples=2, layers=[0, 1], positions=at, steps=steps)
+    with token_layers() as once:
+        effect = temporal_effect(tiny, query, trajectory=run, **settings)
+    with tiny.hooks(fwd_hooks=[("denoise.hook_tokens", named(lambda tokens, hook: None, "look"))]):
+        seen = run.replay(tiny, canvas="free")
+        with token_layers() as each:
+            alone = temporal_effect(tiny, query, trajectory=seen, **settings)
+    torch.testing.assert_close(effect.token_scores, alone.token_scores, rtol=0, atol=0, equal_nan=True)
+    assert effect.token_scores.nan_to_num(nan=effect.token_scores[0, 0, 0, 0]).unique().numel() > 1
+    assert once[0] < 0.7 * each[0]
 
 
 def test_the_restored_step_begins_at_the_restored_layer(tiny, query, run, token_layers):

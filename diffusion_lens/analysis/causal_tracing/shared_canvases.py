@@ -6,16 +6,15 @@ and a cell is computed once for all canvases that contain its position.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.restored_runs import AnswerRuns, RestoredRuns, RunPair
+from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns, RunPair
 from diffusion_lens.analysis.kept_run import NetworkInput
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
 from diffusion_lens.model.text_tree import TextTree
@@ -65,23 +64,19 @@ def can_share_beginnings(run: TracedTrajectory) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class StepCanvas:
-    """A canvas of a run, and the steps that show it to the network.
+    """The canvas of a step in both runs.
 
     Attributes:
-        steps: Steps.
+        step: Step, or one of several that show the network the same tokens.
         clean: Int[1 pos], the canvas of the clean run.
         corrupted: Int[sample pos], those of the corrupted run.
-        clean_answer: The answer as it is read in the clean run.
-        answer: The answer as it is read in the corrupted run.
-        is_open: For each token of the answer, whether some sample still has to write it.
+        rows: Rows of the logits that are read.
     """
 
-    steps: list[int]
+    step: int
     clean: Int[Tensor, "1 pos"]
     corrupted: Int[Tensor, "sample pos"]
-    clean_answer: Answer
-    answer: Answer
-    is_open: list[bool]
+    rows: Sequence[int]
 
     def seen(self, run: TracedTrajectory) -> CanvasPair:
         """What the network reads."""
@@ -90,41 +85,42 @@ class StepCanvas:
     def needed(self, run: TracedTrajectory) -> CanvasPair:
         """What it reads up to the last position that affects a row that is read, or that the corruption touches."""
         clean, corrupted = self.seen(run)
-        last = max(*self.answer.rows.tolist(), run.query.subject[1] - 1)
-        stop = NetworkInput(run.model, clean).sees_up_to(last)
+        stop = NetworkInput(run.model, clean).sees_up_to(max(*self.rows, run.query.subject[1] - 1))
         return clean[:, :stop], corrupted[:, :stop]
 
 
 @dataclass(frozen=True, eq=False)
 class CanvasRuns:
-    """Restored runs of one canvas, or of several that share their beginnings.
+    """The clean and the corrupted run of one canvas, or of several that share their beginnings.
 
     Attributes:
+        first: Index of the first of these canvases among all.
         canvases: The canvases.
         places: For each canvas, the place in the row of each of its positions.
-        columns: For each canvas, the column of each token of the answer among all that are read.
-        runs: The runs.
+        columns: For each canvas, the column of each of its rows among all that are read.
+        restored: The runs.
     """
 
+    first: int
     canvases: Sequence[StepCanvas]
     places: Sequence[Sequence[int]]
     columns: Sequence[Sequence[int]]
-    runs: AnswerRuns
+    restored: RestoredRuns
 
-    def grids(
-        self, positions: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[StepCanvas, dict[int, Float[Tensor, "layer sample selected"]]]]:
-        """For each canvas, the probability of each token of the answer in the cells of its positions."""
-        of_canvas = list(zip(self.canvases, self.places, self.columns, positions, strict=True))
-        cells = list(dict.fromkeys(places[position] for _, places, _, chosen in of_canvas for position in chosen))
-        scores = dict(zip(cells, self.runs.grid(cells), strict=True))
-        for canvas, places, columns, chosen in of_canvas:
-            yield canvas, {position: scores[places[position]][..., list(columns)] for position in chosen}
+    @property
+    def read(self) -> list[tuple[int, int]]:
+        """For each column, a canvas that reads it, and the index among the rows of this canvas."""
+        found = {
+            column: (canvas, index)
+            for canvas, columns in enumerate(self.columns)
+            for index, column in enumerate(columns)
+        }
+        return [found[column] for column in sorted(found)]
 
-    def scores(self, index: int) -> tuple[Tensor, Tensor]:
-        """The tokens' probabilities in the clean and in the corrupted run of one canvas, Float[sample selected]."""
-        columns = list(self.columns[index])
-        return self.runs.clean_scores[:, columns], self.runs.corrupted_scores[:, columns]
+    def cells(self, positions: Sequence[Sequence[int]]) -> list[int]:
+        """The places of these positions of each canvas, each once."""
+        chosen = zip(self.places, positions, strict=True)
+        return list(dict.fromkeys(places[position] for places, of_canvas in chosen for position in of_canvas))
 
 
 def run_canvases(
@@ -133,69 +129,47 @@ def run_canvases(
     restoration: Restoration,
     corruption: Corruption,
     layers: Sequence[int],
-    max_bytes: int,
+    budget: tuple[int, int],
+    first: int = 0,
 ) -> Iterator[CanvasRuns]:
-    """Compute the clean and the corrupted run of these canvases, in as few trees as fit into `max_bytes`.
+    """Compute the clean and the corrupted run of these canvases, in as few trees as fit into the budget.
+
+    Args:
+        canvases: One canvas, or several if they `can_share_beginnings`.
+        budget: Memory to use in addition to the weights, and bytes that a row takes in addition to those of a plain
+            forward pass.
+        first: Index of the first of these canvases among all.
 
     Raises:
-        ValueError: `max_bytes` is too small for one canvas.
+        ValueError: The budget is too small for one canvas.
     """
-    model, size = run.model, run.model.cfg.block_size
-    hooks = corruption.hooks(model, run.query)
-    shared = SharedCanvases.of(
-        [canvas.seen(run) if len(canvases) == 1 else canvas.needed(run) for canvas in canvases], size
-    )
-    restored = None
-    if shared.fits(model, run.query.subject):
-        # 1. The rows that are read, and the token that each predicts.
-        read: dict[tuple[int, int], tuple[int, int]] = {}
-        columns = []
-        for index, (canvas, places) in enumerate(zip(canvases, shared.places, strict=True)):
-            tokens = range(len(canvas.is_open))
-            at = [(places[row], token) for token, row in zip(tokens, canvas.answer.rows.tolist(), strict=True)]
-            needed = [len(canvases) == 1 or is_open for is_open in canvas.is_open]
-            for token in tokens:
-                if needed[token]:
-                    read.setdefault(at[token], (index, token))
-            order = list(read)
-            # A token that all samples have revealed counts 1 or 0, whatever the network says.
-            columns.append([order.index(at[token]) if needed[token] else 0 for token in tokens])
-
-        # 2. Both runs.
-        rows, first = [place for place, _ in read], canvases[0].steps[0]
-        inputs = [(shared.clean, canvases[0].clean, ()), (shared.corrupted, canvases[0].corrupted, hooks)]
-        clean, corrupted = (
-            NetworkInput(model, tokens, rows, step=run.state(first, alone), hooks=own, tree=shared.tree)
-            for tokens, alone, own in inputs
+    # 1. The inputs of both runs.
+    hooks = corruption.hooks(run.model, run.query)
+    inputs = [canvas.seen(run) if len(canvases) == 1 else canvas.needed(run) for canvas in canvases]
+    shared = SharedCanvases.of(inputs, run.model.cfg.block_size)
+    by_canvas = [[places[row] for row in canvas.rows] for canvas, places in zip(canvases, shared.places, strict=True)]
+    rows = list(dict.fromkeys(place for places in by_canvas for place in places))
+    alone = canvases[0]
+    clean, corrupted = (
+        NetworkInput(run.model, tokens, rows, step=run.state(alone.step, canvas), hooks=own, tree=shared.tree)
+        for tokens, canvas, own in (
+            (shared.clean, alone.clean, ()),
+            (shared.corrupted, alone.corrupted, hooks),
         )
-        pair = RunPair(clean, corrupted, run.query.subject)
-        try:
-            restored = RestoredRuns(pair, restoration, layers, max_bytes)
-        except ValueError:
-            if len(canvases) == 1:
-                raise
+    )
+
+    # 2. The runs, or those of both halves of the canvases.
+    restored = None
+    try:
+        if shared.fits(run.model, run.query.subject):
+            restored = RestoredRuns(RunPair(clean, corrupted, run.query.subject), restoration, layers, *budget)
+    except ValueError:
+        if len(canvases) == 1:
+            raise
     if restored is None:
-        for half in (canvases[: len(canvases) // 2], canvases[len(canvases) // 2 :]):
-            yield from run_canvases(run, half, restoration, corruption, layers, max_bytes)
+        half = len(canvases) // 2
+        yield from run_canvases(run, canvases[:half], restoration, corruption, layers, budget, first)
+        yield from run_canvases(run, canvases[half:], restoration, corruption, layers, budget, first + half)
         return
-    answers = [
-        _joined([(canvases[index].clean_answer, token) for index, token in read.values()]),
-        _joined([(canvases[index].answer, token) for index, token in read.values()]),
-    ]
-    yield CanvasRuns(canvases, shared.places, columns, AnswerRuns(restored, *answers))
-
-
-def _joined(chosen: Sequence[tuple[Answer, int]]) -> Answer:
-    """One answer of these tokens of several."""
-    answer = chosen[0][0]
-    if all(each is answer for each, _ in chosen) and len(chosen) == len(answer.tokens):
-        return answer
-    unconditional = None
-    if answer.unconditional is not None:
-        n_rows = max(len(each.unconditional) for each, _ in chosen if each.unconditional is not None)
-        parts = [
-            each.unconditional[:, token].expand(n_rows, -1) for each, token in chosen if each.unconditional is not None
-        ]
-        unconditional = torch.stack(parts, dim=1)
-    tokens = torch.stack([each.tokens[token] for each, token in chosen])
-    return replace(answer, tokens=tokens, rows=torch.arange(len(chosen)), unconditional=unconditional)
+    columns = [[rows.index(place) for place in places] for places in by_canvas]
+    yield CanvasRuns(first, canvases, shared.places, columns, restored)

@@ -9,25 +9,25 @@ Only final tokens count here. A state without an effect may still change the pro
 (`trace_trajectory`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens.analysis.causal_tracing.branches import Branches
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns, RunPair
-from diffusion_lens.analysis.kept_run import NetworkInput
+from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns
+from diffusion_lens.analysis.causal_tracing.restored_steps import BegunBranches, Replays, RestoredStep
+from diffusion_lens.analysis.causal_tracing.shared_canvases import can_share_beginnings, run_canvases
 from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, check_steps
-from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network
-from diffusion_lens.denoising.step_hooks import on_branch
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.display import Result, Table, shaped
 from diffusion_lens.facts import Fact, Query
@@ -187,16 +187,15 @@ def restore_in_loop(
     positions, layers = (selection or Selection()).within(run.n_pos, model.cfg.n_layers)
 
     # 2. At each step, restore every cell and denoise to the end.
-    by_sample = torch.full(
-        (len(selected_steps), len(positions), len(layers), corruption.rows, len(run.query.answer_tokens)), torch.nan
-    )
-    for i, step in enumerate(tqdm(selected_steps, desc="temporal effect", unit="step", disable=not progress)):
-        on_canvas = [index for index, position in enumerate(positions) if position in run.on_canvas(step)]
-        branch = _Branch(run, corruption, corrupted, step)
-        restored = RestoredRuns(branch.pair(), restoration, layers, max_bytes, run.loop_row_bytes())
-        by_sample[i, on_canvas] = restored.grid(
-            [positions[index] for index in on_canvas], branch.endings, run.written(corrupted).float()
-        )
+    shape = len(selected_steps), len(positions), len(layers), corruption.rows, len(run.query.answer_tokens)
+    grid = _Grid(run, restoration, corruption, positions, layers, max_bytes, torch.full(shape, torch.nan))
+    with tqdm(total=len(selected_steps), desc="temporal effect", unit="step", disable=not progress) as bar:
+        if model.is_hooked or model.loop_is_hooked:
+            # Hooks may act by row of the batch and see every step, so each branch is a run of its own.
+            grid.fill_by_replays(corrupted, selected_steps, bar)
+        else:
+            grid.fill(corrupted, selected_steps, bar)
+    by_sample = grid.by_sample
 
     # 3. Average over the samples; a sample counts if it ends with all tokens of the answer.
     return TemporalEffect(
@@ -220,49 +219,64 @@ def restore_in_loop(
     )
 
 
-class _Branch:
-    """The corrupted denoising runs before one step. Branches start there, with one state restored in that step.
+@dataclass(frozen=True, eq=False)
+class _Grid:
+    """The cells of all steps.
 
-    The step itself is a restored pass on the branch's own canvases, so it is computed from the restored layer on. The
-    loop takes its logits, guided if the run is, and continues with the later steps.
+    Attributes:
+        run, restoration, corruption, positions, layers, max_bytes: The settings.
+        by_sample: Float[step pos layer sample selected], filled by the methods: for each token of the answer, whether
+            a sample ends with it.
     """
 
-    def __init__(self, run: TracedTrajectory, corruption: Corruption, corrupted: Trajectory, step: int) -> None:
-        self.run, self.corruption, self.before = run, corruption, corrupted.from_step(step)
-        self.step, self.canvases = step, corrupted.canvases[step - corrupted.first_step]
-        masked = run.trajectory.is_open(self.canvases).any(dim=0).nonzero().flatten()
-        # On a causal canvas the loop proposes a token for the next position only.
-        self.positions: list[int] = (masked[:1] if run.model.cfg.grows else masked).tolist()
-        self.rows: list[int] = run.rows(step, self.canvases, self.positions)
-        self.scale = run.trajectory.record["cfg_scale"]
-        self.unconditional = run.unconditional(step, self.canvases, self.rows) if self.scale else None
+    run: TracedTrajectory
+    restoration: Restoration
+    corruption: Corruption
+    positions: list[int]
+    layers: list[int]
+    max_bytes: int
+    by_sample: Float[Tensor, "step pos layer sample selected"]
 
-    def pair(self) -> RunPair:
-        """The inputs of the clean and the corrupted run at the step."""
-        run, model, clean = self.run, self.run.model, self.run.canvas(self.step)[None]
-        return RunPair(
-            clean=NetworkInput(model, run.seen(clean), self.rows, step=run.state(self.step, clean)),
-            corrupted=NetworkInput(
-                model,
-                model.cfg.readable(self.canvases),
-                self.rows,
-                step=run.state(self.step, self.canvases),
-                hooks=self.corruption.hooks(model, run.query),
-            ),
-            subject=run.query.subject,
-        )
+    def fill(self, corrupted: Trajectory, steps: Sequence[int], bar: Any) -> None:
+        """Restore the states of all steps, then continue each distinct branch once."""
+        run, branches = self.run, Branches(self.run, self.corruption, corrupted, self.max_bytes)
+        restored_steps = [RestoredStep.of(run, corrupted, step) for step in steps]
+        shares = can_share_beginnings(run)
+        bundles = [restored_steps] if shares else [[each] for each in restored_steps]
+        numbers = torch.full(self.by_sample.shape[:4], -1)
+        budget = self.max_bytes, run.loop_row_bytes()
+        for bundle in bundles:
+            canvases = [each.canvas for each in bundle]
+            for runs in run_canvases(run, canvases, self.restoration, self.corruption, self.layers, budget):
+                members = bundle[runs.first : runs.first + len(runs.canvases)]
+                on_canvas = [self._on_canvas(each.step) for each in members]
+                cells = runs.cells([[self.positions[i] for i in chosen] for chosen in on_canvas])
+                begun = BegunBranches(branches, members, runs)
+                of_cells = dict(zip(cells, runs.restored.grid(cells, begun.measure, begun.unchanged), strict=True))
+                for i, (each, places, chosen) in enumerate(zip(members, runs.places, on_canvas, strict=True)):
+                    for at in chosen:
+                        of_cell = of_cells[places[self.positions[at]]][..., i]
+                        numbers[steps.index(each.step), at] = of_cell.long()
+                        bar.update(len(members))
+                if run.model.cfg.grows:
+                    branches.finish(runs.restored.corrupted)
+        branches.finish()
+        reached = numbers >= 0
+        texts = branches.texts(numbers[reached].tolist())[:, list(run.query.answer_positions)].cpu()
+        self.by_sample[reached] = (texts == torch.tensor(run.query.answer_tokens)).float()
 
-    def endings(
-        self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]
-    ) -> Float[Tensor, "cell sample answer"]:
-        """For each answer token, 1 if the branch whose step has these logits ends with it, else 0."""
-        samples, model, query = self.corruption.rows, self.run.model, self.run.query
-        if self.unconditional is not None:
-            conditional = logits.unflatten(0, (-1, samples))
-            logits = guide(conditional, self.unconditional.expand_as(conditional), self.scale).flatten(0, 1)
-        n_cells = len(logits) // samples
-        hooks = [
-            (name, on_branch(hook, "conditional")) for name, hook in self.corruption.hooks(model, query, runs=n_cells)
-        ]
-        finished = self.before.repeat(n_cells).replay_from_logits(model, logits, self.positions, hooks)
-        return self.run.written(finished).view(n_cells, samples, -1).float()
+    def fill_by_replays(self, corrupted: Trajectory, steps: Sequence[int], bar: Any) -> None:
+        """Denoise every branch of every cell, in whole copies of the samples."""
+        run = self.run
+        for i, step in enumerate(steps):
+            on_canvas = self._on_canvas(step)
+            replays = Replays(run, self.corruption, corrupted, step)
+            restored = RestoredRuns(replays.pair(), self.restoration, self.layers, self.max_bytes, run.loop_row_bytes())
+            chosen = [self.positions[index] for index in on_canvas]
+            self.by_sample[i, on_canvas] = restored.grid(chosen, replays.endings, run.written(corrupted).float())
+            bar.update()
+
+    def _on_canvas(self, step: int) -> list[int]:
+        """Indices of the positions that are on the canvas of a step."""
+        reached = set(self.run.on_canvas(step))
+        return [index for index, position in enumerate(self.positions) if position in reached]

@@ -18,21 +18,16 @@ points (`denoise.hook_*`) do not act here; their changes to the clean run are in
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens.analysis.causal_tracing.answer_canvases import AnswerCanvas, ScoredStep, scored_steps
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.shared_canvases import (
-    CanvasRuns,
-    StepCanvas,
-    can_share_beginnings,
-    run_canvases,
-)
+from diffusion_lens.analysis.causal_tracing.shared_canvases import can_share_beginnings, run_canvases
 from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
 from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, check_steps
@@ -43,7 +38,6 @@ from diffusion_lens.identity import begins_run
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records import provenance
 from diffusion_lens.settings import Real, Whole
-from diffusion_lens.shapes import Tokens
 
 
 @begins_run
@@ -159,12 +153,13 @@ def trace_steps(
     bundles = [list(groups.values())] if can_share_beginnings(run) else [[members] for members in groups.values()]
 
     # 3. Score every cell of each canvas.
-    traced: dict[int, _Step] = {}
+    traced: dict[int, ScoredStep] = {}
     with tqdm(total=len(groups), desc=f"trace {restoration.kind}", unit="canvas", disable=not progress) as bar:
         for bundle in bundles:
-            canvases = [_step_canvas(run, members, free, corruption.rows) for members in bundle]
-            for runs in run_canvases(run, canvases, restoration, corruption, layers, max_bytes):
-                traced |= _settled_steps(run, runs, positions, free)
+            canvases = [AnswerCanvas.of(run, members, free, corruption.rows) for members in bundle]
+            inputs = [each.canvas for each in canvases]
+            for runs in run_canvases(run, inputs, restoration, corruption, layers, (max_bytes, 0)):
+                traced |= scored_steps(run, runs, canvases[runs.first :], positions, free)
                 bar.update(len(runs.canvases))
 
     # 4. Average over the samples.
@@ -198,71 +193,6 @@ def trace_steps(
             "trajectory": canvas_provenance(run.trajectory.record),
         },
     )
-
-
-def _corrupted_canvases(run: TracedTrajectory, step: int, free: Trajectory | None, n_rows: int) -> Tokens:
-    """The canvases of the corrupted run before a step, one row per sample: those of `free`, or the clean run's."""
-    if free is None:
-        return run.canvas(step)[None].expand(n_rows, -1)
-    return free.canvases[step - free.first_step]
-
-
-def _step_canvas(run: TracedTrajectory, steps: list[int], free: Trajectory | None, n_rows: int) -> StepCanvas:
-    """What the network reads at these steps, which show it the same tokens, and the answer that is read there."""
-    clean = run.canvas(steps[0])[None]
-    clean_answer, corrupted = run.reading(steps[0], clean), _corrupted_canvases(run, steps[0], free, n_rows)
-    open_by_step = [run.settled(_corrupted_canvases(run, step, free, n_rows)).isnan().any(dim=0) for step in steps]
-    return StepCanvas(
-        steps=steps,
-        clean=clean,
-        corrupted=corrupted,
-        clean_answer=clean_answer,
-        answer=clean_answer if free is None else run.reading(steps[0], corrupted),
-        is_open=torch.stack(open_by_step).any(dim=0).tolist(),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Step:
-    """The probabilities of the answer's tokens at one step.
-
-    Attributes:
-        grid: Float[pos layer sample selected], those of every cell; NaN at positions that are not on the canvas.
-        clean: Float[selected], those of the clean run.
-        corrupted: Float[sample selected], those of the corrupted run.
-    """
-
-    grid: Float[Tensor, "pos layer sample selected"]
-    clean: Float[Tensor, "selected"]
-    corrupted: Float[Tensor, "sample selected"]
-
-
-def _settled_steps(
-    run: TracedTrajectory, runs: CanvasRuns, positions: Sequence[int], free: Trajectory | None
-) -> dict[int, _Step]:
-    """The probabilities of the canvases at each of their steps, where tokens already revealed count 1 or 0."""
-    on_canvas = {step: set(run.on_canvas(step)) for canvas in runs.canvases for step in canvas.steps}
-    reached = [
-        [position for position in positions if any(position in on_canvas[step] for step in canvas.steps)]
-        for canvas in runs.canvases
-    ]
-    settled = {}
-    for index, (canvas, probabilities) in enumerate(runs.grids(reached)):
-        clean_scores, corrupted_scores = runs.scores(index)
-        shape, dtype = (len(runs.runs.restored.spans), *corrupted_scores.shape), corrupted_scores.dtype
-        absent = torch.full(shape, torch.nan, dtype=dtype)
-        for step in canvas.steps:
-            clean = replace(canvas.clean_answer, settled=run.settled(run.canvas(step)[None]))
-            corrupted = _corrupted_canvases(run, step, free, len(canvas.corrupted))
-            answer = replace(canvas.answer, settled=run.settled(corrupted))
-            grid = [
-                answer.settle(probabilities[position]) if position in on_canvas[step] else absent
-                for position in positions
-            ]
-            settled[step] = _Step(
-                torch.stack(grid), clean.settle(clean_scores)[0].cpu(), answer.settle(corrupted_scores).cpu()
-            )
-    return settled
 
 
 def check_canvas(canvas: str) -> None:

@@ -27,6 +27,7 @@ class Ancestral(Sampler):
     eps: float = 1e-5
     proposal: Proposal = field(default_factory=Proposal)
     name = "ancestral"
+    reads_confidence = False
 
     def __post_init__(self) -> None:
         check_eps(self.eps)

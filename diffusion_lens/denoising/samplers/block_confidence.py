@@ -48,6 +48,7 @@ class BlockConfidence(Sampler):
     block_length: int | None = None
     proposal: Proposal = field(default_factory=Proposal)
     name = "block_confidence"
+    reads_confidence = False
 
     def __post_init__(self) -> None:
         for name in ("steps_per_block", "block_length"):

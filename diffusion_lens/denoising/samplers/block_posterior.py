@@ -50,6 +50,7 @@ class BlockPosterior(Sampler):
     proposal: Proposal = field(default_factory=Proposal)
     schedule: NoiseSchedule | None = None
     name = "block_posterior"
+    reads_confidence = False
     may_change_nothing = True
     has_times_of_rows = True
 
@@ -122,6 +123,7 @@ class FirstHitting(Sampler):
     proposal: Proposal = field(default_factory=Proposal)
     schedule: NoiseSchedule | None = None
     name = "first_hitting"
+    reads_confidence = False
     has_times_of_rows = True
 
     def misfit(self, variant: Variant) -> str | None:

@@ -42,6 +42,7 @@ class Blocks(Sampler):
     masks_in_prompt: str = "counted"
     proposal: Proposal = field(default_factory=Proposal)
     name = "blocks"
+    reads_confidence = False
 
     def __post_init__(self) -> None:
         if self.block_length is not None and whole_number("block_length", self.block_length) < 1:

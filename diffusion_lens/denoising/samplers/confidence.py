@@ -34,6 +34,7 @@ class Confidence(Sampler):
     choice_temperature: float = 0.0
     proposal: Proposal = field(default_factory=Proposal)
     name = "confidence"
+    reads_confidence = False
 
     def __post_init__(self) -> None:
         if self.scope not in ("row", "batch", "mean"):

@@ -17,6 +17,7 @@ class LeftToRight(Sampler):
     """One position a step in every row that has one left; `steps=` has no effect."""
 
     name = "left_to_right"
+    reads_confidence = False
 
     def misfit(self, variant: Variant) -> str | None:
         return None

@@ -43,6 +43,7 @@ class Posterior(Sampler):
     proposal: Proposal = field(default_factory=Proposal)
     schedule: NoiseSchedule | None = None
     name = "posterior"
+    reads_confidence = False
     may_change_nothing = True
 
     def __post_init__(self) -> None:
@@ -91,6 +92,7 @@ class UniformPosterior(Sampler):
     proposal: Proposal = field(default_factory=Proposal)
     schedule: NoiseSchedule | None = None
     name = "uniform_posterior"
+    reads_confidence = False
     may_change_nothing = True
     noises = frozenset({"uniform"})
 

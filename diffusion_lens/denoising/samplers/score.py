@@ -39,6 +39,7 @@ class Score(Sampler):
     proposal: Proposal = field(default_factory=Proposal)
     schedule: NoiseSchedule | None = None
     name = "score"
+    reads_confidence = False
     may_change_nothing = True
     noises = frozenset({"absorbing", "uniform"})
 
