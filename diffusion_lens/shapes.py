@@ -9,6 +9,7 @@ step         denoising steps
 transition   pairs of consecutive denoising steps
 point        hook points, in order
 layer        blocks, in order
+row, column  places in a batch whose rows hold positions of several sequences
 head         attention heads
 kv_head      key/value heads; fewer than `head` with grouped-query attention
 d_model      width of the residual stream

@@ -206,7 +206,7 @@ class DiffusionTransformer(
             if self.positions.learned and start_at_layer is None:
                 resid = resid + self._position_vectors(resid.shape[0], resid.shape[1], positions, n_past)
             origins = self._origins_of_pass(tokens, real, len(resid)) if clean is None and start < stop else None
-            context = self._context(resid, real, positions, n_past, origins, clean is not None)
+            context = self.attention_context(resid, real, positions, n_past, origins, clean is not None)
             if start < stop or stop_at_layer is None:
                 context = replace(context, condition=self.condition_at(sigma, len(resid), resid.device))
             for layer, block_past in zip(range(start, stop), past, strict=True):
@@ -272,7 +272,7 @@ class DiffusionTransformer(
         vectors: Resid = self.hook_pos_embed(self.pos_embed(positions))
         return vectors
 
-    def _context(
+    def attention_context(
         self,
         resid: Resid,
         real: PosMask | None,
@@ -281,6 +281,7 @@ class DiffusionTransformer(
         origins: Int[Tensor, "batch"] | None,
         followed: bool = False,
     ) -> AttentionContext:
+        """What the layers of one forward pass share, apart from the time; `followed` by the clean text."""
         n_pos, device = resid.shape[1], resid.device
         visibility = (
             self._pattern.beside_clean(n_pos // 2, device, None if real is None else real[:, : n_pos // 2])

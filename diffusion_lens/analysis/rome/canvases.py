@@ -13,10 +13,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.ranking import clean_logits
+from diffusion_lens.analysis.rome.blocks_above import BlocksAbove, PackedPass
 from diffusion_lens.analysis.rome.keys import key_site
 from diffusion_lens.analysis.rome.objective import DISTRIBUTION, ReadCanvas
 from diffusion_lens.analysis.rome.prompts import PromptBatch
 from diffusion_lens.hook_names import mlp_out
+from diffusion_lens.model.packing import is_plain
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.shapes import PosMask, Resid
 
@@ -36,6 +38,7 @@ class Canvases:
         row, token, weight: The fields of each `Read`.
         present: Int[selected], token on the canvas at the position that each read predicts.
         origins: Int[batch], the first position that is read in blocks, where canvases differ in it.
+        packed: The pass over the positions that δ changes; `None` if hooks above layer l expect whole canvases.
     """
 
     resid: Resid
@@ -50,6 +53,7 @@ class Canvases:
     weight: Float[Tensor, "selected"]
     present: Int[Tensor, "selected"]
     origins: Int[Tensor, "batch"] | None = None
+    packed: PackedPass | None = None
 
     @classmethod
     @torch.no_grad()
@@ -67,7 +71,20 @@ class Canvases:
             names_filter=[key_site(layer), mlp_out(layer)],
             device=device,
         )
-        at = torch.arange(len(positions), device=device), positions
+        numbers = torch.arange(len(positions), device=device)
+        at = numbers, positions
+        origins = model.origins_of(batch.tokens, batch.real)
+        origins = None if origins is None else origins.repeat(len(numbers) // len(origins))
+        canvas = torch.tensor([canvas for canvas, _, _, _ in reads], device=device)
+        row = torch.tensor([row for _, row, _, _ in reads], device=device)
+        packed = None
+        if is_plain(model, layer + 1):
+            edited, read = (torch.zeros_like(batch.tokens, dtype=torch.bool) for _ in range(2))
+            edited[at] = read[canvas, row] = True
+            counted = None if batch.real is None else (batch.real.long().cumsum(dim=1) - 1).clamp(min=0)
+            context = model.attention_context(resid, batch.real, counted, 0, origins)
+            above = BlocksAbove.of(model, layer + 1, resid, context, edited, read)
+            packed = PackedPass.of(above, numbers, positions, (canvas, row))
         return cls(
             resid,
             batch.real,
@@ -76,11 +93,12 @@ class Canvases:
             outputs=widened(cache[mlp_out(layer)][at]),
             owner=torch.tensor([owner for owner, _, _ in flat], device=device),
             present=torch.tensor([int(flat[canvas][1].tokens[row]) for canvas, row, _, _ in reads], device=device),
-            canvas=torch.tensor([canvas for canvas, _, _, _ in reads], device=device),
-            row=torch.tensor([row for _, row, _, _ in reads], device=device),
+            canvas=canvas,
+            row=row,
             token=torch.tensor([token for _, _, token, _ in reads], device=device),
             weight=torch.tensor([weight for _, _, _, weight in reads], device=device),
-            origins=model.origins_of(batch.tokens, batch.real),
+            origins=origins,
+            packed=packed,
         )
 
     @property
@@ -101,7 +119,15 @@ class Canvases:
     def of(self, requests: Int[Tensor, "request"]) -> "Canvases":
         """The canvases of some requests, which are renumbered in this order."""
         selected = torch.isin(self.owner, requests)
-        read = selected[self.canvas]
+        read, packed = selected[self.canvas], self.packed
+        if packed is not None:
+            numbers = packed.numbers
+            packed = PackedPass.of(
+                packed.above,
+                numbers[selected],
+                self.positions[selected],
+                (numbers[self.canvas[read]], self.row[read]),
+            )
         return Canvases(
             self.resid[selected],
             None if self.real is None else self.real[selected],
@@ -115,6 +141,7 @@ class Canvases:
             weight=self.weight[read],
             present=self.present[read],
             origins=None if self.origins is None else self.origins[selected],
+            packed=packed,
         )
 
     def log_probs(
@@ -122,10 +149,13 @@ class Canvases:
     ) -> Float[Tensor, "selected d_vocab_out"]:
         """Log-probabilities at the rows that are read, with each request's δ."""
         at = torch.arange(len(self.positions), device=self.positions.device), self.positions
-        moved = widened(self.resid[at]) + delta[self.owner]
+        edited = (widened(self.resid[at]) + delta[self.owner]).to(self.resid.dtype)
+        if self.packed is not None:
+            logits = self.packed.logits(edited)
+            return torch.log_softmax(clean_logits(model, widened(logits), self.present), dim=-1)
         with model.clock.at(model.clock.step, origins=self.origins):
             logits = model(
-                self.resid.index_put(at, moved.to(self.resid.dtype)),
+                self.resid.index_put(at, edited),
                 start_at_layer=layer + 1,
                 attention_mask=self.real,
                 logits_at=(self.canvas, self.row),

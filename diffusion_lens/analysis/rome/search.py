@@ -1,8 +1,9 @@
 """The search for v*: gradient descent on δ, many requests at a time.
 
-The blocks up to l do not depend on δ, so they are computed once. Each iteration computes the blocks above l, and the
-logits of the rows that are read. Essences share the batch of the objects, or form their own batch if padding them to
-the same length would cost more than a second pass. Every request has its own δ and its own end, so its result does not
+The blocks up to l do not depend on δ, so they are computed once. Each iteration computes the blocks above l, there the
+positions that δ changes (`blocks_above`), and the logits of the rows that are read. With hooks above layer l, it
+computes whole canvases. Essences then share the batch of the objects, or form their own batch if padding them to the
+same length would cost more than a second pass. Every request has its own δ and its own end, so its result does not
 depend on the others. The canvases of a request that has ended leave the batch.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.rome.canvases import Canvases, widened
 from diffusion_lens.analysis.rome.objective import ESSENCE_ROWS, STATES, ReadCanvas, ValueObjective
+from diffusion_lens.model.packing import is_plain
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least, not_negative
 
@@ -100,7 +102,8 @@ class _Search:
     Attributes:
         batches: Canvases of the requests that have not stopped; the first batch contains every plain request.
         before: Distributions of the essences without δ, for each batch.
-        unit: Vectors whose norms are the unit of ‖δ‖.
+        unit: Norms that are the unit of ‖δ‖.
+        delta: δ of all requests. Adam moves that of a request that has stopped on; its result is in `found`.
     """
 
     def __init__(
@@ -112,41 +115,45 @@ class _Search:
         measured_by: str,
     ) -> None:
         self.model, self.objectives, self.layer, self.settings = model, objectives, layer, settings
-        self.batches = [Canvases.upon(model, layer, canvases) for canvases in _share(objectives)]
+        canvases = _share(objectives, padded=not is_plain(model, layer + 1))
+        self.batches = [Canvases.upon(model, layer, each) for each in canvases]
         self.before: list[Tensor] = []
         plain = self.batches[0].plain
         self.initial, self.keys = self.batches[0].outputs[plain], self.batches[0].keys[plain]
         at_subject = plain, self.batches[0].positions[plain]
-        self.unit = self.initial if measured_by == "mlp_out" else widened(self.batches[0].resid[at_subject])
-        self.deltas = [torch.zeros_like(initial, requires_grad=True) for initial in self.initial]
+        unit = self.initial if measured_by == "mlp_out" else widened(self.batches[0].resid[at_subject])
+        self.unit = unit.norm(dim=1)
+        self.delta = torch.zeros_like(self.initial, requires_grad=True)
+        self.found = torch.zeros_like(self.initial)
         self.gate = model.gates_at(layer)[1].detach().cpu() if model.cfg.is_told_time else None
-        self.losses: list[list[Tensor]] = [[] for _ in objectives]
+        self.losses: list[list[list[float]]] = [[] for _ in objectives]
         self.probabilities: list[list[float]] = [[] for _ in objectives]
 
     def run(self) -> list[SearchResult]:
-        optimizer = torch.optim.Adam(self.deltas, lr=self.settings.lr)
+        optimizer = torch.optim.Adam([self.delta], lr=self.settings.lr)
         searching = list(range(len(self.objectives)))
         for iteration in range(self.settings.steps):
             total = self._evaluate(searching)
-            going = [i for i, loss in zip(searching, total.tolist(), strict=True) if loss >= self.settings.stop_below]
-            if not going or iteration == self.settings.steps - 1:
+            going = [i for i in searching if self.losses[i][-1][0] >= self.settings.stop_below]
+            if iteration == self.settings.steps - 1:
+                going = []
+            ended = [i for i in searching if i not in going]
+            self.found[ended] = self.delta.detach()[ended]
+            if not going:
                 break
-            # A request that stopped has no gradient, and Adam skips it.
-            optimizer.zero_grad()
-            gradients = torch.autograd.grad(total.sum(), [self.deltas[i] for i in going])
-            for i, gradient in zip(going, gradients, strict=True):
-                self.deltas[i].grad = gradient
+            [self.delta.grad] = torch.autograd.grad(total.sum(), [self.delta])
             optimizer.step()
-            self._clamp(going)
-            if going != searching:
+            self._clamp()
+            if ended:
                 self._continue_with([n for n, i in enumerate(searching) if i in going])
             searching = going
+        found, initial, keys = self.found.cpu(), self.initial.cpu(), self.keys.cpu()
         return [
             SearchResult(
-                initial=self.initial[i].cpu(),
-                delta=self.deltas[i].detach().cpu(),
-                losses=torch.stack(self.losses[i]).cpu(),
-                key=self.keys[i].cpu(),
+                initial=initial[i],
+                delta=found[i],
+                losses=torch.tensor(self.losses[i], dtype=found.dtype),
+                key=keys[i],
                 probability_before=self.probabilities[i][0],
                 probability_after=self.probabilities[i][-1],
                 gate=self.gate,
@@ -156,7 +163,8 @@ class _Search:
 
     def _evaluate(self, searching: Sequence[int]) -> Float[Tensor, "request"]:
         """The losses of the requests; their terms and p(object) are recorded."""
-        delta = torch.stack([self.deltas[i] for i in searching])
+        numbers = torch.tensor(searching, device=self.delta.device)
+        delta = self.delta[numbers]
         nll, kl, log_p = (delta.new_zeros(len(searching)) for _ in range(3))
         for n, batch in enumerate(self.batches):
             # 1. One pass from the block of the edit on. The first iteration, with δ = 0, gives the essences' reference.
@@ -166,23 +174,25 @@ class _Search:
                 self.before.append(log_probs[essence].detach())
 
             # 2. -log p of the object's tokens, and λ KL(essence with δ || essence before).
-            scored = log_probs[objects].gather(-1, batch.token[objects, None])[:, 0]
+            scored = log_probs.gather(-1, batch.token.clamp(min=0)[:, None])[objects, 0]
             nll = nll.index_add(0, request[objects], -scored * batch.weight[objects])
-            divergence = (log_probs[essence].exp() * (log_probs[essence] - self.before[n])).sum(dim=-1)
-            kl = kl.index_add(0, request[essence], self.settings.kl_factor * divergence * batch.weight[essence])
+            if len(self.before[n]):
+                changed = log_probs[essence]
+                divergence = (changed.exp() * (changed - self.before[n])).sum(dim=-1)
+                kl = kl.index_add(0, request[essence], self.settings.kl_factor * divergence * batch.weight[essence])
 
             # 3. p(object) is that of the plain canvas, without a random prefix.
-            is_plain = (batch.canvas == batch.plain[request])[objects]
-            log_p = log_p.index_add(0, request[objects], scored.detach() * is_plain)
+            is_plain_canvas = (batch.canvas == batch.plain[request])[objects]
+            log_p = log_p.index_add(0, request[objects], scored.detach() * is_plain_canvas)
 
         # 4. The loss of each request, whose terms are recorded.
-        decay = self.settings.weight_decay * delta.norm(dim=1) / self.unit[searching].norm(dim=1) ** 2
+        decay = self.settings.weight_decay * delta.norm(dim=1) / self.unit[numbers] ** 2
         total: Tensor = nll + kl + decay
-        terms = torch.stack([total, nll, kl, decay], dim=1).detach()
-        for i, losses, probability in zip(searching, terms, log_p.exp().tolist(), strict=True):
+        terms = torch.stack([total, nll, kl, decay, log_p.exp()], dim=1).tolist()
+        for i, (*losses, probability) in zip(searching, terms, strict=True):
             self.losses[i].append(losses)
             self.probabilities[i].append(probability)
-        self._check(searching, terms)
+            self._check(i)
         return total
 
     def _continue_with(self, numbers: Sequence[int]) -> None:
@@ -194,33 +204,35 @@ class _Search:
         ]
         self.batches = [batch.of(requests) for batch in self.batches]
 
-    def _check(self, searching: Sequence[int], terms: Float[Tensor, "request 4"]) -> None:
-        for i, (total, nll, kl, decay) in zip(searching, terms.tolist(), strict=True):
-            if not math.isfinite(total):
-                prompt = " ".join(self.model.words(self.objectives[i].objects[0].query.tokens.tolist()))
-                raise ValueError(
-                    f"the loss of {prompt!r} is {total} at iteration {len(self.losses[i]) - 1} (nll {nll}, kl {kl}, "
-                    f"decay {decay}). At iteration 0 the cause is in the weights or a hook; later, try a lower lr than "
-                    f"{self.settings.lr}, or float32 weights"
-                )
+    def _check(self, i: int) -> None:
+        """Raise a `ValueError` if the latest loss of a request is no finite number."""
+        total, nll, kl, decay = self.losses[i][-1]
+        if not math.isfinite(total):
+            prompt = " ".join(self.model.words(self.objectives[i].objects[0].query.tokens.tolist()))
+            raise ValueError(
+                f"the loss of {prompt!r} is {total} at iteration {len(self.losses[i]) - 1} (nll {nll}, kl {kl}, "
+                f"decay {decay}). At iteration 0 the cause is in the weights or a hook; later, try a lower lr than "
+                f"{self.settings.lr}, or float32 weights"
+            )
 
-    def _clamp(self, going: Sequence[int]) -> None:
+    def _clamp(self) -> None:
         """Scale each δ that is longer than `clamp_norm_factor` allows down to that length."""
         with torch.no_grad():
-            for i in going:
-                radius = self.settings.clamp_norm_factor * self.unit[i].norm()
-                length = self.deltas[i].norm()
-                if length > radius:
-                    self.deltas[i].mul_(radius / length)
+            radius, length = self.settings.clamp_norm_factor * self.unit, self.delta.norm(dim=1)
+            self.delta.mul_(torch.where(length > radius, radius / length, 1.0)[:, None])
 
 
-def _share(objectives: Sequence[ValueObjective]) -> list[list[list[ReadCanvas]]]:
-    """The canvases of each request, in one batch or in two."""
+def _share(objectives: Sequence[ValueObjective], padded: bool) -> list[list[list[ReadCanvas]]]:
+    """The canvases of each request, in one batch or in two.
+
+    Args:
+        padded: Whether the blocks above l compute padding too.
+    """
     objects = [objective.objects for objective in objectives]
     essences = [objective.essences for objective in objectives]
     lengths = [[len(read.query.tokens) for canvases in kind for read in canvases] for kind in (objects, essences)]
     padding = len(lengths[1]) * (max(lengths[0]) - max(lengths[1], default=0))
-    if padding <= _PADDING_PER_PASS:
+    if not padded or padding <= _PADDING_PER_PASS:
         return [[objective.objects + objective.essences for objective in objectives]]
     return [objects, essences]
 

@@ -92,11 +92,24 @@ def test_loss_is_the_mean_over_prompts_each_run_alone(several):
         assert probability == pytest.approx(log_p[0].sum().exp().item(), rel=1e-4)
 
 
-@pytest.mark.parametrize(("either", "worth_a_pass"), [("mdm", 0), ("ar", 0), ("mdm", 1000)], indirect=["either"])
-def test_requests_together_are_requests_alone(either, monkeypatch, worth_a_pass):
-    """Some are done early; the others go on as if nothing had happened. So with essences in a batch of their own."""
+@pytest.mark.parametrize("either", ["mdm", "ar"], indirect=True)
+def test_requests_together_are_requests_alone(either):
+    check_together(either.model)
+
+
+@pytest.mark.parametrize("worth_a_pass", [0, 1000])
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
+def test_requests_on_whole_canvases_are_requests_alone(either, monkeypatch, worth_a_pass):
+    """Hooks above the layer see whole canvases, those of essences in the same batch or in one of their own."""
     monkeypatch.setattr("diffusion_lens.analysis.rome.search._PADDING_PER_PASS", worth_a_pass)
-    model = either.model
+    lengths = set()
+    with either.model.hooks(fwd_hooks=[("blocks.2.hook_resid_post", lambda x, hook: lengths.add(x.shape[1]))]):
+        check_together(either.model)
+    assert len(lengths) == (2 if worth_a_pass == 0 else 1)
+
+
+def check_together(model):
+    """Some are done early; the others go on as if nothing had happened."""
     requests, essences = zip(*(request_of(model, seed, (31 + seed,)) for seed in range(3)), strict=True)
 
     def alone(**settings):
