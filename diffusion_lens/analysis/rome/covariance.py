@@ -158,6 +158,7 @@ def second_moment(
     with tqdm(total=n_done + n_left, initial=n_done, desc=title, unit="batch", disable=not progress) as bar:
         for sums in _sums(model, panels, executor, bar):
             so_far = _added(so_far, sums)
+            del sums  # so that no more than three matrices are in memory
             if path is not None:
                 so_far.save(path)
     return replace(so_far, total=so_far.total.cpu())

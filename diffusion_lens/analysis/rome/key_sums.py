@@ -103,10 +103,11 @@ def _received(tokens: Tensor, lengths: list[int], layer: int, first: int, batch_
 
 
 def _with_batch(sums: KeySums, keys_by_text: Sequence[Float[Tensor, "pos d_mlp"]]) -> KeySums:
-    """The sums with the keys of one more batch."""
+    """The sums with the keys of one more batch, in the same matrix."""
     keys = torch.cat([*keys_by_text])
-    return KeySums(
-        total=sums.total + (keys.T @ keys).to(sums.total.device).double(),
+    sums.total.add_((keys.T @ keys).to(sums.total.device))  # in place, because the matrix is large
+    return replace(
+        sums,
         count=sums.count + len(keys),
         texts=sums.texts + len(keys_by_text),
         text_squares=sums.text_squares + sum(float((k @ k.T).square().sum()) for k in keys_by_text),
