@@ -8,9 +8,10 @@ a fact: noise on the subject, and one state restored at a time. The calls are th
 All three recall what they were trained on. In reverse `tiny-mdm` recalls everything, `tiny-uniform` most of it, and
 `tiny-block` nothing: its blocks are written from left to right, and it has the reversal curse of an autoregressive
 model. The traces differ too. In `tiny-mdm` the answer's first [MASK] has what it needs after the first
-block, and restoring the last token of the subject does nothing from there on. In `tiny-uniform` that token carries the
-answer up to the last block, where it is read. (Over eight facts in each trained direction, restoring it after block 2
-gives .84 on average in `tiny-uniform` and .19 in `tiny-mdm`.)
+block, and restoring the last token of the subject does nothing from there on. In `tiny-uniform`, asked for a
+description, that token carries the answer up to the last block, where it is read; asked for a name, it does so less.
+(Over two samples of eight facts, restoring it after block 2 gives p(answer) .95 and .91 in `tiny-uniform` for
+descriptions, .10 and .27 for names; in `tiny-mdm` .18 and .28, .19 and .16.)
 OUT contains a figure with the canvases of the three runs, and one with the three traces.
 """
 

@@ -51,6 +51,10 @@ class Experts:
         """Hidden units of all experts of a layer."""
         return self.n_experts * self.d_expert + (self.d_shared or 0)
 
+    def has_shared(self, layer: int) -> bool:
+        """Whether a layer has an MLP that processes every position beside its experts."""
+        return self.d_shared is not None and self.layers[layer]
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         for name in ("n_experts", "n_chosen", "d_expert", "n_groups", "n_chosen_groups"):

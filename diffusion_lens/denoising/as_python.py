@@ -9,6 +9,7 @@ from typing import Any
 from diffusion_lens.denoising.recording import Recording
 from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.samplers import SAMPLERS, describe_sampler, sampler_from
+from diffusion_lens.loading import shape_of
 
 WEIGHTS = ("diffusion_lens.weights_digest", "weights_sha256")  # module and name of the function that digests weights
 _OF_SAMPLERS = "diffusion_lens.denoising.samplers"
@@ -32,17 +33,30 @@ def load_statement(record: Mapping[str, Any]) -> str:
 
     A checkpoint of one's own and edited weights have the name of the published model, which is the one that is loaded.
     """
-    dtype = record.get("dtype", "float32")
+    dtype, mode = record.get("dtype", "float32"), record.get("mode")
     loaded = call(
         "HookedDiffusionTransformer.from_pretrained",
         repr(record["model"]),
         dtype=None if dtype == "float32" else dtype,
-        mode=record.get("mode"),
-        block_size=record["architecture"]["causal_block"] if record.get("mode") == "block" else None,
+        mode=mode,
+        **_options(record["model"], mode, record["architecture"]),
     )
     weights = record.get("weights_sha256")
     check = f"{WEIGHTS[1]}(model).startswith({str(weights)[:_SHOWN]!r}), 'the run was made with other weights'"
     return f"model = {loaded}" + (f"\nassert {check}" if weights else "")
+
+
+def _options(name: str, mode: str | None, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The block size and the id of [MASK] of a recorded network, where its name alone would give others."""
+    given = {"block_size": recorded.get("causal_block"), "mask_token_id": recorded.get("mask_token_id")}
+    if mode == "ar":
+        return {}
+    try:
+        by_name = shape_of(name, options={} if mode is None else {"mode": mode}).to_dict()
+    except (ValueError, FileNotFoundError):  # a checkpoint of one's own, or one whose block size has to be given
+        return {"block_size": given["block_size"]} if mode == "block" else {}
+    named = {"block_size": by_name.get("causal_block"), "mask_token_id": by_name.get("mask_token_id")}
+    return {option: value for option, value in given.items() if value != named[option]}
 
 
 def sampler_code(sampler: Sampler) -> tuple[str, str]:

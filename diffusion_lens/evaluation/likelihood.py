@@ -86,6 +86,11 @@ def chain_rule_nll(
     A network that is told the time is told, for each canvas, that at which the share of the answer that is masked there
     is the chance of a mask: 1 for the first token, 1/n for the last of n.
 
+    A model by blocks is scored as it is trained: blocks are counted from the first token of the text, and every row is
+    read in place. The loop of a model with a causal prefix (`cfg.causal_prefix`) counts them from the end of the prompt
+    and reads the first token of a block in the row before it, so there this is not the probability with which the loop
+    writes the answer. The same is true of `monte_carlo_nll`.
+
     Args:
         prompt: Text, or Int[pos] tokens; on a masked diffusion model it may be empty or contain [MASK]s. Padding that
             the network would recognise by its tokens is left out.

@@ -79,7 +79,13 @@ def row_of(model, position):
     return position - (model.cfg.readout == "shifted")
 
 
-SITE = {"resid": "hook_resid_post", "mlp": "hook_mlp_out", "attn": "hook_attn_out"}
+SITE = {"resid": ["hook_resid_post"], "mlp": ["hook_mlp_out", "hook_shared_out"], "attn": ["hook_attn_out"]}
+
+
+def points(model, kind, blocks):
+    """The outputs of a kind in some blocks; few blocks have a shared expert."""
+    names = [f"blocks.{block}.{name}" for block in blocks for name in SITE[kind]]
+    return [name for name in names if name in model.hook_dict]
 
 
 def p_clean(model, query, logits):
@@ -114,9 +120,9 @@ def slow_trace(model, query, corrupt, samples, kind="resid", window=10, severed=
     for layer in layers:
         first, last = (layer, layer + 1) if kind == "resid" else (layer - window // 2, layer + (window + 1) // 2)
         restored = range(max(first, 0), min(last, n_layers))
-        hooks = [(f"blocks.{block}.{SITE[kind]}", put(clean)) for block in restored]
+        hooks = [(name, put(clean)) for name in points(model, kind, restored)]
         if severed:
-            hooks += [(f"blocks.{block}.{SITE[severed]}", put(corrupted)) for block in range(layer + 1, n_layers)]
+            hooks += [(name, put(corrupted)) for name in points(model, severed, range(layer + 1, n_layers))]
         with torch.no_grad():
             logits = model.run_with_hooks(query.tokens.repeat(n_pos * samples, 1), fwd_hooks=noisy + hooks)
         answer = p_clean(model, query, logits[:, rows])[:, range(len(rows)), list(query.answer_tokens)]

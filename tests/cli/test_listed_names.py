@@ -5,6 +5,7 @@ from typing import get_type_hints
 
 import pytest
 
+from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.cli.models import convert
 from diffusion_lens.cli.trace import trace
 from diffusion_lens.denoising.samplers import PRESETS, SAMPLERS, fitting_samplers
@@ -39,5 +40,6 @@ def test_samplers_are_those_that_fit(sentence, config, specimen, configs):
     assert named == set(fitting_samplers(specimen(configs[config]).model.cfg))
 
 
-def test_every_sampler_is_listed():
-    assert {*SAMPLERS, *PRESETS} <= set(names(help_of(trace, "sampler")))
+@pytest.mark.parametrize("text", [help_of(trace, "sampler"), HookedDiffusionTransformer.denoise.__doc__])
+def test_every_sampler_is_listed(text):
+    assert {*SAMPLERS, *PRESETS} <= set(names(text))

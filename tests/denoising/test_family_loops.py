@@ -48,6 +48,10 @@ others_and_runs = pytest.mark.parametrize(
     indirect=True,
 )
 
+of_each_noise = pytest.mark.parametrize(
+    "every", ["sdar", "nemotron-block", "bd3lm", "llada2", "mdlm", "sedd", "uniform", "udlm"], indirect=True
+)
+
 
 def prompt_of(every):
     return every.tokens[:, :PROMPT] % 500
@@ -119,6 +123,31 @@ def test_padded_prompts_give_what_they_give_alone(every, run):
     together = every.model.denoise(prompt, attention_mask=real, **options)
     alone = every.model.denoise(prompt[:1, 3:], **{**options, "length": LENGTH - 3})
     assert_runs_as_alone(together.canvases[:, 0, 3:], alone)
+
+
+@of_each_noise
+def test_seeds_decide_the_run_row_by_row_and_vanish_with_the_temperature(every):
+    prompt, steps = every.tokens[:1, :2] % 500, None if every.model.cfg.opens_blocks else 5
+
+    def tokens(rows=1, **options):
+        return every.model.denoise(prompt.expand(rows, -1), length=9, steps=steps, **options).tokens
+
+    assert torch.equal(tokens(temperature=0.7, seed=2**40), tokens(temperature=0.7, seed=2**40))
+    drawn = {tuple(row) for seed in (0, 100) for row in tokens(rows=4, temperature=3.0, seed=seed).tolist()}
+    assert len(drawn) == 8
+    assert torch.equal(tokens(temperature=2.0, seed=[8])[0], tokens(rows=2, temperature=2.0, seed=[3, 8])[1])
+    assert torch.equal(tokens(temperature=1e-9), tokens())
+
+
+@pytest.mark.parametrize(
+    "every", ["sdar", "nemotron-block", "bd3lm", "llada2", "mdlm", "sedd", "diffullama"], indirect=True
+)
+def test_masks_inside_a_prompt_are_filled_and_nothing_else(every):
+    mask = every.model.cfg.blank
+    given = torch.tensor([[mask, mask, 7, mask, 9, mask]])
+    run = every.model.denoise(given, length=12, steps=None if every.model.cfg.opens_blocks else 5)
+    assert run.tokens[0, [2, 4]].tolist() == [7, 9]
+    assert ((run.tokens >= 0) & (run.tokens != mask)).all()
 
 
 @others_and_runs

@@ -4,10 +4,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_lens.hook_names import attn_out, mlp_out, resid_post
+from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.hook_names import attn_out, mlp_out, resid_post, shared_out
 from diffusion_lens.settings import Whole, at_least
 
 SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
+
+
+def points_of(kind: str, block: int, cfg: DiffusionConfig) -> list[str]:
+    """The hook points of a kind of state in a block. The output of its shared expert is a part of the MLP's."""
+    shared = kind == "mlp" and cfg.experts is not None and cfg.experts.has_shared(block)
+    return [SITES[kind](block), *([shared_out(block)] if shared else [])]
 
 
 @dataclass(frozen=True, init=False)
@@ -15,7 +22,8 @@ class Restoration:
     """The states that are restored around a layer, and those that keep their corrupted values above it.
 
     Attributes:
-        kind: "resid", the residual stream after one block; "mlp" or "attn", the outputs of a window of blocks.
+        kind: "resid", the residual stream after one block; "mlp" or "attn", the outputs of a window of blocks. That of
+            an MLP with a shared expert is both of its parts.
         window: Number of blocks around a layer l, from l - window // 2 to l + ceil(window / 2) exclusive; not used for
             "resid".
         severed: "mlp" or "attn", outputs of the restored position that keep their corrupted values in the blocks above,

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.causal_tracing.restoration import SITES, Restoration
+from diffusion_lens.analysis.causal_tracing.restoration import Restoration, points_of
 from diffusion_lens.analysis.cells import Cell, CellRuns, Measure, Patch, cells_that_fit
 from diffusion_lens.analysis.kept_run import NetworkInput, stream_entering
 from diffusion_lens.shapes import Resid
@@ -70,16 +70,17 @@ class RestoredRuns:
         pair = pair.needed()
         self.n_layers, self.samples = pair.corrupted.model.cfg.n_layers, pair.corrupted.n_rows
         self.is_hooked = pair.corrupted.is_hooked
-        self.site = SITES[restoration.kind]
-        self.severed = SITES[restoration.severed] if restoration.severed else None
+        self.restoration, self.cfg = restoration, pair.corrupted.model.cfg
         self.spans = {layer: restoration.span(layer, self.n_layers) for layer in layers}
         self.first_touched = pair.corrupted.seen_from(pair.subject[0]) if pair.corrupted.resumes_at_positions else 0
         starts = dict.fromkeys(span.start for span in self.spans.values())
-        clean_names = dict.fromkeys(self.site(block) for span in self.spans.values() for block in span)
+        clean_names = dict.fromkeys(
+            point for span in self.spans.values() for block in span for point in self._restored_at(block)
+        )
         streams = self._kept_streams()
 
         # 1. Refuse a budget that is too small before anything is run.
-        n_restored = 0 if self.is_hooked or self.site is SITES["resid"] else len(starts)
+        n_restored = 0 if self.is_hooked or restoration.kind == "resid" else len(starts)
         n_streams = len(streams) + n_restored
         kept_bytes = len(clean_names) * pair.clean.stream_bytes + n_streams * pair.corrupted.stream_bytes
         kept_bytes += self.samples * pair.corrupted.past_bytes_by_row
@@ -120,29 +121,39 @@ class RestoredRuns:
         if not self.is_hooked:
             yield Patch(span.start, stream_entering(span.start + 1), self._restored[span.start], *at)
         for block in span if self.is_hooked else span[1:]:
-            yield Patch(block, self.site(block), self.clean.activations[self.site(block)], *at)
-        if self.severed:
-            for block in range(span.start + 1, self.n_layers):
-                yield Patch(block, self.severed(block), self.corrupted.activations[self.severed(block)], *at)
+            for point in self._restored_at(block):
+                yield Patch(block, point, self.clean.activations[point], *at)
+        for block in range(span.start + 1, self.n_layers):
+            for point in self._severed_at(block):
+                yield Patch(block, point, self.corrupted.activations[point], *at)
+
+    def _restored_at(self, block: int) -> list[str]:
+        """The hook points of the states that are restored in a block."""
+        return points_of(self.restoration.kind, block, self.cfg)
+
+    def _severed_at(self, block: int) -> list[str]:
+        """The hook points of the outputs that are kept corrupted in a block above the restored ones."""
+        return points_of(self.restoration.severed, block, self.cfg) if self.restoration.severed else []
 
     def _kept_streams(self) -> list[str]:
         """Hook points that the corrupted run keeps: streams that cells start from, and severed outputs."""
         starts = sorted({span.start for span in self.spans.values()})
         names = [stream_entering(start) for start in starts]
         names += [stream_entering(start + 1) for start in starts]
-        names += [self.severed(block) for block in range(starts[0] + 1, self.n_layers)] if self.severed else []
+        names += [point for block in range(starts[0] + 1, self.n_layers) for point in self._severed_at(block)]
         return list(dict.fromkeys(names))
 
     def _restore(self, block: int) -> Resid:
         """The stream after the first block of a span, at each position when this position alone is restored there."""
-        clean: Tensor = self.clean.activations[self.site(block)]
-        if self.site is SITES["resid"]:
-            return clean
-        everywhere = clean.expand(self.samples, -1, -1)
+        points = self._restored_at(block)
+        if self.restoration.kind == "resid":
+            stream: Resid = self.clean.activations[points[0]]
+            return stream
+        everywhere = {point: self.clean.activations[point].expand(self.samples, -1, -1) for point in points}
         return self.corrupted.resume(
             self.corrupted.stream(block),
             range(block, block + 1),
-            hooks=[(self.site(block), lambda activation, hook: everywhere.to(activation.device))],
+            hooks=[(point, lambda activation, hook: everywhere[hook.name].to(activation.device)) for point in points],
         )
 
 

@@ -122,8 +122,17 @@ class LogitLens(PicturedResult):
 
     @classmethod
     def load(cls, path: str | Path) -> "LogitLens":
-        """Read what `save` wrote."""
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: The file is damaged, or gives the rows of all steps of a run together.
+        """
         tensors, record = load_result(path, "logit lens")
+        if tensors["rows"].shape != tensors["tokens"].shape:
+            raise ValueError(
+                f"{path} gives one row for all steps of a run, and a position may be read in another row at another "
+                "step: apply logit_lens to the run again"
+            )
         words = {int(token): word for token, word in record["words"].items()}  # JSON's keys are strings
         return as_dataclass(cls, {**tensors, **record, "words": words})
 

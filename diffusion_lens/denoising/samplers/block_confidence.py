@@ -121,10 +121,12 @@ class BlockConfidence(Sampler):
             seed = step.masked & (places == block.start[:, None])
             seeding = seed.any(dim=1) & (block.step == 0)
             if bool((short := seeding & (n_masked > 1) & (n_steps < block.size)).any()):
+                n_short = int(n_steps[short][0])
+                given = "1 step" if n_short == 1 else f"{n_short} steps"
                 raise ValueError(
-                    f"a block of {block.size} positions has {int(n_steps[short][0])} steps, and the first of them is "
-                    f"its first token's alone, so [MASK]s would be left: give {block.size} steps for each block "
-                    "(without steps and steps_per_block, a block has as many)"
+                    f"a block of {block.size} positions has {given}, and the first of them is its first token's alone, "
+                    f"so [MASK]s would be left: give {block.size} steps for each block (without steps and "
+                    "steps_per_block, a block has as many)"
                 )
             positions = torch.where(seeding[:, None], seed, positions)
             counts = torch.where(seeding, 1, counts)

@@ -141,7 +141,9 @@ class FirstHitting(Sampler):
         """
         most = int(blanks.sum(dim=1).max())
         if steps not in (None, most):
-            raise ValueError(f"steps={steps}, and one step for each position to write are {most}: leave steps out")
+            raise ValueError(
+                f"steps={steps}, but there is one step for each position to write, {most} in all: leave steps out"
+            )
         return most
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:

@@ -363,6 +363,13 @@ def test_the_layer_from_which_the_target_leads(tiny):
     assert torch.equal(backwards.first_layer(), first)
 
 
+def test_a_file_with_one_row_for_all_steps_is_refused(tiny, tmp_path):
+    lens = logit_lens(tiny, tiny.denoise(PROMPT, length=10, steps=2))
+    object.__setattr__(lens, "rows", lens.rows[0])
+    with pytest.raises(ValueError, match="gives one row for all steps of a run"):
+        LogitLens.load(lens.save(tmp_path / "lens.safetensors"))
+
+
 def test_it_is_saved_and_shown(tiny, tmp_path):
     run = tiny.denoise(PROMPT, length=14, steps=3)
     lens = logit_lens(tiny, run, top_k=2)
