@@ -226,10 +226,9 @@ class HookedDiffusionTransformer(Generation):
                 takes one step per token.
             sampler: "confidence" (SMDM's "greedy", the default), "ancestral" (SMDM's "origin"), "remdm", "blocks",
                 "left_to_right" (the default, and the only one, of a causal model); by transitions "posterior", "score"
-                and under uniform noise "uniform_posterior", its default; of a model that writes block after block
-                "block_confidence", its default, "block_posterior" and "first_hitting"; a preset ("smdm", "llada",
-                "llada2", "dream", "sdar", "nemotron", "diffullama", "mdlm", "bd3lm", "sedd", "udlm", "radd"), or a
-                `Sampler`.
+                and under uniform noise "uniform_posterior", its default; block after block "block_confidence", its
+                default, "block_posterior", "first_hitting"; a preset ("smdm", "llada", "llada2", "dream", "sdar",
+                "nemotron", "diffullama", "mdlm", "bd3lm", "sedd", "udlm", "radd"), or a `Sampler`.
             cfg_scale: Weight w of unsupervised classifier-free guidance; 0 for no guidance.
             temperature: Temperature of the Gumbel noise, in float64; 0 takes the likeliest token. Samplers by
                 transitions draw at any temperature when a position changes; their authors' is 1.
