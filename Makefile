@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CLIENTS := $(VENV)/.clients
+CLUSTER := $(VENV)/.cluster
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test clients browser lint check bench tiny kinds pair notebooks docs
+.PHONY: help install demo test clients cluster browser lint check bench tiny kinds pair notebooks docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -22,6 +23,9 @@ test: $(READY)  ## run the tests (CPU, offline)
 
 clients: $(CLIENTS)  ## test circuitsvis, captum, nnsight and the runner of notebooks (they are installed on first use)
 	$(BIN)/python -m pytest -q tests/clients
+
+cluster: $(CLUSTER)  ## test studies on Dask, Slurm and other executors (the extra is installed on first use, Slurm by .ci/cluster)
+	$(BIN)/python -m pytest -q --confcutdir tests/cluster tests/cluster
 
 browser: $(READY)  ## test the explorer and the built site in Chromium (it and axe-core are installed on first use)
 	.ci/browser
@@ -64,4 +68,8 @@ $(READY): pyproject.toml constraints.txt
 
 $(CLIENTS): $(READY)
 	$(PIP) install --constraint constraints.txt --editable '.[clients]'
+	@touch $@
+
+$(CLUSTER): $(READY)
+	$(PIP) install --constraint constraints.txt --editable '.[cluster]'
 	@touch $@

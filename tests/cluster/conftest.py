@@ -1,20 +1,70 @@
-"""Studies on real engines. These tests need the extra `cluster`, and those of Slurm Debian's slurm-wlm and munge."""
+"""Studies on real engines, run by `make cluster`. The tests of Slurm need what `.ci/cluster` installs.
+
+No test waits for ever, and no process may be left at the end.
+"""
 
 import os
+import shutil
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # of the workers too
+os.environ["CLUSTER_TESTS"] = str(os.getpid())  # marks all that these tests start
 
 import pytest
 import torch
-from engines import STUDIES
+from engines import STUDIES, processes, until
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.interventions import steer
 
 torch.set_num_threads(1)
+
+LONGEST = 180  # seconds of a test
+
+
+def why_no_slurm() -> str:
+    """Why Slurm cannot be started here; empty if it can."""
+    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name)]
+    if missing:
+        return f"{', '.join(missing)} missing; .ci/cluster installs slurm-wlm and munge"
+    return "" if os.geteuid() == 0 else "its daemons are started by root only"
+
+
+collect_ignore = ["test_slurm.py"] if why_no_slurm() else []
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if reason := why_no_slurm():
+        terminalreporter.write_line(f"LEFT OUT: tests/cluster/test_slurm.py ({reason})", red=True, bold=True)
+
+
+@pytest.fixture(autouse=True)
+def deadline() -> Iterator[None]:
+    """End a test that hangs."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"the test took more than {LONGEST} seconds")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(LONGEST)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No process that was started by these tests outlives them."""
+
+    def left() -> list[str]:
+        found = processes(f"CLUSTER_TESTS={os.getpid()}").values()
+        return [command for command in found if "resource_tracker" not in command]  # these end with this process
+
+    yield
+    until(lambda: not left(), f"the end of {left()}")
 
 
 @pytest.fixture(scope="session")

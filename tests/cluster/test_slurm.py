@@ -1,16 +1,14 @@
-"""A real Slurm of two nodes on this machine."""
+"""A real Slurm of two nodes on this machine, which keeps no accounts."""
 
-import os
-import signal
 import subprocess
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import submitit
-from engines import STUDIES, Accident, assert_same
+from engines import FACTS, PATIENCE, STUDIES, accident, assert_same, files, interrupt, kill, processes, until
 
 from diffusion_lens.analysis import Workers
 
@@ -20,55 +18,74 @@ SCRIPT = Path(__file__).with_name("slurm.sh")
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("slurm")
-    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-    subprocess.run([SCRIPT, "start", folder], check=True)
-    yield folder
-    subprocess.run([SCRIPT, "stop", folder], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        patch.setattr(submitit.Job, "_results_timeout_s", 1)  # no slow file system here
+        try:
+            run(str(SCRIPT), "start", str(folder))
+            yield folder
+        finally:
+            run(str(SCRIPT), "stop", str(folder))
 
 
-def jobs(folder: Path) -> submitit.SlurmExecutor:
+def run(*command: str) -> list[str]:
+    """The lines that a command prints."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
+    return done.stdout.splitlines()
+
+
+def environ(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+
+
+def two_nodes(folder: Path, facts_per_task: int) -> Workers:
     executor = submitit.SlurmExecutor(folder)
     executor.update_parameters(partition="main", time=5, cpus_per_task=1, array_parallelism=2)
-    return executor
+    return Workers(executor, facts_per_task=facts_per_task)
 
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_numbers(model: Any, serial: dict[str, Any], slurm: Path, tmp_path: Path, name: str) -> None:
-    workers = Workers(jobs(tmp_path / "jobs"), facts_per_task=3)
+    workers = two_nodes(tmp_path / "jobs", 3)
     assert_same(STUDIES[name](model, executor=workers, out=tmp_path / "study"), serial[name])
 
 
-def lines(*command: str) -> list[str]:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+def test_a_killed_job_is_submitted_again_though_there_are_no_accounts(
+    model: Any, serial: dict[str, Any], slurm: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with accident(model, tmp_path):
+        workers = two_nodes(tmp_path / "jobs", 4)
+        assert_same(STUDIES["recall"](model, executor=workers, out=tmp_path / "study"), serial["recall"])
+    printed = "".join(capfd.readouterr())
+    assert "sacct" not in printed
+    assert "accounting" not in printed
 
 
-class DeadNode(Accident):
-    """Ends the daemon of the node too, so that Slurm finds the node dead and gives its job to the other."""
-
-    def __init__(self, folder: Path, slurm: Path) -> None:
-        super().__init__(folder)
-        self.slurm = slurm
-
-    def _kill(self) -> None:
-        while not self.marker.exists() or not (pid := self.marker.read_text()):
-            time.sleep(0.1)
-        node = dict(line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line)[
-            "SLURMD_NODENAME"
-        ]
-        os.kill(int((self.slurm / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
-        group = os.getpgid(int(pid))
-        step = int(Path(f"/proc/{group}/stat").read_text().rpartition(")")[2].split()[1])
-        for process in (step, int(pid)):
-            os.kill(process, signal.SIGKILL)
-        # Slurm starts a job again two minutes after its node died; an administrator may hurry it.
-        while not (again := [job for job in lines("squeue", "--noheader", "--format", "%i %r") if "BeginTime" in job]):
-            time.sleep(0.5)
-        lines("scontrol", "update", f"JobId={again[0].split()[0]}", "StartTime=now")
+def test_ctrl_c_empties_the_queue(model: Any, slurm: Path, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    with interrupt(model, out), pytest.raises(KeyboardInterrupt):
+        STUDIES["aie"](model, executor=two_nodes(tmp_path / "jobs", 2), out=out)
+    until(lambda: not run("squeue", "--noheader"), "an empty queue")
+    assert 0 < len(files(out)) < len(FACTS)
 
 
 def test_a_node_is_killed(model: Any, serial: dict[str, Any], slurm: Path, tmp_path: Path) -> None:
-    with DeadNode(tmp_path, slurm).on(model):
-        workers = Workers(jobs(tmp_path / "jobs"), facts_per_task=2)
+    def kill_node(pid: int) -> None:
+        """Kill all that runs on the node: Slurm finds it dead, and gives its job to the other."""
+        environment = dict(each.split("=", 1) for each in environ(pid) if "=" in each)
+        kill(int((slurm / f"slurmd-{environment['SLURMD_NODENAME']}.pid").read_text()))
+        step = f"slurmstepd: [{environment['SLURM_JOB_ID']}."
+        for process, command in processes(f"SLURM_CONF={slurm / 'slurm.conf'}").items():
+            if command.startswith(step) or f"SLURM_JOB_ID={environment['SLURM_JOB_ID']}" in environ(process):
+                with suppress(ProcessLookupError):
+                    kill(process)
+        # Slurm starts a job again two minutes after its node died; an administrator may hurry it.
+        again = until(lambda: [line for line in run("squeue", "-ho", "%i %r") if "BeginTime" in line], "a second start")
+        run("scontrol", "update", f"JobId={again[0].split()[0]}", "StartTime=now")
+
+    with accident(model, tmp_path, kill_node):
+        workers = two_nodes(tmp_path / "jobs", 2)
         result = STUDIES["aie"](model, executor=workers, out=tmp_path / "study")
     assert_same(result, serial["aie"])
-    assert "down" in [state.strip("*") for state in lines("sinfo", "--noheader", "--Node", "--format", "%t")]
+    assert "down" in [state.strip("*") for state in run("sinfo", "--noheader", "--Node", "--format", "%t")]

@@ -8,6 +8,8 @@ from diffusion_lens.analysis.resumable import FactFolder
 from diffusion_lens.analysis.workers.job import Compute, Job
 from diffusion_lens.analysis.workers.shared_folder import SharedFolder
 
+_NAMED = 5  # facts of a task in an error message
+
 
 @dataclass(frozen=True)
 class Done:
@@ -42,8 +44,12 @@ class FactsTask:
 
     @property
     def name(self) -> str:
-        """What error messages call it."""
-        return f"that begins with {next(iter(self.batches[0]))!r}"
+        """What error messages call it: the facts that it has not computed, as far as this process sees."""
+        folder = self.folder.facts() if self.folder else None
+        ids = [fact_id for batch in self.batches for fact_id in batch]
+        left = [repr(fact_id) for fact_id in ids if folder is None or not folder.file(fact_id).exists()]
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        return f"that still has to compute {', '.join(left[:_NAMED])}{more}"
 
     @property
     def size(self) -> int:

@@ -5,11 +5,12 @@ submitted again. Errors of the computation are results (`task.Outcome`).
 """
 
 import pickle
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,12 @@ _POLL = 1.0  # seconds
 
 
 def run_tasks(
-    tasks: Sequence[T], model: DiffusionTransformer | None, workers: Workers, bar: Any, ahead: int | None = None
+    tasks: Sequence[T],
+    model: DiffusionTransformer | None,
+    workers: Workers,
+    bar: Any,
+    ahead: int | None = None,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[T, Any]]:
     """Each task with its result.
 
@@ -33,6 +39,7 @@ def run_tasks(
         bar: Progress bar, which moves as tasks end.
         ahead: If given, results come in the order of the tasks, and no task is submitted until fewer than this number
             of earlier ones have not been given out. By default all are submitted, and results come as tasks end.
+        while_waiting: Called every second while no task ends.
 
     Raises:
         ValueError: The model or its hooks cannot be sent, or a worker gets another network.
@@ -55,7 +62,7 @@ def run_tasks(
             died, n_submitted = [], end
             if not running:
                 return
-            for future in _ended(running):
+            for future in _ended(running, while_waiting):
                 number = running.pop(future)
                 try:
                     outcome = pickle.loads(future.result())
@@ -77,7 +84,8 @@ def run_tasks(
                 first += 1
     finally:
         for future in running:
-            future.cancel()
+            with suppress(Exception):  # one that cannot be cancelled does not keep the others
+                future.cancel()
 
 
 def _submit(
@@ -87,27 +95,37 @@ def _submit(
         return
     # submitit sends what is submitted in one `batch` as one array of jobs.
     together: Callable[[], AbstractContextManager[Any]] = getattr(workers.executor, "batch", nullcontext)
+    submitted = []
     try:
         with together():
-            futures = [
-                (workers.executor.submit(run_task, packed((tasks[number], *sent))), number) for number in numbers
-            ]
+            for number in numbers:
+                # Dask answers equal calls by one future, which would end a second attempt by the error of the first.
+                # `pickle` ignores bytes after the end of what it reads.
+                content = packed((tasks[number], *sent)) + secrets.token_bytes(8)
+                submitted.append(workers.executor.submit(run_task, content))
+                running[submitted[-1]] = number  # at once, so that an interrupt between two submissions cancels it
     except (BrokenExecutor, RuntimeError) as error:
         raise RuntimeError(
             f"the executor takes no more tasks: {error}. A ProcessPoolExecutor breaks when one of its processes dies; "
             "LocalWorkers does not. What was computed is in the folder of the call, if one was given: call again to "
             "compute the rest"
         ) from error
-    running.update(futures)
+    if type(submitted[0]).__module__ == "submitit.slurm.slurm":
+        from diffusion_lens.analysis.workers import slurm_queue  # which imports submitit
+
+        slurm_queue.watch(submitted)
 
 
-def _ended(running: Mapping[Any, int]) -> list[Any]:
+def _ended(running: Mapping[Any, int], while_waiting: Callable[[], None]) -> list[Any]:
     """The futures that have ended; waits until there is one."""
-    if all(isinstance(future, Future) for future in running):
-        return list(wait(running, return_when=FIRST_COMPLETED).done)
-    while not (ended := [future for future in running if future.done()]):
-        time.sleep(_POLL)
-    return ended
+    while True:
+        if all(isinstance(future, Future) for future in running):
+            ended = list(wait(running, _POLL, FIRST_COMPLETED).done)
+        elif not (ended := [future for future in running if future.done()]):
+            time.sleep(_POLL)
+        if ended:
+            return ended
+        while_waiting()
 
 
 def _given_up(task: Task, attempts: int, error: Exception) -> RuntimeError:

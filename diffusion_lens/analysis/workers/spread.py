@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from diffusion_lens.analysis.resumable import FactFolder
 from diffusion_lens.analysis.workers.executor import Executes, Workers
 from diffusion_lens.analysis.workers.facts_task import FactsTask
 from diffusion_lens.analysis.workers.job import Job
+from diffusion_lens.analysis.workers.progress import Progress
 from diffusion_lens.analysis.workers.running import run_tasks
 from diffusion_lens.analysis.workers.shared_folder import SharedFolder
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -74,10 +73,11 @@ def spread(
     results: dict[str, Any] = {}
     failed: dict[str, str] = {}
     tasks = work.tasks(workers)
-    n_facts = sum(map(len, work.batches))
-    with tqdm(total=n_facts, desc=f"{work.unit}s", unit=work.unit, disable=not progress) as bar:
-        bar.update(n_facts - sum(task.size for task in tasks))
-        for done in (done for _, of_task in run_tasks(tasks, work.model, workers, bar) for done in of_task):
+    all_ids = [fact_id for batch in work.batches for fact_id in batch]
+    with Progress(all_ids, work.folder, work.unit, progress) as bar:
+        bar.update(len(all_ids) - sum(task.size for task in tasks))
+        ended = run_tasks(tasks, work.model, workers, bar, while_waiting=bar.look)
+        for done in (done for _, of_task in ended for done in of_task):
             if done.error is not None:
                 failed[done.fact] = done.error
             elif work.folder is None:
@@ -86,7 +86,7 @@ def spread(
                 work.folder.save(done.fact, done.result)
     if work.folder is None:
         return list(results.items()), failed
-    ids = [fact_id for batch in work.batches for fact_id in batch if fact_id not in failed]
+    ids = [fact_id for fact_id in all_ids if fact_id not in failed]
     if unseen := [fact_id for fact_id in ids if not work.folder.has(fact_id)]:
         raise RuntimeError(
             f"workers have written {len(unseen)} {work.unit}s to {work.folder.path} that this process does not see, "

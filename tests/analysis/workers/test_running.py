@@ -90,3 +90,18 @@ def test_errors_end_the_call_but_those_of_a_machine_are_tried_again(
     with pytest.raises(kind, match=message):
         collect([Square(1, error)], pool)
     assert pool.n_tasks == n_tasks
+
+
+def test_an_interrupt_between_two_submissions_cancels_the_first() -> None:
+    submitted: list[Future[Any]] = []
+
+    class Interrupted(Here):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            if submitted:
+                raise KeyboardInterrupt
+            submitted.append(Future())
+            return submitted[0]
+
+    with pytest.raises(KeyboardInterrupt):
+        collect([Square(1), Square(2)], Interrupted())
+    assert submitted[0].cancelled()

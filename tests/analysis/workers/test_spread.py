@@ -30,7 +30,7 @@ from diffusion_lens.analysis import (
 from diffusion_lens.analysis.average_effects import fact_tracer
 from diffusion_lens.analysis.average_effects.loop_runs import LoopRuns
 from diffusion_lens.analysis.resumable import FactFolder
-from diffusion_lens.analysis.workers import model_copy
+from diffusion_lens.analysis.workers import model_copy, progress, running
 from diffusion_lens.analysis.workers.task import packed
 from diffusion_lens.data import EditRequest, toy_facts
 from diffusion_lens.evaluation import recall_by_steps
@@ -154,8 +154,57 @@ def test_a_worker_that_dies_costs_its_task(tiny: Any, tmp_path: Any) -> None:
     for again in (None, Here()):
         assert_same(STUDIES["recall"](tiny, executor=again, out=tmp_path), STUDIES["recall"](tiny))
     assert again.n_tasks == 0
-    with pytest.raises(RuntimeError, match=r"died 3 times, last with OSError: the node went away"):
-        STUDIES["recall"](tiny, executor=Here(deaths=99))
+
+
+@on_one_model
+def test_a_task_that_is_given_up_names_the_facts_it_lacks(tiny: Any, tmp_path: Any) -> None:
+    class DiesLate(Here):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            task, *sent = pickle.loads(args[0])
+            fn(packed((replace(task, batches=task.batches[:1]), *sent)))
+            return Here(deaths=1).submit(fn, *args)
+
+    with pytest.raises(RuntimeError, match=r"died 2 times, last with OSError: the node went away") as caught:
+        STUDIES["recall"](tiny, executor=Workers(DiesLate(), facts_per_task=5, retries=1), out=tmp_path)
+    folder = FactFolder.open(tmp_path)
+    assert [repr(fact.id) in str(caught.value) for fact in FACTS] == [not folder.has(fact.id) for fact in FACTS]
+    assert 0 < len(list(tmp_path.glob("*.safetensors"))) < len(FACTS)
+
+
+@on_one_model
+def test_the_bar_moves_while_a_task_runs(tiny: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = []
+
+    class Bar:
+        def __init__(self, total: int, **_: Any) -> None:
+            self.total, self.n, self.close = total, 0, lambda: None
+            bars.append(self)
+
+        def update(self, n: int) -> None:
+            self.n += n
+
+    class Polled(Here):
+        """Computes a task when it is first asked for it, and says at the second time that it has ended."""
+
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            self.compute, self.seen = lambda: fn(*args), []
+            return self
+
+        def done(self) -> bool:
+            self.seen.append(bars[0].n)
+            if len(self.seen) == 1:
+                self.outcome = self.compute()
+            return len(self.seen) > 1
+
+        def result(self) -> Any:
+            return self.outcome
+
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    monkeypatch.setattr(running, "_POLL", 0)
+    pool = Polled()
+    STUDIES["recall"](tiny, executor=Workers(pool, facts_per_task=5), out=tmp_path, progress=True)
+    assert pool.seen == [0, len(FACTS)]
+    assert bars[0].n == bars[0].total == len(FACTS)
 
 
 @on_one_model
