@@ -141,6 +141,19 @@ class NetworkInput:
         d_key_value = (cfg.n_key_value_heads or cfg.n_heads) * cfg.d_head
         return len(self.past_points) * self.n_pos * d_key_value * cfg.dtype.itemsize
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that a pass keeps for its gradients.
+
+        The numbers of tensors of each width are measured, and rounded up: norms and products of them are in float32 at
+        least.
+        """
+        cfg = self.model.cfg
+        assert cfg.d_mlp is not None
+        size, wide = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4)
+        by_position = cfg.d_model * (6 * size + 4 * wide) + (5 * cfg.d_mlp + 6 * cfg.n_heads * cfg.d_head) * size
+        return self.n_rows * self.n_pos * cfg.n_layers * by_position + 4 * self.logits_bytes
+
     def mask(self, copies: int = 1) -> PosMask | None:
         """The attention mask of this many copies of these rows."""
         return None if self.real is None else self.real.repeat(copies, 1)

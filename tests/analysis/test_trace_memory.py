@@ -5,10 +5,10 @@ from functools import cache, partial
 
 import pytest
 import torch
-from oracles.memory import peak_of_tensors
+from oracles.memory import peak_of_tensors, resident_bytes
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
-from diffusion_lens.analysis import causal_trace
+from diffusion_lens.analysis import answer_probability, causal_trace, patch_grid, temporal_effect, trace_trajectory
 from diffusion_lens.analysis.answer import token_probabilities
 from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns
@@ -135,3 +135,60 @@ def test_a_budget_too_small_is_refused_before_anything_is_run(variant, token_lay
     with token_layers() as counted, pytest.raises(ValueError, match="max_bytes=1 is too small"):
         causal_trace(model, last_position_query(model), **NOISE, max_bytes=1)
     assert counted == [0]
+
+
+OF_ONE_STEP = dict(steps=[0], **NOISE)
+JOBS = {
+    "a trace of a run": lambda model, query: partial(trace_trajectory, model, query, positions=[2, -1], **OF_ONE_STEP),
+    "a temporal effect": lambda model, query: partial(
+        temporal_effect, model, query, layers=[1], positions=[2], **OF_ONE_STEP
+    ),
+    "a grid": lambda model, query: partial(
+        patch_grid, model, query, query.tokens.flip(0), answer_probability(model, query), ["z", "mlp_out"]
+    ),
+    "estimates of a grid": lambda model, query: partial(
+        patch_grid, model, query.tokens, query.tokens.flip(0), mean_logit, ["z"], method="attribution", check=3
+    ),
+}
+
+
+def mean_logit(logits):
+    return logits[:, :, 5].mean()
+
+
+def enough(run):
+    """The least budget that is not refused, by what the refusals say."""
+    budget = 1
+    while True:
+        try:
+            run(max_bytes=budget)
+        except ValueError as refusal:
+            said = str(refusal).partition("too small")[2].replace(",", "")
+            numbers = [int(number) for number in re.findall(r"(\d+) (?:bytes|more)", said)]
+            assert sum(numbers) > budget
+            budget = sum(numbers)
+        else:
+            return budget
+
+
+@pytest.mark.parametrize(("job", "variant"), list(zip(JOBS, ["causal", "masked", "masked", "causal"], strict=True)))
+def test_analyses_take_at_most_the_budget(job, variant):
+    """At the least one. The network holds a third of what is reserved for the rows of a cell, and the loop less."""
+    model = build(variant, n_layers=2)
+    run = JOBS[job](model, last_position_query(model, 8))
+    budget = enough(run)
+    assert budget / 10 < peak_of_tensors(partial(run, max_bytes=budget)) <= budget
+
+
+def test_two_hundred_traces_keep_no_memory(annotations_unchecked):
+    """A trace holds more than 300 KB at once. What one kept, such as a stream of 20 KB, all would keep."""
+    model = build("masked", n_layers=2)
+    query = last_position_query(model)
+
+    def traces(count):
+        for _ in range(count):
+            causal_trace(model, query, positions=[-1], layers=[0], **NOISE)
+        return resident_bytes()
+
+    after_warming_up = traces(20)
+    assert traces(200) - after_warming_up < 200 * 10_000

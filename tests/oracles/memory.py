@@ -27,6 +27,16 @@ def peak_bytes() -> int:
     return int(match[1]) * 1024
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process in bytes, without what is free."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+    match = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
+
+
 def memory_of_loading(path: Path, dtype: str) -> dict[str, float]:
     """Load `path` in this process. Returns the bytes of the weights, the growth of the peak memory, and seconds."""
     HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")

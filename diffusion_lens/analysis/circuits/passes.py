@@ -77,7 +77,7 @@ class Passes(ABC):
     def __init__(self, graph: Graph, clean: Side, corrupted: Side, max_bytes: int) -> None:
         require_same_positions(clean, corrupted)
         self.graph, self.given = graph, corrupted.input
-        one_run, stored = self._graph_bytes() + self._copy_bytes(), wide_bytes(self.given, self.writer_points)
+        one_run, stored = self.given.graph_bytes + self._copy_bytes(), wide_bytes(self.given, self.writer_points)
         self.runs_at_once = (max_bytes - stored) // one_run
         if self.runs_at_once < 1:
             raise ValueError(f"max_bytes={max_bytes:,} is too small: one run takes {stored + one_run:,} bytes")
@@ -133,18 +133,6 @@ class Passes(ABC):
     def _copy_bytes(self) -> int:
         """Bytes that a run keeps for its gradients at optional hook points."""
         return 0
-
-    def _graph_bytes(self) -> int:
-        """Bytes that one run keeps for its gradients elsewhere.
-
-        The numbers of tensors of each width are measured, and rounded up: norms and products of them are in float32 at
-        least.
-        """
-        cfg = self.given.model.cfg
-        assert cfg.d_mlp is not None
-        size, wide = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4)
-        by_position = cfg.d_model * (6 * size + 4 * wide) + (5 * cfg.d_mlp + 6 * cfg.n_heads * cfg.d_head) * size
-        return self.given.n_rows * self.given.n_pos * cfg.n_layers * by_position + 4 * self.given.logits_bytes
 
     @abstractmethod
     def _store_change(self, clean: KeptRun, corrupted: KeptRun) -> None:

@@ -96,7 +96,7 @@ def patch_grid(
         method: "exact", or "attribution" for an estimate by gradients.
         check: With "attribution", number of cells of each site (and step) to patch exactly as well: those with the
             largest estimates.
-        max_bytes: Memory to use in addition to the weights. The one backward pass of "attribution" is not counted.
+        max_bytes: Memory to use in addition to the weights.
         progress: Whether to show a progress bar.
 
     The canvases of `steps` may have been written by another network, such as the model without its hooks, or another

@@ -148,17 +148,24 @@ def fitting_cells(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method:
     """Number of cells of each site that fit into one pass.
 
     Raises:
-        ValueError: `max_bytes` does not suffice for both runs and one cell of each site.
+        ValueError: `max_bytes` does not suffice for both runs and one cell of each site, or for the backward pass of
+            "attribution".
     """
     points, names = stored_points(corrupted, sweeps, method)
     given = corrupted.input
     kept_bytes = clean.input.stored_bytes(points) + given.stored_bytes(names) + given.logits_bytes
     kept_bytes += given.stored_bytes(points) if method == "attribution" else 0  # gradients
     cfg, n_pos = corrupted.model.cfg, corrupted.n_pos
-    return {
+    fitting = {
         sweep.site.name: cells_that_fit(given, kept_bytes, max_bytes, sweep.site.written_out_bytes(cfg, n_pos))
         for sweep in sweeps
     }
+    if method == "attribution" and (needed := kept_bytes + given.graph_bytes) > max_bytes:
+        raise ValueError(
+            f"max_bytes={max_bytes:,} is too small: the backward pass of method='attribution' takes {needed:,} bytes "
+            "with what is kept beside it; method='exact' needs none"
+        )
+    return fitting
 
 
 @dataclass(frozen=True, eq=False)
