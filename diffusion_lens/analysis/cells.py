@@ -146,7 +146,7 @@ class CellRuns:
             progress: Title of a progress bar; by default none is shown.
         """
         scores = self.unchanged.expand(len(cells), *self.unchanged.shape).clone()
-        reaching = [index for index, cell in enumerate(cells) if self._reaches_a_row(cell)]
+        reaching = [index for index, cell in enumerate(cells) if reaches_a_row(self.run.input, cell)]
         positions_per_group = self._positions_per_group([cells[index] for index in reaching])
         groups: dict[_Group, list[int]] = {}
         for index in reaching:
@@ -214,21 +214,6 @@ class CellRuns:
 
         return [(point, writer(patches)) for point, patches in by_point.items()]
 
-    def _reaches_a_row(self, cell: Cell) -> bool:
-        """Whether a cell can change a row that is read; with hooks of the caller, every patched cell can."""
-        if not cell.patches or self.run.input.is_hooked:
-            return bool(cell.patches)
-        if cell.entry == self.n_layers:
-            return any(not self.read_positions.isdisjoint(patch.target) for patch in cell.patches)
-        pass_input = self.run.input
-        if not pass_input.resumes_at_positions:
-            return True
-        return any(
-            pass_input.seen_from(position) <= row < pass_input.seen_until(position)
-            for position in cell.positions
-            for row in self.read_positions
-        )
-
     def _positions_per_group(self, cells: Sequence[Cell]) -> int:
         """Number of adjacent positions whose cells are computed in one pass. The pass starts at the first of them.
 
@@ -249,6 +234,19 @@ class CellRuns:
             not patch.is_local or not self.read_positions.isdisjoint(patch.target) for patch in in_last
         )
         return _Group(first_positions, cell.entry == self.n_layers, last_block_matters or self.run.input.is_hooked)
+
+
+def reaches_a_row(given: NetworkInput, cell: Cell) -> bool:
+    """Whether a cell of this pass can change a row that is read; with hooks of the caller, every patched cell can."""
+    if not cell.patches or given.is_hooked:
+        return bool(cell.patches)
+    rows = set(given.read_rows)
+    if cell.entry == given.model.cfg.n_layers:
+        return not rows.isdisjoint(cell.positions)
+    if not given.resumes_at_positions:
+        return True
+    ranges = [(given.seen_from(position), given.seen_until(position)) for position in cell.positions]
+    return any(start <= row < stop for start, stop in ranges for row in rows)
 
 
 def _write(activation: Tensor, patches: Iterable[tuple[int, Patch]], n_cells: int, offset: int) -> None:

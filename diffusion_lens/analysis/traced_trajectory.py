@@ -140,8 +140,11 @@ class TracedTrajectory:
         written_by = DenoiseSettings.recorded(self.trajectory.record).on(self.model.cfg, self.model.cfg.model_name)
         assert written_by.sampler is not None
         sampler = written_by.sampler.by_row(self.model.cfg)
-        copies = self.trajectory.repeat(corruption.rows)
-        return copies.replay(self.model, canvas="free", fwd_hooks=hooks, sampler=sampler)
+        copies, model = self.trajectory.repeat(corruption.rows), self.model
+        prompt = self.trajectory.given[0].logical_not().nonzero().flatten().min()
+        if model.cfg.grows and self.query.subject[1] <= prompt and not (model.is_hooked or model.loop_is_hooked):
+            return copies.replay_with_first(model, corruption.hooks(model, self.query))
+        return copies.replay(model, canvas="free", fwd_hooks=hooks, sampler=sampler)
 
     @property
     def n_pos(self) -> int:

@@ -7,6 +7,7 @@ where c is of the canvas and u of the same canvas with everything given masked.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -129,9 +130,15 @@ class Cached(Predictor):
     A step computes only the positions after the blocks that all rows have filled. Hooks see the whole canvas, so a step
     with hooks computes all of it. So does a step of padded rows, and one that hooks of the loop see after the canvas is
     filled.
+
+    Attributes:
+        inner: The predictor of steps that compute the whole canvas.
+        first_hooks: Hooks of passes that begin at the first position, which are not hooks of the run: they change
+            nothing at positions that the prompt does not contain.
     """
 
     inner: Conditional
+    first_hooks: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
         self._cache = KeyValueCache(self.inner.model.cfg.n_layers)
@@ -162,9 +169,10 @@ class Cached(Predictor):
 
         # 2. Compute the positions after the cached ones, and keep those in blocks that are filled.
         tokens = model.cfg.readable(state.tokens)[:, : canvas.extent((batch, rows))]
-        logits: Tensor = model(
-            tokens[:, n_cached:], past_kv_cache=self._cache, logits_at=(batch, rows - n_cached), attention_mask=None
-        )
+        with model.hooks(fwd_hooks=[] if n_cached else list(self.first_hooks)):
+            logits: Tensor = model(
+                tokens[:, n_cached:], past_kv_cache=self._cache, logits_at=(batch, rows - n_cached), attention_mask=None
+            )
         n_filled = min(canvas.n_filled(state.tokens), tokens.shape[1])
         self._cache.keep(n_filled)
         self._tokens, self._passes = state.tokens[:, :n_filled], self._passes + 1

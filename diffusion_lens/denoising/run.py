@@ -153,6 +153,11 @@ class Run:
             return plan.positions if self.model.cfg.grows else state.masked
         return plan.positions if bool(plan.counts.any()) else None
 
+    def reveals_at(self, index: int) -> bool:
+        """Whether the step of this index may reveal or mask a position of the current canvas, whatever is predicted."""
+        plan = self.plan(self._state(index))
+        return bool(plan.counts.any()) or plan.remask is not None
+
     def predict(self, state: StepState, positions: PosMask) -> Prediction:
         """What the network says at these positions, after guidance and hooks."""
         point = self.model.loop_hooks.hook_logits

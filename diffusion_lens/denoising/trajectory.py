@@ -15,7 +15,7 @@ from diffusion_lens.denoising.explored import page_of
 from diffusion_lens.denoising.explored_results import Results, Trace
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.denoising.loop_rows import LoopRows
-from diffusion_lens.denoising.predictor import FirstGiven
+from diffusion_lens.denoising.predictor import Cached, Conditional, FirstGiven
 from diffusion_lens.denoising.randomness import Seed, row_seeds
 from diffusion_lens.denoising.reach import Reach, reach_of
 from diffusion_lens.denoising.recording import Recording
@@ -128,6 +128,12 @@ class Trajectory(Recording):
         run = self.started(model)
         run.predictor = FirstGiven(run.predictor, self.first_step, logits, positions)
         return self._finish(run, "free", fwd_hooks)
+
+    def replay_with_first(self, model: DiffusionTransformer, first_hooks: FwdHooks) -> "Trajectory":
+        """A free replay of a text that grows, with hooks that act on the prompt alone, which is computed once."""
+        run = self.started(model)
+        run.predictor = Cached(Conditional(model, run.canvas), list(first_hooks))
+        return self._finish(run, "free", ())
 
     def rows_after(
         self,

@@ -240,10 +240,15 @@ class _Grid:
     def fill(self, corrupted: Trajectory, steps: Sequence[int], bar: Any) -> None:
         """Restore the states of all steps, then continue each distinct branch once."""
         run, branches = self.run, Branches(self.run, self.corruption, corrupted, self.max_bytes)
-        restored_steps = [RestoredStep.of(run, corrupted, step) for step in steps]
-        shares = can_share_beginnings(run)
-        bundles = [restored_steps] if shares else [[each] for each in restored_steps]
         numbers = torch.full(self.by_sample.shape[:4], -1)
+        # A state that is restored in a step that reveals nothing changes nothing.
+        revealing = [step for step in steps if corrupted.from_step(step).started(run.model).reveals_at(step)]
+        for step in set(steps) - set(revealing):
+            numbers[steps.index(step), self._on_canvas(step)] = torch.arange(len(corrupted))
+            bar.update()
+        restored_steps = [RestoredStep.of(run, corrupted, step) for step in revealing]
+        shares = can_share_beginnings(run)
+        bundles = [restored_steps] if shares and restored_steps else [[each] for each in restored_steps]
         budget = self.max_bytes, run.loop_row_bytes()
         for bundle in bundles:
             canvases = [each.canvas for each in bundle]

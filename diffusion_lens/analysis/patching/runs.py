@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.cells import Cell, CellRuns, Patch, cells_that_fit
 from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput, stream_entering
+from diffusion_lens.analysis.patching.block_ends import moved_to_block_end
 from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Reading
 from diffusion_lens.analysis.patching.sites import Cells, Site, Sweep
 from diffusion_lens.config import reached
@@ -140,6 +141,7 @@ def stored_points(corrupted: Side, sweeps: Sequence[Sweep], method: str) -> tupl
     """The hook points at which the clean run stores activations, and those at which the corrupted run does."""
     points = {sweep.site.hook_point(layer) for sweep in sweeps for layer in sweep.layers}
     entrances = {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
+    entrances |= {stream_entering(i + 1) for sweep in sweeps if sweep.site.moves_to_block_end for i in sweep.layers}
     embedding = {"hook_embed"} if method == "attribution" else set()  # The gradients' pass starts there.
     return points, points | entrances | set(corrupted.input.past_points) | embedding
 
@@ -155,6 +157,7 @@ def fitting_cells(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method:
     given = corrupted.input
     kept_bytes = clean.input.stored_bytes(points) + given.stored_bytes(names) + given.logits_bytes
     kept_bytes += given.stored_bytes(points) if method == "attribution" else 0  # gradients
+    kept_bytes += given.stream_bytes * max(len(s.layers) * s.site.moves_to_block_end for s in sweeps)
     cfg, n_pos = corrupted.model.cfg, corrupted.n_pos
     fitting = {
         sweep.site.name: cells_that_fit(given, kept_bytes, max_bytes, sweep.site.written_out_bytes(cfg, n_pos))
@@ -254,7 +257,9 @@ class SidePair:
             )
 
         entry = layer + site.ends_block
-        return [Cell(entry, (patch(index),) if index in changed else ()) for index in range(cells.n)]
+        at_site = [Cell(entry, (patch(index),) if index in changed else ()) for index in range(cells.n)]
+        moves = site.moves_to_block_end and not self.corrupted.input.is_hooked
+        return moved_to_block_end(self.corrupted, layer, at_site) if moves else at_site
 
     def _measure(
         self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]

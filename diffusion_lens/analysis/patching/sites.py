@@ -38,6 +38,11 @@ class Site:
     ends_block: bool = False
     is_local: bool = True
 
+    @property
+    def moves_to_block_end(self) -> bool:
+        """Whether one pass of a block gives the stream after it for the patch of each position alone."""
+        return self.is_local and self.n_heads is None and not self.ends_block
+
     def hook_point(self, layer: int) -> str:
         """Full name of its hook point in a block."""
         return f"blocks.{layer}.{self.point}"
