@@ -15,12 +15,12 @@ from tables import markdown, parsed
 from typer.testing import CliRunner
 
 from diffusion_lens.cli import app
-from diffusion_lens.cli.cost import Cost, bytes_in_all_and_of_weights, operations, readable
+from diffusion_lens.cli.cost import config_of, readable
 from diffusion_lens.cli.load_model import ModelChoice
-from diffusion_lens.cli.speed import GPUS
+from diffusion_lens.cost import DEVICES, Cost, forward, second_moment
 
 MODELS = ("llada-8b-instruct", "dream-7b-instruct")
-MEASURED = {"bfloat16": 217e12, "float32": 28e12}  # an H100 in forward passes of 16 rows of 64 positions
+ON = ("a100-80", "h100")
 BLOCK = 8
 FACT = '--prompt "The capital of France is" --answer " Paris" --length 24'
 SUBJECT = f"{FACT} --subject France"
@@ -42,20 +42,21 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Price:
-    """Memory in bytes, and time in seconds on an A100 at its peak and on an H100 at the measured rate, if any."""
+    """Memory in bytes, and time in seconds on each of `ON`, if any."""
 
     memory: int
-    seconds: tuple[float, float] | None = None
+    seconds: tuple[float, ...] = ()
 
     @property
     def cells(self) -> tuple[str, str]:
         """Memory and times in words."""
-        if self.seconds is None:
-            return f"{self.memory / 1e9:.1f} GB", ""
-        peak, measured = (readable(seconds) for seconds in self.seconds)
-        if peak.split()[1] == measured.split()[1]:
-            peak = peak.split()[0]
-        return f"{self.memory / 1e9:.1f} GB", f"{peak} / {measured}"
+        memory = f"{self.memory / 1e9:.1f} GB"
+        if not self.seconds:
+            return memory, ""
+        first, second = (readable(seconds) for seconds in self.seconds)
+        if first.split()[1] == second.split()[1]:
+            first = first.split()[0]
+        return memory, f"{first} / {second}"
 
 
 def price_of_command(command: str, model: str) -> Price:
@@ -63,39 +64,31 @@ def price_of_command(command: str, model: str) -> Price:
     arguments = shlex.split(command.format(model))
     dtype = "float32" if "float32" in arguments else "bfloat16"
     seconds = []
-    for rate in ([], ["--flops", f"{MEASURED[dtype]:g}"]):
-        options = ["--dtype", dtype, "--device", "cuda", *rate, "--dry-run", "--json"]
+    for device in ON:
+        options = ["--dtype", dtype, "--device", device, "--dry-run", "--json"]
         result = CliRunner().invoke(app, [*arguments, *options])
         if result.exit_code:
             raise ValueError(f"{shlex.join([*arguments, *options])} says {result.output}")
         results = json.loads(result.output)["results"]
-        seconds.append(results["at_least_seconds"])
-    return Price(results["memory_bytes"], (seconds[0], seconds[1]))
+        seconds.append(results["seconds"])
+    return Price(results["memory_bytes"], tuple(seconds))
 
 
-def price_of_work(model: str, cost: Cost) -> Price:
+def price_of_work(work: Cost) -> Price:
     """The price of work that no command does alone."""
-    chosen = ModelChoice(model, device="cuda", dtype="bfloat16")
-    todo, peak = operations(chosen, cost), GPUS[0].half
-    return Price(bytes_in_all_and_of_weights(chosen, cost)[0], (todo / peak, todo / MEASURED["bfloat16"]))
-
-
-def second_moment(model: ModelChoice) -> Cost:
-    """The pass ends after the block, and the moment is a matrix in float64."""
-    shape = model.shape()
-    keys = 4 * 16 * 64 * shape.d_mlp
-    return Cost(1000 * (BLOCK + 1) / shape.n_layers, 64, 16, batch_bytes=8 * shape.d_mlp**2 + keys)
+    return Price(work.peak_bytes, tuple(work.seconds(DEVICES[name]) for name in ON))
 
 
 def rows() -> list[tuple[str, ...]]:
     """A row for each job: memory and time for each model."""
-    chosen = [ModelChoice(name, dtype="bfloat16") for name in MODELS]
-    priced = {"load": [Price(bytes_in_all_and_of_weights(model, Cost(0, 1, 0))[1]) for model in chosen]}
-    priced["a forward pass of 16 rows of 64 positions"] = [price_of_work(name, Cost(16, 64, 16)) for name in MODELS]
+    configs = [config_of(ModelChoice(name, device=ON[0], dtype="bfloat16")) for name in MODELS]
+    passes = [forward(cfg, 16, 64) for cfg in configs]
+    priced = {"load": [Price(each.weight_bytes) for each in passes]}
+    priced["a forward pass of 16 rows of 64 positions"] = [price_of_work(each) for each in passes]
     for job, command in COMMANDS.items():
         priced[job] = [price_of_command(command, name) for name in MODELS]
     priced[f"second moment of keys at block {BLOCK}, 1,000 texts of 64 positions"] = [
-        price_of_work(model.name, second_moment(model)) for model in chosen
+        price_of_work(second_moment(cfg, [64] * 1000, BLOCK)) for cfg in configs
     ]
     return [(job, *(cell for price in prices for cell in price.cells)) for job, prices in priced.items()]
 
@@ -104,7 +97,7 @@ class CostTable(SphinxDirective):
     """`{cost-table}`."""
 
     def run(self) -> list[nodes.Node]:
-        head = ("job", "LLaDA-8B, memory", "at least, A100 / H100", "Dream-7B, memory", "at least, A100 / H100")
+        head = ("job", "LLaDA-8B, memory", "about, A100 / H100", "Dream-7B, memory", "about, A100 / H100")
         return parsed(self, markdown(head, rows()))
 
 

@@ -71,6 +71,7 @@ ROOMS = (
     "diffusion_lens.analysis",
     "diffusion_lens.one_layer",
     "diffusion_lens.evaluation",
+    "diffusion_lens.cost",
     "diffusion_lens.explorer",
     "diffusion_lens.tiny_pair",
     "diffusion_lens.tiny_kinds",

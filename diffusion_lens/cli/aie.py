@@ -11,7 +11,6 @@ from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.load_model import ModelChoice, default_folder
-from diffusion_lens.cli.loop import steps_read
 from diffusion_lens.cli.report import Report, progress, save_figure
 from diffusion_lens.cli.workers import WorkerChoice, failed_facts
 
@@ -100,6 +99,7 @@ def aie(
     from diffusion_lens.analysis.causal_tracing.trajectory_trace import check_canvas
     from diffusion_lens.analysis.usable_facts import say_set_aside
     from diffusion_lens.cli.shards import describe_facts, require_model, require_parts, share_of_work
+    from diffusion_lens.cost import average_effect
     from diffusion_lens.data.sources import default_source, open_source
     from diffusion_lens.records import require_same_settings, shown_model
 
@@ -138,10 +138,9 @@ def aie(
     report = Report("aie", {**arguments, **effective}, out, json)
     report.say(*spread.describe())
     if dry_run:
-        n_positions = length or 32
-        longest = max((cost.guessed_tokens(fact.answer) for fact in facts), default=0)
-        n_canvases = steps_read(chosen, steps or 32, None, n_positions, longest) if by_step else 1
-        cost.show(report, [(chosen, cost.trace_grids(chosen, n_positions, samples, n_facts * n_canvases))], flops)
+        queries = cost.queries_of(chosen, facts, length, first_tokens, settings.query)
+        work = average_effect(cost.config_of(chosen), queries, settings) * (n_facts / len(facts))
+        cost.show(report, [(chosen, work)], flops)
 
     # 3. Trace the facts, or join the shards.
     if merge:

@@ -71,6 +71,7 @@ def compare(
     from diffusion_lens.analysis.rome.study_result import DIRECTIONS, check_vectors
     from diffusion_lens.analysis.usable_facts import say_set_aside
     from diffusion_lens.cli.shards import describe_facts, require_model, require_parts, share_of_work
+    from diffusion_lens.cost import keys_and_values
     from diffusion_lens.data.sources import default_source, open_source
     from diffusion_lens.records import require_same_settings
 
@@ -118,7 +119,12 @@ def compare(
         require_same_settings(out / model.label, described)
     report.say(*spread.describe())
     if dry_run:
-        work = [_searches(each, n_facts, layers, own or 32) for each, own in zip(chosen, lengths, strict=True)]
+        work = []
+        for model, own in zip(chosen, settings, strict=True):
+            queries = cost.queries_of(model, facts, own.layout.length, first_tokens, own.layout.query)
+            requests = [[query] for query in queries]
+            price = keys_and_values(cost.config_of(model), requests, layers or None, own.search)
+            work.append(price * (n_facts / len(facts)))
         cost.show(report, list(zip(chosen, work, strict=True)), flops)
 
     # 4. Compute the vectors of each model, or join their shards, and compare both directions.
@@ -159,11 +165,3 @@ def compare(
         report.part_done(shard, n_done, out)
     files["picture"] = save_figure(axes, out / f"{vectors}_{statistic}.png")
     report.finish(results, record, **files)
-
-
-def _searches(model: ModelChoice, facts: int, layers: list[int] | None, n_positions: int) -> cost.Cost:
-    """Cost of a search per fact and layer: 20 iterations through the blocks above it, with an essence prompt each."""
-    depth = model.shape().n_layers
-    blocks = [layer % depth for layer in layers] if layers else range(depth - 1)
-    passes = facts * 2 * sum(1 + 20 * (depth - 1 - layer) / depth for layer in blocks)
-    return cost.Cost(passes, n_positions, 64, backward=passes)

@@ -1,57 +1,31 @@
-"""Cost estimates for --dry-run, made before a model is downloaded or loaded.
+"""Cost estimates for --dry-run, made before a model is downloaded or loaded, by the formulas of `diffusion_lens.cost`.
 
-A forward pass of one row takes two operations per weight and position, plus those of attention. A backward pass takes
-twice as many. The time estimate divides the operations by the peak rate of the device. It is therefore a lower bound:
-long rows come close to it, and short rows take several times as long.
+Canvases are laid out by the model's tokenizer if it is on this machine; otherwise their lengths are guessed.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from diffusion_lens.cli.load_model import ModelChoice, bytes_per_weight
+from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.cli.report import Report
-from diffusion_lens.cli.speed import operations_per_second
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
-    from diffusion_lens.facts import Fact
+    from diffusion_lens.config import DiffusionConfig
+    from diffusion_lens.facts import Fact, Query
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Work of a command, in forward passes of one row.
+def config_of(model: ModelChoice) -> "DiffusionConfig":
+    """The config of a model on its device, which need not be one of this machine."""
+    from diffusion_lens.config import DiffusionConfig
+    from diffusion_lens.cost import kind_of_device
 
-    Attributes:
-        passes: Number of forward passes of one row. A pass through part of the network counts in proportion.
-        positions: Number of positions of each row.
-        rows: Largest number of rows in one batch.
-        backward: Number of passes that also have a backward pass.
-        copies: Copies of the weights in memory: 1 for inference, 4 for training in float32.
-        cached: Whether a pass computes one position only and caches the others (generation of a text that grows).
-        batch_bytes: Bytes of one batch in addition to the weights; by default estimated from `rows`.
-    """
-
-    passes: int | float
-    positions: int
-    rows: int
-    backward: int | float = 0
-    copies: int = 1
-    cached: bool = False
-    batch_bytes: int | None = None
-
-
-def denoising(
-    model: ModelChoice, steps: Iterable[int], length: int, cfg_scale: float, facts: int = 1, rows: int = 1
-) -> Cost:
-    """Cost of denoising each fact at each number of steps, in batches of `rows`. A text that grows takes its tokens one
-    by one, with a key/value cache."""
-    if model.shape().grows:
-        return Cost(facts * length, length, rows, cached=True)
-    branches = 2 if cfg_scale else 1
-    return Cost(facts * sum(steps) * branches, length, rows * branches)
+    cfg = DiffusionConfig.from_architecture(model.shape(), device="cpu", dtype=model.dtype)
+    cfg.device = kind_of_device(model.device)
+    return cfg
 
 
 def guessed_tokens(text: str) -> int:
@@ -59,85 +33,130 @@ def guessed_tokens(text: str) -> int:
     return 2 * len(text.split())
 
 
-def laid_out(model: ModelChoice, layout: "CanvasLayout", fact: "Fact") -> tuple[int, int]:
-    """Number of positions of a fact's canvas, and of tokens of its answer; a guess where the tokenizer is not here.
+def query_of(model: ModelChoice, layout: "CanvasLayout", fact: "Fact") -> "Query":
+    """A fact on its canvas; a canvas of guessed lengths where the tokenizer is not here.
 
     Raises:
         ValueError: The fact does not fit on the canvas.
     """
-    outline = model.without_weights()
-    if outline is None:
-        return layout.length or guessed_tokens(f"{fact.prompt}{fact.answer}"), guessed_tokens(fact.answer)
-    query = layout.query(outline, fact)
-    return len(query.tokens), len(query.answer_tokens)
+    query: Query = queries_of(model, [fact], layout.length, layout.first_tokens, layout.query)[0]
+    return query
 
 
-def trace_grids(model: ModelChoice, n_positions: int, samples: int, grids: int) -> Cost:
-    """Cost of full grids. A state restored after block l of L runs the L - l blocks above it for each noise sample."""
-    layers = model.shape().n_layers
-    return Cost(grids * (1 + samples * (1 + n_positions * (layers - 1) / 2)), n_positions, 1 + samples)
-
-
-def operations(model: ModelChoice, cost: Cost) -> int | float:
-    """Number of operations of a work on a model. A backward pass counts twice."""
-    from weight_conversion import n_params
-
-    shape = model.shape()
-    computed = 1 if cost.cached else cost.positions
-    per_row = computed * (
-        2 * n_params(shape, active=True) + 4 * shape.n_layers * cost.positions * shape.n_heads * shape.d_head
-    )
-    return (cost.passes + 2 * cost.backward) * per_row
-
-
-def bytes_in_all_and_of_weights(model: ModelChoice, cost: Cost) -> tuple[int, int]:
-    """Memory of a work: in all, and of its weights alone."""
-    from weight_conversion import n_params
-
-    shape = model.shape()
-    weights = cost.copies * n_params(shape) * bytes_per_weight(model.dtype)
-    activations = cost.batch_bytes
-    if activations is None:
-        activations = 4 * cost.rows * cost.positions * max(3 * shape.d_mlp, shape.d_vocab_out)
-    return weights + activations, weights
-
-
-def show(report: Report, work: Sequence[tuple[ModelChoice, Cost]], flops: float | None = None) -> NoReturn:
-    """Report the cost of a command, and end it.
-
-    The results are the passes and seconds of all models, the positions of the longest row, and the memory of the model
-    that needs most, because a command holds one model at a time.
+def queries_of(
+    model: ModelChoice,
+    facts: Sequence[Any],
+    length: int | None,
+    first_tokens: int | None,
+    lay_out: Callable[..., Any],
+) -> list[Any]:
+    """Facts on their canvases, without those that do not fit; guesses where the tokenizer or the texts are not here.
 
     Args:
-        report: Output of the command.
-        work: Models of the command, each with its work.
-        flops: Operations per second of the device. `None` uses the built-in table.
+        length: Number of positions of a canvas.
+        first_tokens: Number of tokens of the answer that are read.
+        lay_out: Function from a model without weights and a fact to a query.
+
+    Raises:
+        ValueError: No fact fits.
     """
+    from diffusion_lens.analysis.usable_facts import UsableFacts
+
+    outline = model.without_weights() if any(fact.prompt for fact in facts) else None
+    if outline is None:
+        return [_guessed(model, fact, length, first_tokens) for fact in facts]
+    if len(facts) == 1:
+        return [lay_out(outline, facts[0])]
+    return list(UsableFacts.of(facts, lambda fact: lay_out(outline, fact)).prepared.values())
+
+
+def prompts_of(model: ModelChoice, facts: Sequence[Any]) -> list[int]:
+    """Number of tokens of each fact's prompt; guesses where the tokenizer or the texts are not here."""
+    outline = model.without_weights() if any(fact.prompt for fact in facts) else None
+    if outline is None:
+        return [guessed_tokens(fact.prompt) or 8 for fact in facts]
+    return [outline.to_tokens(fact.prompt, truncate=False).shape[1] for fact in facts]
+
+
+@contextmanager
+def _threads(workers: int) -> Iterator[None]:
+    """A context in which torch has the share of its threads that each of these workers gets."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(max(1, before // workers))
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _guessed(model: ModelChoice, fact: "Fact", length: int | None, first_tokens: int | None) -> "Query":
+    """A canvas of guessed lengths; a fact without texts is eight tokens, a subject of four of them, and an answer."""
+    import torch
+
+    from diffusion_lens.facts import Query
+
+    cfg = config_of(model)
+    n_prompt, n_subject = (guessed_tokens(text) or guess for text, guess in ((fact.prompt, 8), (fact.subject, 4)))
+    n_answer = guessed_tokens(fact.answer) or 4
+    if length is not None and not cfg.grows:
+        n_prompt, n_answer = min(n_prompt, length - 1), max(1, min(n_answer, length - n_prompt))
+    answer = tuple(range(n_prompt, n_prompt + min(n_answer, first_tokens or n_answer)))
+    total = n_prompt + len(answer) - 1 if cfg.grows else max(length or 0, n_prompt + n_answer)
+    tokens = torch.zeros(total, dtype=torch.long)
+    if cfg.has_mask:
+        tokens[n_prompt:] = cfg.blank
+    return Query(tokens, (0, min(n_subject, n_prompt)), answer, (0,) * len(answer))
+
+
+def show(report: Report, work: Sequence[tuple[ModelChoice, Any]], flops: float | None = None) -> NoReturn:
+    """Report the cost of a command, and end it.
+
+    The results are the sums over all models, the positions of the longest row, and the memory of the model that needs
+    most, because a command holds one model at a time.
+
+    Args:
+        report: Output of the command. Its setting `workers` divides the time.
+        work: Models of the command, each with its work.
+        flops: Operations per second of the device. `None` takes the device of the model.
+    """
+    from diffusion_lens.cost import find_device, with_rate
+
+    workers, on_slurm = report.settings.get("workers") or 1, report.settings.get("slurm") is not None
     seconds = 0.0
-    memory: list[tuple[int, int]] = []  # of each model: in all, and of its weights
     for model, cost in work:
-        rate, device = operations_per_second(model.device, model.dtype, model.shape().d_model, flops)
-        seconds += operations(model, cost) / rate
-        memory.append(bytes_in_all_and_of_weights(model, cost))
+        # Processes of this machine share its cores; a job of Slurm has its own.
+        with _threads(1 if on_slurm else workers):
+            device = find_device(model.device, cost.cfg) if flops is None else with_rate(flops)
+        seconds += cost.seconds(device, workers)
         report.say(
-            f"{model.name}: at most {cost.passes:,.0f} forward passes of one row of {cost.positions} positions"
-            + (f", {cost.backward:,.0f} of them with a backward pass" if cost.backward else "")
+            f"{model.name}: about {cost.forward_passes:,.0f} forward passes of one row of {cost.positions} positions, "
+            f"{cost.token_layers:,.0f} token-layers, {cost.flops:.3g} operations"
+            + (f"; {cost.backward_passes:,.0f} passes with a backward pass" if cost.backward_passes else "")
         )
-    in_all, weights = max(memory)
+    largest, needed = max(work, key=lambda each: each[1].peak_bytes)
     results: dict[str, Any] = {
-        "forward_passes": round(sum(cost.passes for _, cost in work)),
-        "backward_passes": round(sum(cost.backward for _, cost in work)),
+        "forward_passes": round(sum(cost.forward_passes for _, cost in work)),
+        "backward_passes": round(sum(cost.backward_passes for _, cost in work)),
         "positions": max(cost.positions for _, cost in work),
-        "at_least_seconds": round(seconds, 3),
-        "priced_for": device,
-        "weights_bytes": weights,
-        "memory_bytes": in_all,
+        "token_layers": round(sum(cost.token_layers for _, cost in work)),
+        "flops": float(sum(cost.flops for _, cost in work)),
+        "seconds": round(seconds, 3),
+        "workers": workers,
+        "priced_for": device.name,
+        "weights_bytes": needed.weight_bytes,
+        "memory_bytes": needed.peak_bytes,
     }
-    largest = f" of {work[memory.index((in_all, weights))][0].name}" if len(work) > 1 else ""
+    of_largest = f" of {largest.name}" if len(work) > 1 else ""
+    each = f" with {workers} workers" if workers > 1 else ""
     report.say(
-        f"time: at least {readable(seconds)} on {device}",
-        f"memory: {weights / 1e9:.2f} GB of weights{largest} ({model.dtype}), about {in_all / 1e9:.2f} GB in all",
+        f"time: about {readable(seconds)} on {device.name}{each} ({device.source})",
+        f"memory: {needed.weight_bytes / 1e9:.2f} GB of weights{of_largest} ({largest.dtype}), about "
+        f"{needed.peak_bytes / 1e9:.2f} GB in all",
     )
+    if device.memory is not None and needed.peak_bytes > device.memory:
+        report.say(f"{device.name} has {device.memory / 1e9:.0f} GB: too little")
     # A dry run writes no files, so its report has no folder.
     Report(report.command, report.settings, None, report.as_json).finish(results)
     raise typer.Exit

@@ -51,6 +51,7 @@ def denoise(
     Example: diffusion-lens denoise site-mdm "Plerrick Baupling is the" --max-new-tokens 5 --steps 8 --out run
     """
     arguments = dict(locals())
+    from diffusion_lens.cost import denoising
     from diffusion_lens.data.sources import STUDY_LENGTH
     from diffusion_lens.denoising import DenoiseSettings, lay_out
     from diffusion_lens.denoising import denoise as run_denoising
@@ -76,12 +77,15 @@ def denoise(
 
     # 2. For a dry run, print the cost.
     if dry_run:
-        n_positions = length or len(prompt.split()) * 2 + (max_new_tokens or 0)
+        n_given = cost.guessed_tokens(prompt)
+        n_positions = length or n_given + (max_new_tokens or 0)
         if shape is not None:
             n_positions = min(n_positions, shape.n_ctx)
         if (outline := chosen.without_weights()) is not None:
-            n_positions = prepare(outline, lay_out(outline, prompt, length, max_new_tokens), settings).tokens.shape[1]
-        cost.show(report, [(chosen, cost.denoising(chosen, [steps], n_positions, settings.cfg_scale))], flops)
+            run = prepare(outline, lay_out(outline, prompt, length, max_new_tokens), settings)
+            n_given, n_positions = int(run.canvas.given[0].sum()), run.tokens.shape[1]
+        work = denoising(cost.config_of(chosen), n_positions, min(n_given, n_positions - 1), settings)
+        cost.show(report, [(chosen, work)], flops)
 
     # 3. Run the loop, and show each canvas that differs from the one before.
     loaded = chosen.load()

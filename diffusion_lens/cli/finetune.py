@@ -11,7 +11,6 @@ from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.cli.report import Report, progress
-from diffusion_lens.cli.speed import kind_of_device
 
 
 @app.command()
@@ -69,6 +68,7 @@ def finetune(
     Example: diffusion-lens finetune tiny-mdm --epochs 0.02 --lr 1e-4 --out taught
     """
     arguments = dict(locals())
+    from diffusion_lens.cost import kind_of_device, training
     from diffusion_lens.data.sources import STUDY_LENGTH, default_source, open_source
     from diffusion_lens.evaluation import recall_by_steps
     from diffusion_lens.evaluation.naming import cell_name
@@ -114,9 +114,7 @@ def finetune(
     require_same_settings(out.expanduser() / RUN, {"config": asdict(recipe)})
     report = Report("finetune", {**arguments, "data": data, "rows": count, **vars(recipe)}, out, json)
     if dry_run:
-        passes = recipe.steps * batch_size
-        rows_per_part = -(-batch_size // accumulate)
-        work = cost.Cost(passes, length, rows_per_part, backward=passes, copies=4)
+        work = training(cost.config_of(chosen), recipe.steps, batch_size, length, accumulate)
         cost.show(report, [(chosen, work)], flops)
 
     # 4. Train.

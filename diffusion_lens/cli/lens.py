@@ -90,6 +90,7 @@ def lens(
     from diffusion_lens.analysis import logit_lens
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.selection import unique_indices
+    from diffusion_lens.cost import denoising, forward
     from diffusion_lens.data.sources import STUDY_LENGTH
     from diffusion_lens.settings import pick_indices
 
@@ -113,16 +114,20 @@ def lens(
 
     # 2. For a dry run, print the cost.
     if dry_run:
-        n_positions, n_answer = length or cost.guessed_tokens(f"{prompt}{answer or ''}"), 1
+        n_positions, n_given, n_answer = length or cost.guessed_tokens(prompt), cost.guessed_tokens(prompt), 1
         if answer is not None:
-            n_positions, n_answer = cost.laid_out(chosen, layout, fact)
+            laid_out = cost.query_of(chosen, layout, fact)
+            n_positions, n_answer = len(laid_out.tokens), len(laid_out.answer_tokens)
+            n_given = laid_out.answer_positions[0]
         elif not one_text and (outline := chosen.without_weights()) is not None:
-            n_positions = canvas_of(outline, prompt, length).tokens.shape[1]
-        passes: float = 1
-        if steps:
-            run = cost.denoising(chosen, [steps], n_positions, cfg_scale or 0.0)
-            passes = run.passes + steps_read(chosen, steps, at_step, n_positions, n_answer)
-        cost.show(report, [(chosen, cost.Cost(passes, n_positions, 1))], flops)
+            blank = canvas_of(outline, prompt, length)
+            n_positions, n_given = blank.tokens.shape[1], int(blank.given.sum())
+        work = forward(cost.config_of(chosen), 1, n_positions)
+        if steps is not None and loop is not None:
+            n_canvases = steps_read(chosen, steps, at_step, n_positions, n_answer)
+            n_positions = max(n_positions, n_given + 1)
+            work = work * n_canvases + denoising(cost.config_of(chosen), n_positions, n_given, loop)
+        cost.show(report, [(chosen, work)], flops)
 
     # 3. Lay out the canvas or denoise it, and read it.
     loaded = chosen.load()

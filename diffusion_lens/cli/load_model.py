@@ -45,9 +45,9 @@ class ModelChoice:
         object.__setattr__(self, "mode", mode)
         bytes_per_weight(self.dtype)
         if self.device is not None:
-            from diffusion_lens.config import device_named
+            from diffusion_lens.cost import kind_of_device
 
-            device_named(self.device)
+            kind_of_device(self.device)
         if self.config is not None:
             from weight_conversion import require_config
 

@@ -23,7 +23,13 @@ Models = Annotated[
         "repositories. NAME@block and NAME@ar are two modes of one checkpoint.",
     ),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or mps. Default: the best available device.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda, cuda:1 or mps; with --dry-run also a device that is elsewhere: a100-40, a100-80, h100, h200, "
+        "l40s, l4, t4, v100, rtx3090 or rtx4090. Default: the best available device."
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")]
 Config = Annotated[Path | None, typer.Option(help="Config of the checkpoint, if it is not next to it.")]
 Tokenizer = Annotated[Path | None, typer.Option(help="Folder of the tokenizer, if it is not next to the checkpoint.")]
@@ -54,12 +60,12 @@ OutNeeded = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output, and nothing else.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Estimate forward passes, time and memory, and do nothing else.")
+    bool, typer.Option("--dry-run", help="Estimate token-layers, operations, time and memory, and do nothing else.")
 ]
 Flops = Annotated[
     float | None,
     typer.Option(
-        help="For --dry-run: operations per second of the device, e.g. 3e14. Default: the built-in estimate.",
+        help="For --dry-run: operations per second of the device, e.g. 3e14. Default: that of --device.",
         callback=ranges.positive(),
     ),
 ]

@@ -1,6 +1,7 @@
 """`diffusion-lens patch` patches activations of a clean prompt into a corrupted one."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,8 @@ from diffusion_lens.cli.report import Report, progress
 if TYPE_CHECKING:
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.patching.patch_settings import PatchSettings
+    from diffusion_lens.cost import Cost
+    from diffusion_lens.denoising.denoise_settings import DenoiseSettings
     from diffusion_lens.facts import Query
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
@@ -126,13 +129,7 @@ def patch(
 
     # 2. For a dry run, print the cost.
     if dry_run:
-        outline = chosen.without_weights()
-        n_positions = len(prompts.on(outline)[1].tokens) if outline else length or cost.guessed_tokens(prompt + answer)
-        n_grids = 1 if steps is None else len(at_step or ()) or min(steps, n_positions)
-        work = _cost(chosen, settings, n_positions, n_grids)
-        if steps:
-            runs = cost.denoising(chosen, [steps], n_positions, cfg_scale or 0.0, facts=2)
-            work = cost.Cost(work.passes + runs.passes, n_positions, work.rows, backward=work.backward)
+        work = _cost(chosen, prompts, settings, loop, at_step)
         cost.show(report, [(chosen, work)], flops)
 
     # 3. Lay out both prompts or denoise them, and patch.
@@ -224,18 +221,36 @@ def _metric(model: "HookedDiffusionTransformer", query: "Query", rival_token: in
     return logit_difference, Answer.of(model, query).rows[:1]
 
 
-def _cost(model: ModelChoice, settings: "PatchSettings", n_positions: int, n_grids: int) -> cost.Cost:
-    """Cost of the grids. A state patched into block l of L runs the L - l blocks above it."""
-    from diffusion_lens.analysis.cells import ROWS_OF_A_PASS
-    from diffusion_lens.config import DiffusionConfig
+def _cost(
+    model: ModelChoice,
+    prompts: _Prompts,
+    settings: "PatchSettings",
+    loop: "DenoiseSettings | None",
+    at_step: Sequence[int] | None,
+) -> "Cost":
+    """Cost of the grid of two prompts, or of those of two runs."""
+    import torch
+
+    from diffusion_lens.cost import denoising, patch_grid
+    from diffusion_lens.cost.grids import expected_canvases
+    from diffusion_lens.readout import READOUTS
     from diffusion_lens.settings import pick_indices
 
-    cfg = DiffusionConfig.from_architecture(model.shape(), device="cpu", dtype=model.dtype)
-    if settings.method == "attribution":
-        n_cells, backward = float(settings.check * len(settings.sites)), n_grids
+    # 1. Lay out the prompts; without a tokenizer, two of one length that differ everywhere.
+    cfg, outline = cost.config_of(model), model.without_weights()
+    if outline is not None:
+        clean, other, _ = prompts.on(outline)
     else:
-        sweeps = settings.sweeps(n_positions, n_positions, cfg)
-        in_a_layer = sum(sweep.cells(n_positions, n_positions, "cpu").n for sweep in sweeps)
-        layers = pick_indices("layers", settings.layers or None, cfg.n_layers)
-        n_cells, backward = in_a_layer * sum(cfg.n_layers - layer for layer in layers) / cfg.n_layers, 0
-    return cost.Cost(n_grids * (2 + n_cells), n_positions, ROWS_OF_A_PASS, backward=backward)
+        clean = cost.query_of(model, prompts.layout, unnamed_subject(prompts.clean, prompts.answer))
+        other = replace(clean, tokens=clean.tokens + 1)
+
+    # 2. One grid, or one for each canvas, and both runs.
+    settings = replace(settings, layers=pick_indices("layers", settings.layers or None, cfg.n_layers))
+    read = READOUTS[cfg.readout].rows(torch.tensor(clean.answer_positions)).tolist()
+    grid = patch_grid(cfg, clean.tokens, other.tokens, settings, read)
+    if loop is None:
+        return grid
+    n_given, length = clean.answer_positions[0], max(len(clean.tokens), clean.answer_positions[-1] + 1)
+    n_answer, steps = len(clean.answer_tokens), loop.steps or 32
+    n_canvases = len(at_step) if at_step else expected_canvases(cfg, steps, n_answer, length - n_given)
+    return grid * n_canvases + denoising(cfg, length, n_given, loop) * 2

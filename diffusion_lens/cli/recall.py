@@ -65,6 +65,7 @@ def recall(
     require("pictures", *({score} & set(EXTRAS)))
     from diffusion_lens.analysis import LoopSettings
     from diffusion_lens.cli.shards import describe_facts, require_model, require_parts, share_of_work
+    from diffusion_lens.cost import recall as price_recall
     from diffusion_lens.data.sources import STUDY_LENGTH, default_source, open_source
     from diffusion_lens.evaluation import Recall
     from diffusion_lens.evaluation.naming import cell_name
@@ -104,7 +105,9 @@ def recall(
     report = Report("recall", {**arguments, **effective}, out, json)
     report.say(*spread.describe())
     if dry_run:
-        work = cost.denoising(chosen, settings.steps, length, cfg_scale, n_facts, rows=32)
+        # A guessed prompt leaves at least one position for the answer.
+        given = [min(n_given, length - 1) for n_given in cost.prompts_of(chosen, facts)]
+        work = price_recall(cost.config_of(chosen), given, settings) * (n_facts / len(facts))
         cost.show(report, [(chosen, work)], flops)
 
     # 3. Let the model answer the facts, or join the shards.

@@ -73,6 +73,7 @@ def rome(
     from diffusion_lens.analysis import RankOneEdit, compute_key, edit_success
     from diffusion_lens.analysis.canvas_layout import CanvasLayout
     from diffusion_lens.analysis.rome import Probe, ValueSettings, lay_out_request, optimize_values, sample_prefixes
+    from diffusion_lens.cost import keys_and_values
     from diffusion_lens.facts import Fact
 
     # 1. Check the settings before the model is loaded.
@@ -92,16 +93,12 @@ def rome(
 
     # 2. For a dry run, print the cost.
     if dry_run:
-        depth = chosen.shape().n_layers
-        share_above = 1 - (layer % depth + 1) / depth
-        n_positions = length or len(f"{prompt}{answer}".split()) * 2
+        expected = cost.query_of(chosen, layout, fact)
         if (outline := chosen.without_weights()) is not None:
-            query = lay_out_request(outline, fact, [], layout)[0]
-            n_positions = len(query.tokens)
+            expected = lay_out_request(outline, fact, [], layout)[0]
             if target is not None:
-                Probe(query, lay_out_request(outline, replace(fact, answer=answer), [], layout)[0])
-        passes = (prefixes + 2) * (1 + iterations * share_above)
-        work = cost.Cost(passes, n_positions, prefixes + 2, backward=passes)
+                Probe(expected, lay_out_request(outline, replace(fact, answer=answer), [], layout)[0])
+        work = keys_and_values(cost.config_of(chosen), [[expected] * (1 + prefixes)], [layer], search)
         cost.show(report, [(chosen, work)], flops)
 
     # 3. Lay out the request, and compute key and value.

@@ -14,6 +14,7 @@ from diffusion_lens.cli.workers import WorkerChoice, failed_facts
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis.signatures import SignaturePlan
+    from diffusion_lens.cost import Cost
 
 
 @app.command()
@@ -187,7 +188,7 @@ def _work(
     n_pairs: int,
     n_own: int,
     limits: tuple[int | None, int],
-) -> cost.Cost:
+) -> "Cost":
     """Cost of `n_own` of the pairs on one model.
 
     Args:
@@ -195,15 +196,11 @@ def _work(
         n_positions: Number of positions of a canvas, if there is no plan.
         limits: Size of a batch, and its bytes.
     """
-    from diffusion_lens.analysis.signatures import signature_passes
-    from diffusion_lens.analysis.signatures.batches import longest_canvas, pair_bytes, plan_batches
-    from diffusion_lens.config import DiffusionConfig
+    from diffusion_lens.analysis.signatures.batches import longest_canvas, plan_batches
+    from diffusion_lens.cost import signatures as price_signatures
 
-    cfg = DiffusionConfig.from_architecture(model.shape(), device="cpu", dtype=model.dtype)
-    n_candidates = n_pairs
+    cfg, n_candidates = cost.config_of(model), n_pairs
     if plan is not None:
         n_positions, n_candidates = longest_canvas(list(plan.pairs.values())), len(plan.candidates)
     n_together = max(map(len, plan_batches(cfg, n_positions, n_pairs, *limits, n_candidates)))
-    most = n_together * pair_bytes(cfg, n_positions, n_together, n_candidates)
-    passes, backward = (n_own * each for each in signature_passes(cfg.n_layers))
-    return cost.Cost(passes, n_positions, 0, backward=backward, batch_bytes=most)
+    return price_signatures(cfg, n_own, n_positions, n_together, n_candidates)

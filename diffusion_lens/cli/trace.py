@@ -9,7 +9,7 @@ from diffusion_lens.cli import cost, options, ranges
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.extras import require
 from diffusion_lens.cli.load_model import ModelChoice, subject_start
-from diffusion_lens.cli.loop import canvas_of, check_masked, denoised, run_settings, steps_read
+from diffusion_lens.cli.loop import canvas_of, check_masked, denoised, run_settings
 from diffusion_lens.cli.report import Report, progress
 from diffusion_lens.cli.trace_output import one_canvas, steps_of_a_run
 
@@ -71,6 +71,8 @@ def trace(
     from diffusion_lens.analysis.causal_tracing.corruption import CORRUPTIONS
     from diffusion_lens.analysis.causal_tracing.trajectory_trace import check_canvas
     from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
+    from diffusion_lens.cost import trace as price_trace
+    from diffusion_lens.cost import trajectory_trace
     from diffusion_lens.facts import Fact
 
     # 1. Check the settings before the model is loaded.
@@ -97,13 +99,14 @@ def trace(
 
     # 2. For a dry run, print the cost.
     if dry_run:
-        n_positions, n_answer = cost.laid_out(chosen, layout, fact)
-        n_canvases = steps_read(chosen, steps, at_step, n_positions, n_answer) if steps else 1
-        work = cost.trace_grids(chosen, n_positions, samples, n_canvases)
-        if steps:
-            run = cost.denoising(chosen, [steps], n_positions, cfg_scale or 0.0, rows=samples)
-            n_runs = 1 + (samples if canvas == "free" else 0)
-            work = replace(work, passes=work.passes + n_runs * run.passes)
+        cfg, expected = cost.config_of(chosen), cost.query_of(chosen, layout, fact)
+        if loop is None:
+            work = price_trace(cfg, expected, restoration, corrupting)
+        else:
+            n_canvases = len(at_step) if at_step else None
+            work = trajectory_trace(
+                cfg, expected, loop, restoration, corrupting, canvas=canvas or "forced", canvases=n_canvases
+            )
         cost.show(report, [(chosen, work)], flops)
 
     # 3. Lay out the query, measure the noise if none was given, and trace.

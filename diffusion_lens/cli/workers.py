@@ -128,7 +128,7 @@ class WorkerChoice:
             yield Workers(executor, device=self.device, threads=options.n_cores, tasks=self._tasks(self.number or 1))
         else:
             from diffusion_lens.analysis import LocalWorkers, Workers
-            from diffusion_lens.cli.speed import kind_of_device
+            from diffusion_lens.cost import kind_of_device
 
             with LocalWorkers(self.number or 1) as pool:
                 device = self.device or kind_of_device(None)
@@ -139,7 +139,7 @@ class WorkerChoice:
         from distributed import Client
 
         from diffusion_lens.analysis import Workers
-        from diffusion_lens.cli.speed import kind_of_device
+        from diffusion_lens.cost import kind_of_device
 
         file = Path(address).expanduser()
         try:

@@ -301,16 +301,19 @@ def test_dry_runs_count_the_run_and_its_canvases() -> None:
         return int(told["results"]["forward_passes"])
 
     one, by_step = ["trace", "site-mdm", *TRACE, "--samples", "2"], ["--steps", "4"]
-    assert passes(*one, *by_step) == 4 * passes(*one) + 4
-    assert passes(*one, *by_step, "--at-step", "1") == passes(*one) + 4
-    assert passes(*one, *by_step, "--canvas", "free") == 4 * passes(*one) + 3 * 4
+    at = ["--at-step", "1"]
+    assert passes(*one, *by_step, *at) == passes(*one) + 4
+    assert passes(*one, *by_step, *at, "--at-step", "2") == 2 * passes(*one) + 4
+    assert passes(*one, *by_step, *at, "--canvas", "free") == passes(*one) + 3 * 4
+    assert passes(*one) + 4 <= passes(*one, *by_step) <= 4 * passes(*one) + 4
     lens = ["lens", "site-mdm", "--prompt", CLEAN]
     assert passes(*lens) == 1
     assert passes(*lens, *by_step, "--cfg-scale", "1") == 2 * 4 + 4
     patch = ["patch", "site-mdm", *PATCH]
-    cells = 12 * sum(6 - layer for layer in range(6)) / 6
-    assert passes(*patch) == 2 + cells
-    assert passes(*patch, "--site", "z") == 2 + 6 * cells
-    assert passes(*patch, "--site", "z", "--together") == 2 + 6 * cells / 12
-    assert passes(*patch, *by_step) == 4 * (2 + cells) + 2 * 4
-    assert passes(*patch, "--method", "attribution") == 2 + 8
+    grid = passes(*patch, "--layer", "1")
+    assert passes(*patch, "--layer", "1", *by_step, *at) == grid + 2 * 4
+    assert 2 < passes(*patch, "--layer", "1", "--site", "z", "--together") < grid
+    # Each head has cells of its own.
+    z = [passes(*patch, "--layer", "1", "--site", "z", "--head", "0", *more) for more in ([], ["--head", "1"])]
+    assert z[1] - 2 == pytest.approx(2 * (z[0] - 2), abs=1)
+    assert passes(*patch, "--method", "attribution") == 2 + 8 // 2

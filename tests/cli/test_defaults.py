@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice, default_folder
-from diffusion_lens.cli.speed import GPUS
+from diffusion_lens.cost import DEVICES, with_rate
 from diffusion_lens.data import toy_facts
 from weight_conversion import export, open_checkpoint
 
@@ -130,17 +130,26 @@ def cost(*more: str) -> dict[str, object]:
 
 def test_a_gpu_is_priced_by_its_own_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("diffusion_lens.cli.speed._measured", lambda width: 1.0)
+    monkeypatch.setattr("diffusion_lens.cost.machine.this_machine", lambda cfg: with_rate(1.0))
     full, half, named = (
         cost("--device", "cuda"),
         cost("--device", "cuda", "--dtype", "bfloat16"),
         cost("--flops", "1e12"),
     )
     assert "A100" in str(full["priced_for"])
-    seconds = [float(str(each["at_least_seconds"])) for each in (full, half, named)]
-    assert seconds[0] == pytest.approx(seconds[1] * GPUS[0].half / GPUS[0].float32, rel=0.1)
-    assert seconds[2] == pytest.approx(seconds[0] * GPUS[0].float32 / 1e12, rel=0.1)
-    assert float(str(cost()["at_least_seconds"])) > 1e6, "without a GPU the CPU's measured speed counts"
+    seconds = [float(str(each["seconds"])) for each in (full, half, named)]
+    assert seconds[1] < seconds[0] < seconds[2]
+    assert seconds[2] == pytest.approx(float(str(named["flops"])) / 1e12, rel=0.01)
+    assert float(str(cost()["seconds"])) > 1e6, "without a GPU the CPU's measured speed counts"
+
+
+def test_a_device_that_is_elsewhere_is_priced_and_runs_nothing() -> None:
+    h100, l4 = cost("--device", "h100"), cost("--device", "l4")
+    assert h100["priced_for"] == DEVICES["h100"].name
+    assert float(str(h100["seconds"])) < float(str(l4["seconds"]))
+    refused = CliRunner().invoke(app, ["denoise", "tiny-mdm", "Ada is", "--device", "h100"])
+    assert refused.exit_code == 2
+    assert "--device 'h100' is unknown" in refused.stderr
 
 
 def test_the_gpu_that_is_here_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_a_comparison_prices_each_model_by_its_own_size() -> None:
 
     small, large = priced("tiny-mdm"), priced("smdm-1028m")
     for told in (priced("tiny-mdm", "smdm-1028m"), priced("smdm-1028m", "tiny-mdm")):
-        for name in ("forward_passes", "at_least_seconds"):
+        for name in ("forward_passes", "token_layers", "seconds"):
             assert told[name] == pytest.approx(small[name] + large[name], rel=1e-3)
         assert (told["weights_bytes"], told["memory_bytes"]) == (large["weights_bytes"], large["memory_bytes"])
 

@@ -1,0 +1,127 @@
+"""The cost of passes, recall, second moments, stored activations, signatures and training."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from diffusion_lens.analysis.batching import row_bytes
+from diffusion_lens.analysis.signatures.batches import pair_bytes
+from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.cost.devices import Number
+from diffusion_lens.cost.loop import denoising
+from diffusion_lens.cost.passes import Cost, Pass, total
+from diffusion_lens.evaluation.batches import by_length
+from diffusion_lens.evaluation.recall_by_steps import RecallSettings
+from diffusion_lens.settings import pick_indices
+
+
+def forward(cfg: DiffusionConfig, rows: int, positions: int, read: int | None = None) -> Cost:
+    """The cost of `model(tokens, logits_at=...)`.
+
+    Args:
+        cfg: Config of the model.
+        rows, positions: Shape of the tokens.
+        read: Number of rows of the logits in each row of the batch; by default all.
+    """
+    n_read = positions if read is None else read
+    passes = {Pass(rows, positions, 0, cfg.n_layers, n_read): 1}
+    return Cost(cfg, passes, rows * row_bytes(cfg, positions, n_read), identified=False)
+
+
+def recall(cfg: DiffusionConfig, prompts: Sequence[int], settings: RecallSettings) -> Cost:
+    """The cost of `recall_facts(...)`.
+
+    Args:
+        cfg: Config of the model.
+        prompts: Number of tokens of the prompt of each fact.
+        settings: Settings of the study, with the length of the canvas.
+
+    Raises:
+        ValueError: There is no prompt, or the settings do not have a length.
+    """
+    if settings.length is None:
+        raise ValueError("the cost depends on the length of the canvas: give RecallSettings(length=...)")
+    batches = by_length(prompts, int, settings.loop.facts_together(cfg), mixed=not cfg.grows)
+    shapes = Counter((len(batch), round(sum(batch) / len(batch))) for batch in batches)
+    return total(
+        denoising(cfg, settings.length, given, replace(settings.loop.denoise, steps=column), rows) * times
+        for (rows, given), times in shapes.items()
+        for column in settings.columns(cfg)
+    )
+
+
+def up_to(cfg: DiffusionConfig, rows: int, positions: int, layer: int) -> Cost:
+    """The cost of the blocks up to a layer on rows of one length."""
+    return Cost(cfg, {Pass(rows, positions, 0, layer + 1): 1}, rows * row_bytes(cfg, positions, 0))
+
+
+def up_to_layer(cfg: DiffusionConfig, lengths: Sequence[int], layer: int, batch_size: int = 16) -> Cost:
+    """The cost of reading states of texts up to a layer, as `activations(...)` of a hook point does.
+
+    Args:
+        cfg: Config of the model.
+        lengths: Number of tokens of each text, in the order of the batches.
+        layer: Layer of the last hook point that is read.
+        batch_size: Number of texts in one pass, which are padded to the longest.
+
+    Raises:
+        ValueError: There is no text, or no such layer.
+    """
+    layer = pick_indices("layer", [layer], cfg.n_layers)[0]
+    # Beside a clean text, a network that attends by blocks reads twice as many positions.
+    copies = 1 if cfg.causal_block is None else 2
+    batches = (lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size))
+    shapes = Counter((len(batch), copies * max(batch)) for batch in batches)
+    return total(up_to(cfg, rows, positions, layer) * times for (rows, positions), times in shapes.items())
+
+
+def second_moment(cfg: DiffusionConfig, lengths: Sequence[int], layer: int, batch_size: int = 16) -> Cost:
+    """The cost of `second_moment(...)`: the states up to the layer, and the products of its keys in float64.
+
+    The arguments are those of `up_to_layer`.
+    """
+    n_keys, width = sum(lengths), cfg.d_mlp or 0
+    products = 2 * width * (n_keys * width + sum(length**2 for length in lengths))
+    sums = 3 * 8 * width**2
+    read = up_to_layer(cfg, lengths, layer, batch_size)
+    return replace(read, float64_flops=products, batch_bytes=read.batch_bytes + sums)
+
+
+def signatures(cfg: DiffusionConfig, n_pairs: int, positions: int, together: int = 32, n_candidates: int = 0) -> Cost:
+    """The cost of `reversal_signatures(...)`.
+
+    Of L + 6 forward passes of a canvas, one of each canvas gives states and scores, L + 1 in all the cuts (each cut
+    starts at its layer), two the gradients and one the small step.
+
+    Args:
+        cfg: Config of the model.
+        n_pairs: Number of pairs.
+        positions: Number of positions of a canvas.
+        together: Number of pairs in one batch.
+        n_candidates: Number of candidates among which an answer is ranked.
+    """
+    depth, together = cfg.n_layers, max(1, min(together, n_pairs))
+    batches = n_pairs / together
+    passes: dict[Pass, Number] = {Pass(together, positions, 0, depth, 1, whole=True): (2 + 1) * batches}
+    for layer in range(depth):
+        # Each layer is cut from one side and from the other.
+        passes[Pass(together, positions, layer, depth, 1)] = 2 * batches
+    passes[Pass(together, positions, 0, depth, 1, whole=True, gradient="states")] = 2 * batches
+    return Cost(cfg, passes, together * pair_bytes(cfg, positions, together, n_candidates))
+
+
+def training(cfg: DiffusionConfig, updates: int, rows: int, positions: int, parts: int = 1) -> Cost:
+    """The cost of training with AdamW in float32: weights, gradients and two averages of them.
+
+    Args:
+        cfg: Config of the model.
+        updates: Number of updates.
+        rows: Number of texts in an update.
+        positions: Number of positions of a text.
+        parts: Number of parts into which an update is divided.
+    """
+    per_part = -(-rows // parts)
+    passes = Counter({Pass(per_part, positions, 0, cfg.n_layers, positions, gradient="weights"): updates * parts})
+    states = per_part * positions * cfg.n_layers * (10 * cfg.d_model + 4 * (cfg.d_mlp or 0)) * cfg.dtype.itemsize
+    logits = 3 * per_part * positions * cfg.d_vocab_out * cfg.dtype.itemsize
+    return Cost(cfg, passes, states + logits, weight_copies=4)
