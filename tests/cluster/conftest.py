@@ -18,6 +18,7 @@ import torch
 from engines import STUDIES, processes, until
 
 from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.analysis import LocalWorkers
 from diffusion_lens.interventions import steer
 
 torch.set_num_threads(1)
@@ -80,3 +81,10 @@ def model() -> Iterator[Any]:
 def serial(model: Any) -> dict[str, Any]:
     """The studies in one process."""
     return {name: study(model) for name, study in STUDIES.items()}
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[LocalWorkers]:
+    """Two processes of this machine."""
+    with LocalWorkers(2) as pool:
+        yield pool

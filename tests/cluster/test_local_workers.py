@@ -33,12 +33,6 @@ from diffusion_lens.analysis import LocalWorkers, Workers
 from diffusion_lens.evaluation import recall_by_steps
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalWorkers]:
-    with LocalWorkers(2) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("name", STUDIES)
 def test_numbers(model: Any, serial: dict[str, Any], pool: LocalWorkers, name: str) -> None:
     assert_same(STUDIES[name](model, executor=Workers(pool, facts_per_task=1)), serial[name])
