@@ -1,7 +1,10 @@
 """Studies for the tests with real engines, hooks that stop workers, and what happens to a worker that has stopped."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,9 @@ STUDIES: dict[str, Callable[..., Any]] = {
     "aie": lambda model, **more: average_indirect_effect(model, FACTS, samples=2, known="all", **more),
     "recall": lambda model, **more: recall_by_steps(model, FACTS, [1, 4], temperature=0.5, batch_size=2, **more),
 }
+# Commands of the command line.
+AIE = ["aie", "tiny-mdm", "--trained", "p2d", "--limit", "2", "--samples", "2", "--device", "cpu"]
+RECALL = ["recall", "tiny-mdm", "--limit", "3", "--steps", "1", "--steps", "4", "--device", "cpu"]
 PATIENCE = 90.0  # seconds: the longest that anything here waits
 
 T = TypeVar("T")
@@ -148,3 +154,12 @@ def processes(marked: str) -> dict[int, str]:
             if pid != os.getpid() and marked.encode() in environ.read_bytes().split(b"\0"):
                 found[pid] = (environ.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     return found
+
+
+def reported(*arguments: str, out: Path) -> dict[str, Any]:
+    """The numbers that a command of the command line reports."""
+    asked = [sys.executable, "-m", "diffusion_lens", *arguments, "--out", str(out), "--json"]
+    done = subprocess.run(asked, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    numbers: dict[str, Any] = json.loads(done.stdout)["results"]
+    return numbers

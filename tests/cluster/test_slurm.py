@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 import submitit
-from engines import FACTS, PATIENCE, STUDIES, accident, assert_same, files, interrupt, kill, processes, until
+from engines import (
+    AIE,
+    FACTS,
+    PATIENCE,
+    STUDIES,
+    accident,
+    assert_same,
+    files,
+    interrupt,
+    kill,
+    processes,
+    reported,
+    until,
+)
 
 from diffusion_lens.analysis import Workers
 
@@ -89,3 +102,10 @@ def test_a_node_is_killed(model: Any, serial: dict[str, Any], slurm: Path, tmp_p
         result = STUDIES["aie"](model, executor=workers, out=tmp_path / "study")
     assert_same(result, serial["aie"])
     assert "down" in [state.strip("*") for state in run("sinfo", "--noheader", "--Node", "--format", "%t")]
+
+
+def test_a_command_on_two_nodes(slurm: Path, tmp_path: Path) -> None:
+    options = "partition=main,time=0:05:00,cpus-per-task=1"
+    spread = reported(*AIE, "--slurm", options, "--workers", "2", out=tmp_path / "spread")
+    assert len(list((tmp_path / "spread" / "jobs").glob("*_log.out"))) > 2
+    assert spread == reported(*AIE, out=tmp_path / "serial")

@@ -105,10 +105,10 @@ def _submit(
                 submitted.append(workers.executor.submit(run_task, content))
                 running[submitted[-1]] = number  # at once, so that an interrupt between two submissions cancels it
     except (BrokenExecutor, RuntimeError) as error:
+        broken = "A ProcessPoolExecutor breaks when one of its processes dies; LocalWorkers does not. "
         raise RuntimeError(
-            f"the executor takes no more tasks: {error}. A ProcessPoolExecutor breaks when one of its processes dies; "
-            "LocalWorkers does not. What was computed is in the folder of the call, if one was given: call again to "
-            "compute the rest"
+            f"the executor takes no more tasks: {error}. {broken if isinstance(error, BrokenExecutor) else ''}What was "
+            "computed is in the folder of the call, if one was given: call again to compute the rest"
         ) from error
     if type(submitted[0]).__module__ == "submitit.slurm.slurm":
         from diffusion_lens.analysis.workers import slurm_queue  # which imports submitit
