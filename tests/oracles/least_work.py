@@ -112,14 +112,15 @@ def signatures(n_layers: int, n_facts: int, n_pos: int) -> int:
     return passes + cuts
 
 
-def search(n_layers: int, layer: int, iterations: int, positions: int, all_positions: int) -> int:
+def search(n_layers: int, layer: int, iterations: int, reached: int, positions: int) -> int:
     """The search for v*: the blocks up to `layer` once, then at each iteration those after it.
 
-    The vector is added after block `layer`, so that earlier blocks do not change.
+    The vector is added after block `layer`, so that earlier blocks do not change. On a causal network it reaches only
+    the positions from the subject's last token on; the others pass the later blocks once.
 
     Args:
-        positions: Positions that the vector reaches, of all prompts: all of a bidirectional network, and from the
-            subject's last token to the last row that is read of a causal one.
-        all_positions: Positions of all prompts.
+        reached: Positions that the vector reaches, of all prompts.
+        positions: Positions of all prompts.
     """
-    return all_positions * n_layers + iterations * positions * (n_layers - 1 - layer)
+    later = n_layers - 1 - layer
+    return positions * (layer + 1) + (positions - reached) * later + iterations * reached * later
