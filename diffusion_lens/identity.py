@@ -34,6 +34,7 @@ from diffusion_lens.hook_identity import named as named
 from diffusion_lens.hook_identity import named_after as named_after
 from diffusion_lens.hook_names import hook_pairs, select_names
 from diffusion_lens.model.hook_points import hooked_modules
+from diffusion_lens.model.linear import Linear
 from diffusion_lens.settings import naming_the_nearest
 from diffusion_lens.weights_digest import weights_sha256 as weights_sha256
 
@@ -50,6 +51,8 @@ _LEFT_OUT = (
 )
 # Attributes of the model's root that records name otherwise: records of one network stay equal.
 _RECORDED_AS = {"positions": "_rotary"}
+# Classes that compute what another class computes, under whose name records have them.
+_SAME_AS: dict[type, type] = {Linear: nn.Linear}
 _OF_BUFFERS = ("_buffers", "_non_persistent_buffers_set")
 _SAME_IN_TRAINING = (nn.ModuleList, nn.Linear, nn.Embedding, nn.Identity)
 
@@ -153,9 +156,10 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
     classes: dict[type, str] = {}
     for path, module in modules.items():
         if type(module).__module__.startswith(("diffusion_lens.", "torch.nn.")):
-            if type(module) not in classes:
-                classes[type(module)] = digester.digest(type(module)).sha256.hex()
-            own.update(f"{path}\n{classes[type(module)]}\n{_state(module, digester)}\n".encode())
+            kind = _SAME_AS.get(type(module), type(module))
+            if kind not in classes:
+                classes[kind] = digester.digest(kind).sha256.hex()
+            own.update(f"{path}\n{classes[kind]}\n{_state(module, digester)}\n".encode())
         else:
             digest = digester.combine(_parts(module))
             described[path] = with_gaps(f"{type(module).__qualname__} #{digest}", digest)
