@@ -252,6 +252,34 @@ def test_importing_the_package_needs_no_extra() -> None:
     assert not offenders, "\n".join(offenders)
 
 
+def imported_with(name: str) -> Iterator[str]:
+    """Modules that a file imports when it is imported itself, with the packages around them."""
+    for node in tree_of(name).body:
+        if isinstance(node, ast.Import):
+            targets = {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            targets = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        else:
+            continue
+        for target in targets:
+            parts = target.split(".")
+            yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+
+
+def test_loading_a_model_imports_nothing_that_it_does_not_need() -> None:
+    reached, waiting = set(), ["diffusion_lens.hooked_diffusion_transformer"]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += imported_with(name) if name in FILES else ()
+    assert {"diffusion_lens.model.transformer", "diffusion_lens.denoising.loop", "torch"} <= reached
+    rooms = ("analysis", "plots", "explorer", "training", "evaluation", "data", "one_layer", "checks", "cli")
+    libraries = ("accelerate", "pandas", "IPython", "ipywidgets", "scipy", "datasets")
+    unneeded = (*(f"diffusion_lens.{room}" for room in rooms), *libraries, "transformer_lens.model_bridge")
+    assert sorted(name for name in reached if any(within(name, other) for other in unneeded)) == []
+
+
 def test_no_room_is_a_cupboard() -> None:
     folders = [ROOT / folder for folder in (*PACKAGES, "tests", "examples", "benchmarks")]
     cupboards = {"util", "utils", "helper", "helpers", "common", "misc"}

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from diffusion_lens import plots
 from diffusion_lens.config import reached
 from diffusion_lens.denoising.run import Run
 from diffusion_lens.display import Result, Table, texts_of
@@ -192,10 +191,14 @@ class Recording(Result):
 
     def plot(self, row: int = 0, ax: Any = None, title: str | None = None) -> Any:
         """The canvas by step, tokens coloured by confidence; returns the matplotlib axes."""
+        from diffusion_lens import plots  # when it is drawn: loading a model should not wait for it
+
         return plots.denoising_grid(*self._drawn(row), title=title, ax=ax)
 
     def to_html(self, row: int = 0) -> str:
         """The canvas by step as a self-contained HTML page, tokens coloured by confidence."""
+        from diffusion_lens import plots
+
         return plots.canvas_table(f"{shown_model(self.record)}: {self.text[row] or 'a run'}", *self._drawn(row))
 
     def _table(self) -> Table:
@@ -210,6 +213,8 @@ class Recording(Result):
 
     def _page(self, picture: str) -> str:
         """With the canvas of the first row by step, which takes less time than a picture."""
+        from diffusion_lens import plots
+
         canvas = plots.canvas_fragment(*self._drawn(0)) if len(self) else ""
         return super()._page(canvas)
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from diffusion_lens import plots
 from diffusion_lens.display.table import Table
 from diffusion_lens.records import one_line, shown_model
 
@@ -73,6 +72,8 @@ class PicturedResult(Result):
 
     def _repr_mimebundle_(self, **selection: Any) -> dict[str, Any]:
         """HTML and PNG from one drawing, which is most of the work. A notebook asks for both at once."""
+        from diffusion_lens import plots  # when it is drawn: loading a model should not wait for it
+
         try:
             with plots.CELL.unshown():
                 figure = plots.figure_of(self._picture())
