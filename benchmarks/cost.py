@@ -47,12 +47,12 @@ LOOP = DenoiseSettings(steps=8)
 Job = tuple[cost.Cost, Callable[[], object]]
 
 
-def build(kind: str, size: str) -> HookedDiffusionTransformer:
-    """A random model."""
-    n_layers, d_model, n_heads, d_mlp, d_vocab = SIZES[size]
+def build(kind: str, size: tuple[int, int, int, int, int]) -> HookedDiffusionTransformer:
+    """A random model of these layers, widths, heads, units and tokens."""
+    n_layers, d_model, n_heads, d_mlp, d_vocab = size
     architecture = Architecture(
         family="lit_gpt",
-        name=f"{kind}, {size}",
+        name=f"{kind}, d={d_model}",
         n_layers=n_layers,
         d_model=d_model,
         n_heads=n_heads,
@@ -70,14 +70,14 @@ def build(kind: str, size: str) -> HookedDiffusionTransformer:
 
 
 def query_of(model: HookedDiffusionTransformer, length: int = LENGTH) -> Query:
-    """A prompt of 20 tokens with an answer of three."""
-    tokens = torch.arange(3, 3 + length)
-    answer = tuple(range(40, 40 + len(ANSWER)))
+    """A prompt with an answer of three tokens."""
+    positions = ANSWER if length == LENGTH else tuple(range(length - 3, length))
+    tokens, answer = torch.arange(3, 3 + length), tuple(range(40, 43))
     if model.cfg.grows:
-        tokens = torch.cat([tokens[: ANSWER[0]], torch.tensor(answer[:-1])])
+        tokens = torch.cat([tokens[: positions[0]], torch.tensor(answer[:-1])])
     else:
-        tokens[ANSWER[0] :] = model.cfg.blank
-    return Query(tokens, SUBJECT, ANSWER, answer)
+        tokens[positions[0] :] = model.cfg.blank
+    return Query(tokens, SUBJECT, positions, answer)
 
 
 def jobs(model: HookedDiffusionTransformer) -> Iterator[tuple[str, Job]]:
@@ -108,7 +108,7 @@ def jobs(model: HookedDiffusionTransformer) -> Iterator[tuple[str, Job]]:
     one = Selection([SUBJECT[0], n_positions - 1], [0, depth // 2])
     ending = cost.temporal_effect(cfg, query, LOOP, restoration, NOISE, one, range(run.last_step + 1))
     yield (
-        "temporal effect",
+        "temporal effect, at most",
         (ending, lambda: (denoise(model, canvas, LOOP), restore_in_loop(run, None, restoration, NOISE, one))),
     )
 
@@ -182,6 +182,44 @@ def measured(job: Job, cfg: DiffusionConfig) -> tuple[float, float, float]:
     return predicted.token_layers / counted[0], seconds, mean
 
 
+def scaling(rounds: int) -> list[dict[str, Any]]:
+    """The cost of a trace against layers, positions and samples, and the slowest of several workers on 16 facts.
+
+    Each worker has a share of the facts. The shares are computed one after the other, so that they do not compete.
+    """
+    usual = {"layers": 4, "positions": 24, "samples": 5, "workers": 1}
+    values = {
+        "layers": (2, 4, 8, 12),
+        "positions": (12, 24, 36, 48),
+        "samples": (1, 5, 10, 20),
+        "workers": (1, 2, 4, 8),
+    }
+    rows = []
+    for kind in ("MDM", "AR"):
+        for axis, value in ((axis, value) for axis, own in values.items() for value in own):
+            setting = {**usual, axis: value}
+            model = build(kind, (setting["layers"], 128, 4, 512, 512))
+            query = query_of(model, setting["positions"])
+            noise, n_facts = Corruption("gaussian", 0.3, samples=setting["samples"]), 16 if axis == "workers" else 1
+            predicted = cost.trace(model.cfg, query, Restoration(), noise) * (
+                n_facts / value if axis == "workers" else 1
+            )
+
+            def share(model: Any = model, query: Query = query, noise: Corruption = noise, n: int = n_facts) -> None:
+                for _ in range(-(-n // (value if axis == "workers" else 1))):  # noqa: B023
+                    trace_query(model, query, Restoration(), noise)
+
+            share()
+            _, seconds, expected = zip(*(measured((predicted, share), model.cfg) for _ in range(rounds)), strict=True)
+            rows.append({"kind": kind, "axis": axis, "value": value, "seconds": statistics.median(seconds)})
+            rows[-1]["predicted"] = statistics.median(expected)
+            print(
+                f"{kind} {axis} {value}: {rows[-1]['seconds']:.3f} s, predicted {rows[-1]['predicted']:.3f} s",
+                flush=True,
+            )
+    return rows
+
+
 def main(rounds: int = 3, out: Path | None = None) -> dict[str, Any]:
     """Run every job. Returns the rows of the table."""
     torch.set_num_threads(1)  # so that the time of the processor is that of the job, whatever else the machine does
@@ -190,7 +228,7 @@ def main(rounds: int = 3, out: Path | None = None) -> dict[str, Any]:
     rows = []
     for size in SIZES:
         for kind in ("MDM", "AR"):
-            model = build(kind, size)
+            model = build(kind, SIZES[size])
             for name, job in jobs(model):
                 job[1]()
                 shares, seconds, predicted = zip(*(measured(job, model.cfg) for _ in range(rounds)), strict=True)
@@ -203,7 +241,7 @@ def main(rounds: int = 3, out: Path | None = None) -> dict[str, Any]:
                     f"{1e3 * row['predicted']:8.1f}ms {ratio:9.2f}",
                     flush=True,
                 )
-    table = {"torch": torch.__version__, "rounds": rounds, "rows": rows}
+    table = {"torch": torch.__version__, "rounds": rounds, "rows": rows, "scaling": scaling(rounds)}
     if out is not None:
         out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return table

@@ -53,6 +53,7 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "two_sites.md",
         "editing.md",
         "kinds.md",
+        "scaling.md",
     } == RUN_BY_THE_BUILD
     taught = {"start.md", "tour.md", "your_own_facts.md", "write_a_hook.md", "tutorial.md", "concepts.md"}
     taught |= {"write_a_sampler.md", "add_a_family.md", "families.md", "finetune.md"}

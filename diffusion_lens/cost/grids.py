@@ -55,8 +55,7 @@ def trajectory_trace(
 ) -> Cost:
     """The cost of a denoising run, and of `trace_steps(...)` along it.
 
-    It is an upper bound where several canvases have a common beginning: those of a model that writes by blocks, or of a
-    causal one that wrote another text than the answer.
+    It is an upper bound for a model that writes by blocks, of whose canvases common beginnings are computed once.
 
     Args:
         cfg: Config of the model.
@@ -71,8 +70,8 @@ def trajectory_trace(
     whole = replace(query, tokens=torch.zeros(length, dtype=torch.long))
     if canvases is None:
         canvases = expected_canvases(cfg, loop.steps or 32, len(query.answer_tokens), length - given)
-        # Where a text grows, every step of a forced run reads the same tokens.
-        canvases = 1 if cfg.grows and canvas == "forced" else canvases
+    # Where a text grows, the canvases of a forced run differ in the answer at most, and are traced as one.
+    canvases = 1 if cfg.grows and canvas == "forced" else canvases
     of_step = trace(cfg, whole, restoration, corruption, selection)
     if loop.cfg_scale:
         rows = 1 if canvas == "forced" else 1 + corruption.rows
