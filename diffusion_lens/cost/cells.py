@@ -78,13 +78,8 @@ class Canvas:
 
     def cells(self, cells: Iterable[CellAt]) -> Counter[Pass]:
         """The passes that score cells."""
-        depth, last_read = self.cfg.n_layers, max(self.read, default=-1)
-        reaching = [
-            cell
-            for cell in cells
-            if (cell.entry < depth or cell.position in self.read)
-            if not self.resumes or self.seen_from(cell.position) <= last_read
-        ]
+        depth = self.cfg.n_layers
+        reaching = [cell for cell in cells if self.reaches(cell)]
         together = self._positions_together(reaching)
         groups: dict[tuple[int, bool, bool], list[CellAt]] = {}
         for cell in reaching:
@@ -96,6 +91,12 @@ class Canvas:
             for start in range(0, len(members), size):
                 passes.update(self._batch(members[start : start + size], whole))
         return passes
+
+    def reaches(self, cell: CellAt) -> bool:
+        """Whether a cell can change a row that is read."""
+        if cell.entry == self.cfg.n_layers and cell.position not in self.read:
+            return False
+        return not self.resumes or self.seen_from(cell.position) <= max(self.read, default=-1)
 
     def _batch(self, cells: Sequence[CellAt], whole: bool) -> Iterable[Pass]:
         """The passes of cells that are computed together, in the order of their entries."""

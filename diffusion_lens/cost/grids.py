@@ -196,8 +196,12 @@ def patch_grid(
     # Where no position sees all others, nothing changes before the block of the first token that differs.
     first = canvas.seen_from(_first_difference(clean, corrupted)) if canvas.resumes else 0
     for sweep in sweeps:
-        cells = []
+        cells: list[CellAt] = []
+        # One pass of a block in which every position is patched moves such cells to its end (`patching.block_ends`).
+        pairs = {pair for group in sweep.groups for pair in group}
+        moves = sweep.site.moves_to_block_end and len(pairs) == len({target for _, target in pairs})
         for layer in sweep.layers:
+            of_layer: list[CellAt] = []
             for group in sweep.groups:
                 targets = [target for _, target in group]
                 reads_itself = layer == 0 and sweep.site.name in ("resid_pre", "q", "k", "v")
@@ -209,7 +213,11 @@ def patch_grid(
                 in_last = layer == cfg.n_layers - 1 and not sweep.site.ends_block
                 whole = in_last and (not sweep.site.is_local or not set(rows).isdisjoint(targets))
                 entry = layer + sweep.site.ends_block
-                cells += [CellAt(entry, min(targets), whole)] * len(sweep.heads or [0])
+                of_layer += [CellAt(entry, min(targets), whole)] * len(sweep.heads or [0])
+            if moves and any(map(canvas.reaches, of_layer)):
+                passes[Pass(1, n_positions, layer, layer + 1, whole=True)] += 1
+                of_layer = [CellAt(layer + 1, cell.position) for cell in of_layer]
+            cells += of_layer
         passes.update(canvas.cells(cells))
     return Cost(cfg, passes, canvas.bytes_at_once)
 

@@ -167,4 +167,8 @@ def _one_block(architecture: Architecture, tiny: bool = False) -> Architecture:
         mask_token_id=None if architecture.mask_token_id is None else 7,
         experts=None,
         time=None,
+        # Where its open block begins does not matter here.
+        attention_dir="causal" if architecture.attention_dir == "causal" else "bidirectional",
+        causal_block=None,
+        block_context="blocks",
     )

@@ -87,9 +87,9 @@ def chain_rule_nll(
     is the chance of a mask: 1 for the first token, 1/n for the last of n.
 
     A model by blocks is scored as it is trained: blocks are counted from the first token of the text, and every row is
-    read in place. The loop of a model with a causal prefix (`cfg.causal_prefix`) counts them from the end of the prompt
-    and reads the first token of a block in the row before it, so there this is not the probability with which the loop
-    writes the answer. The same is true of `monte_carlo_nll`.
+    read in place. Where the loop counts them from the end of the prompt (`cfg.counts_from_prompt`), and reads the first
+    token of a block in the row before it, this is not the probability with which the loop writes the answer. The same
+    is true of `monte_carlo_nll`.
 
     Args:
         prompt: Text, or Int[pos] tokens; on a masked diffusion model it may be empty or contain [MASK]s. Padding that
