@@ -22,6 +22,8 @@ from diffusion_lens.analysis import LocalWorkers
 from diffusion_lens.interventions import steer
 
 torch.set_num_threads(1)
+# A shell lets its jobs in the background ignore Ctrl-C, and their children inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = 180  # seconds of a test
 
