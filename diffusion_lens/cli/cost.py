@@ -3,8 +3,7 @@
 Canvases are laid out by the model's tokenizer if it is on this machine; otherwise their lengths are guessed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -78,19 +77,6 @@ def prompts_of(model: ModelChoice, facts: Sequence[Any]) -> list[int]:
     return [outline.to_tokens(fact.prompt, truncate=False).shape[1] for fact in facts]
 
 
-@contextmanager
-def _threads(workers: int) -> Iterator[None]:
-    """A context in which torch has the share of its threads that each of these workers gets."""
-    import torch
-
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(max(1, before // workers))
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _guessed(model: ModelChoice, fact: "Fact", length: int | None, first_tokens: int | None) -> "Query":
     """A canvas of guessed lengths; a fact without texts is eight tokens, a subject of four of them, and an answer."""
     import torch
@@ -121,13 +107,16 @@ def show(report: Report, work: Sequence[tuple[ModelChoice, Any]], flops: float |
         work: Models of the command, each with its work.
         flops: Operations per second of the device. `None` takes the device of the model.
     """
+    import torch
+
+    from diffusion_lens.analysis.workers.task import torch_threads
     from diffusion_lens.cost import find_device, with_rate
 
     workers, on_slurm = report.settings.get("workers") or 1, report.settings.get("slurm") is not None
     seconds = 0.0
     for model, cost in work:
         # Processes of this machine share its cores; a job of Slurm has its own.
-        with _threads(1 if on_slurm else workers):
+        with torch_threads(max(1, torch.get_num_threads() // (1 if on_slurm else workers))):
             device = find_device(model.device, cost.cfg) if flops is None else with_rate(flops)
         seconds += cost.seconds(device, workers)
         report.say(

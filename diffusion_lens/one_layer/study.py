@@ -13,8 +13,7 @@ of "B is [M]": whatever such a network learns forward, it knows in reverse, with
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -26,6 +25,7 @@ from diffusion_lens.analysis.over_facts import Study
 from diffusion_lens.analysis.resumable import Shard
 from diffusion_lens.analysis.workers.executor import Executes
 from diffusion_lens.analysis.workers.job import Compute
+from diffusion_lens.analysis.workers.task import torch_threads
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.one_layer.measures import MEASURES, measure
@@ -166,8 +166,11 @@ def measured_at(steps: int) -> list[int]:
 
 
 def train_cell(cell: Cell, steps: int) -> CellCurves:
-    """Train one network on one thread, and measure it on the way."""
-    with _one_thread():
+    """Train one network, and measure it on the way.
+
+    On one thread sums have one order, and matrices this small are no faster on several.
+    """
+    with torch_threads(1):
         model = build(cell)
         taken = measured_at(steps)
         evaluate = _measuring(cell)
@@ -194,7 +197,7 @@ def build(cell: Cell) -> HookedDiffusionTransformer:
 def seconds_per_training(depth: int, steps: int) -> float:
     """Duration of a training on one thread of this machine: from a few steps, and measuring the network once."""
     cell = Cell("rotary", "mdm", "one-way", depth, seed=0)
-    with _one_thread():
+    with torch_threads(1):
         model = build(cell)
         training = train(model, sentences(cell.data), recipe(_TIMED, cell.seed), progress=False)
         begun = time.perf_counter()
@@ -208,14 +211,3 @@ def _measuring(cell: Cell) -> Callable[[Any], dict[str, float]]:
         return measure(model, cell.variant, cell.data)
 
     return evaluate
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums have one order on one thread, and matrices this small are no faster on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -72,7 +72,7 @@ def run_task(sent: bytes) -> bytes:
 
 def _outcome(task: Task, copy: ModelCopy | None, threads: int) -> Outcome:
     try:
-        with _ONE_TASK, _threads(threads), copy.ready() if copy else nullcontext() as model:
+        with _ONE_TASK, torch_threads(threads), copy.ready() if copy else nullcontext() as model:
             return Outcome(task.compute(model))
     except OSError:
         raise
@@ -90,7 +90,8 @@ def _as_sent(error: Exception) -> Exception:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def torch_threads(number: int) -> Iterator[None]:
+    """Let torch use this number of threads until the block ends."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
