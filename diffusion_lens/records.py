@@ -95,7 +95,6 @@ def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], reco
     if target.suffix != ".safetensors":
         raise ValueError(f"results are safetensors files; {target} should end in .safetensors")
     part = _PART.get()
-    # One entry of metadata only: safetensors writes several in an order that varies from file to file.
     described = {"kind": kind, **record, **({} if part is None else {PART: part})}
     write_safetensors(tensors, target, {RECORD: to_json(described)})
     return target

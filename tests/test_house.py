@@ -27,6 +27,7 @@ ROOMS = (
     "weight_conversion.whole_files",
     "weight_conversion.json_text",
     "weight_conversion.json_files",
+    "weight_conversion.aligned_file",
     "weight_conversion.files",
     "weight_conversion.families",
     "weight_conversion.registry",

@@ -4,6 +4,7 @@
 `export(tensors, architecture, path)` applies the same table in reverse. This package knows nothing of hooks or models.
 """
 
+from weight_conversion.aligned_file import ALIGNMENT
 from weight_conversion.architecture import Architecture, PositionKind
 from weight_conversion.conditioning import NoiseSchedule, TimeConditioning
 from weight_conversion.constant_conditioning import fold, folded_architecture, is_constant, unfolded_architecture
@@ -28,6 +29,7 @@ from weight_conversion.variant import Context, Variant
 from weight_conversion.whole_files import renamed_together, renamed_when_whole, sha256_of_file
 
 __all__ = [
+    "ALIGNMENT",
     "CHECKPOINT_SUFFIXES",
     "N_FREQUENCIES",
     "PUBLISHED_SIZES",

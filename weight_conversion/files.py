@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from weight_conversion.aligned_file import write_aligned
 from weight_conversion.architecture import Shape
 from weight_conversion.json_files import read_json
 from weight_conversion.whole_files import renamed_when_whole
@@ -200,17 +200,14 @@ def open_tensors(path: Path) -> TensorSource:
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors under a temporary name, then rename the file: a reader never sees a partial file."""
     with renamed_when_whole(path) as temporary:
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        try:
-            save_file(contiguous, temporary, metadata=dict(metadata) if metadata else None)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error  # so that a full disk raises the same error as elsewhere
+        write_aligned(tensors, temporary, metadata)
 
 
 def safetensors_size(shapes: Mapping[str, Shape], dtype: str = "F32") -> int:
-    """Size in bytes of a safetensors file with these tensors and no metadata: 8 for the length, the header, the data.
+    """Size in bytes of the file that the safetensors library writes of these tensors, without metadata.
 
-    The header is compact JSON in order of names, padded with spaces to a multiple of 8.
+    It is 8 for the length of the header, the header, which is compact JSON in order of names, padded with spaces to a
+    multiple of 8, and the data. `write_safetensors` pads to a multiple of 64.
     """
     width = {"F32": 4, "BF16": 2, "F16": 2}[dtype]
     header: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from diffusion_lens.model.placement import Placement
 from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions
 from diffusion_lens.model.rotary import Rotary
 from diffusion_lens.model.shared_weights import share
-from weight_conversion import N_FREQUENCIES, Architecture, tensor_shapes
+from weight_conversion import ALIGNMENT, N_FREQUENCIES, Architecture, tensor_shapes
 
 
 def build_embed(a: Architecture) -> Embed:
@@ -131,7 +131,6 @@ def _build_plain(a: Architecture, width: int) -> PlainMLP:
     return PlainMLP(up=_linear(a.d_model, width, a.mlp_bias), down=_linear(width, a.d_model, a.mlp_bias))
 
 
-ALIGNMENT = 64  # bytes, of torch's own tensors on the CPU
 _MLPS: dict[tuple[str, str], Callable[[Architecture, int], GatedMLP | PlainMLP]] = {
     ("gated", "silu"): _build_gated,
     ("plain", "gelu_new"): _build_plain,

@@ -75,6 +75,7 @@ def test_an_edited_file_is_off_by_its_hash_and_by_what_it_computes(copy):
     model = HookedDiffusionTransformer.from_pretrained(copy, device="cpu")
     wrong = faulty(model, "gate and up exchanged")
     export(wrong.state_dict(), wrong.cfg.architecture, copy)
+    save_file(unmapped(copy), copy)  # in the layout of the published file
     result = check(copy, "--as", "tiny-ar", "--json")
     assert result.exit_code == 1
     report = strict(result.stdout)

@@ -67,7 +67,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, write, fa
         raise OSError("no space left on device")
 
     if write == "safetensors":
-        monkeypatch.setattr("weight_conversion.files.save_file", full_disk)
+        monkeypatch.setattr("weight_conversion.files.write_aligned", full_disk)
     else:
         monkeypatch.setattr("weight_conversion.files.json.dumps", full_disk)
     with pytest.raises(OSError, match="no space left"):
@@ -85,7 +85,7 @@ def test_an_export_that_fails_leaves_the_old_pair(good, tmp_path, monkeypatch):
     def full_disk(*args, **_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("weight_conversion.files.save_file", full_disk)
+    monkeypatch.setattr("weight_conversion.files.write_aligned", full_disk)
     renamed = Architecture.from_dict({**architecture.to_dict(), "name": "another"})
     with pytest.raises(OSError, match="no space left"):
         export({name: tensor + 1 for name, tensor in tensors.items()}, renamed, old)
