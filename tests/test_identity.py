@@ -136,6 +136,18 @@ def test_a_fingerprint_tells_bytes_apart(dtype, shape):
     assert fingerprint(weight.T.contiguous().T) == seen[0]
 
 
+def test_sha256_is_computed_for_what_changed_only(either, monkeypatch):
+    model, hashed = copy.deepcopy(either.model), []
+    sha256 = weights_digest._sha256
+    weights_sha256(model)
+    monkeypatch.setattr(weights_digest, "_sha256", lambda weight: hashed.append(weight.shape) or sha256(weight))
+    unchanged = weights_sha256(model)
+    assert not hashed
+    model.ln_final.weight.data.neg_()
+    assert weights_sha256(model) != unchanged
+    assert hashed == [model.ln_final.weight.shape]
+
+
 def test_on_an_accelerator_only_what_changed_travels(either, monkeypatch):
     original = either.model
     model, travelled = copy.deepcopy(original), []
