@@ -18,7 +18,7 @@ from diffusion_lens.generation import Generation
 from diffusion_lens.hook_names import FwdHooks, NamesFilter
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.loading.given_options import given_options
-from diffusion_lens.loading.source import Source
+from diffusion_lens.loading.source import Source, tensors_of
 from diffusion_lens.model.caching import PosSlice
 from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
 from diffusion_lens.model.placement import DeviceMap
@@ -116,7 +116,7 @@ class HookedDiffusionTransformer(Generation):
         device: str | torch.device | None = None,
         *,
         token: str | bool | None = None,
-        mapped: bool = False,
+        mapped: bool | Path = False,
         weights_of: "HookedDiffusionTransformer | None" = None,
     ) -> "HookedDiffusionTransformer":
         """The model that a call of `from_pretrained` gave, as the workers of a study load it.
@@ -125,8 +125,8 @@ class HookedDiffusionTransformer(Generation):
             source: Arguments of that call; `source` of a model that was loaded.
             device, token: Arguments of `from_pretrained`.
             mapped: Whether weights on the CPU stay mapped from the file where it has their dtype, layout and alignment
-                (multiples of 64 bytes), so that several processes share one copy. The file must not be overwritten in
-                place.
+                (multiples of 64 bytes), so that several processes share one copy; or a file with the model's
+                parameters from which they are mapped instead. The file must not be overwritten in place.
             weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
         """
         if source.device_map is not None:
@@ -138,8 +138,8 @@ class HookedDiffusionTransformer(Generation):
             device = "cpu"  # until the map is read, which needs the parts of the model
         cfg, checkpoint, tokenizer = open_pretrained(**source.to_open(), device=device, token=token)
         if weights_of is None:
-            tensors = checkpoint.tensors() if mapped else checkpoint.pieces()
-            model = cls(cfg, tokenizer, tensors=tensors, assign=mapped, device_map=source.device_map)
+            tensors = tensors_of(checkpoint, mapped)
+            model = cls(cfg, tokenizer, tensors=tensors, assign=bool(mapped), device_map=source.device_map)
             check_folded(model)
             if source.fold_ln:
                 fold_norms(model)

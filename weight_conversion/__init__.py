@@ -19,7 +19,7 @@ from weight_conversion.convert import (
 )
 from weight_conversion.experts import Experts
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
-from weight_conversion.files import CHECKPOINT_SUFFIXES, write_safetensors
+from weight_conversion.files import CHECKPOINT_SUFFIXES, SafetensorsFile, write_safetensors
 from weight_conversion.json_files import JsonError, decode_json, parse_json, read_json, read_json_object, write_json
 from weight_conversion.json_text import as_json, from_json, restore_numbers, to_json
 from weight_conversion.registry import mode_read
@@ -42,6 +42,7 @@ __all__ = [
     "PositionKind",
     "QueryScale",
     "RotaryScaling",
+    "SafetensorsFile",
     "TimeConditioning",
     "Variant",
     "YarnScaling",

@@ -1,7 +1,8 @@
 """Error messages in one line, which distinguish an invalid request (a refusal) from a failure of the program.
 
 A refusal is an error from a `raise` statement of this package, or an error of the operating system (disk, file,
-connection). Every other error, such as a KeyError from a lookup, is a failure of the program, whatever its type.
+connection). Every other error, such as a KeyError from a lookup, is a failure of the program, whatever its type. A
+`RuntimeError` that this package raises, for example because workers died, is a failure that has a message.
 Errors of the library name Python arguments. This module replaces them by the command's options.
 """
 
@@ -40,6 +41,8 @@ ADVICE = (
     (r", or a collection of fact ids", ""),
     (r"\bone_canvas\b", "one-canvas"),
     (r"=None: say which", "=: say which"),
+    (r"is in the folder of the call, if one was given: call again to", "is kept under --out: the same command can"),
+    (r"(may show them later): call again", r"\1: repeat the command"),
     (r"pass another folder as out=", "name another folder with --out"),
     (r"pass tokenizer='folder' to from_pretrained", "name one with --tokenizer"),
     (r"tokenizer='that folder'", "it as --tokenizer"),
@@ -74,7 +77,7 @@ def one_line(error: Exception, options: Mapping[str, str]) -> tuple[str, int]:
     if is_refusal(error):
         # The text of a KeyError is the repr of its message.
         message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-        return _joined(in_options(message, options)), REFUSED
+        return _joined(in_options(message, options)), FAILED if type(error) is RuntimeError else REFUSED
     failure = "a failure of the program or of this machine, not an invalid request; --debug shows where"
     return _joined(f"{type(error).__name__}: {error} ({failure})"), FAILED
 

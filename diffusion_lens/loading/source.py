@@ -1,9 +1,13 @@
 """Where a model came from, so that another process can load the same weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
+
+from weight_conversion import Checkpoint, SafetensorsFile
 
 
 @dataclass(frozen=True)
@@ -48,3 +52,15 @@ class Source:
             return value
         path = self.working_directory / Path(value).expanduser()
         return path if path.exists() else value
+
+
+def tensors_of(checkpoint: Checkpoint, mapped: bool | Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model; in pieces, unless they should stay mapped from a file.
+
+    Args:
+        mapped: Whether they should stay mapped from the checkpoint, or another file, which has them by our names.
+    """
+    if isinstance(mapped, Path):
+        file = SafetensorsFile(mapped)
+        return ((name, file.read(name)) for name in file.shapes())
+    return checkpoint.tensors() if mapped else checkpoint.pieces()

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,3 +198,20 @@ def test_facts_that_failed_are_named_at_the_end(tmp_path: Path, monkeypatch: pyt
     assert "MemoryError: too long a text); the same command tries again" in first
     assert len(json.loads((tmp_path / "command.json").read_text())["record"]["failed"]) == 1
     assert "left out" not in CliRunner().invoke(app, asked).stdout
+
+
+def test_workers_that_die_are_a_failure_and_not_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mortal(InThisProcess):
+        def submit(self, *_: Any, **__: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(OSError("the node went away"))
+            return future
+
+    monkeypatch.setattr("diffusion_lens.analysis.LocalWorkers", Mortal)
+    asked = ["recall", "tiny-mdm", "--limit", "1", "--steps", "1", "--workers", "1", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 1
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("Error: the worker of the task that still has to compute ")
+    assert "died 3 times, last with OSError: the node went away. What was computed is kept under --out: " in line
+    assert line.endswith("the same command can compute the rest")

@@ -46,11 +46,16 @@ def test_a_killed_process_costs_its_task(
     assert_same(result, serial["aie"])
 
 
-@pytest.fixture
-def wide(model: Any, tmp_path: Path) -> Iterator[Path]:
-    """A checkpoint of 100 MB."""
+@pytest.fixture(params=["our file", "another file"])
+def wide(model: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A checkpoint of 100 MB; in another file than ours, weights are not at multiples of 64 bytes."""
     config = replace(model.cfg, d_model=512, n_layers=8, d_mlp=1408, n_heads=8, d_head=64, n_key_value_heads=8)
     folder = HookedDiffusionTransformer(config, model.tokenizer).save_pretrained(tmp_path / "wide")
+    if request.param == "another file":
+        file = folder / "model.safetensors"
+        content = file.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        file.write_bytes(end.to_bytes(8, "little") + content[8:end] + b" " * 8 + content[end:])
     yield folder
     shutil.rmtree(folder)
 

@@ -127,6 +127,11 @@ class ShardTask:
         """Number of canvases."""
         return self.stop - self.start
 
+    @property
+    def n_kept(self) -> int:
+        """None: a file is written whole."""
+        return 0
+
     def compute(self, model: DiffusionTransformer) -> dict[str, Tensor] | None:
         """The rows; `None` if they are in the folder, which this process sees."""
         if not self.folder.is_here:

@@ -71,6 +71,11 @@ class KeyPanel:
         """Number of batches."""
         return -(-len(self.rows) // self.batch_size)
 
+    @property
+    def n_kept(self) -> int:
+        """None: only the sums of all its batches are kept."""
+        return 0
+
     def compute(self, model: DiffusionTransformer) -> KeySums:
         """The sums, on the CPU."""
         sums = self.sums(model)

@@ -27,7 +27,8 @@ class Workers:
         executor: The executor.
         facts_per_task: Number of facts in a task of a study, rounded up to whole batches; by default what is
             left of the study is split into `tasks`.
-        retries: Number of times that a task whose worker died is submitted again.
+        retries: Number of times that a task whose worker died is submitted again. A worker that wrote a result to the
+            folder of the study before it died, for example at the time limit of its job, does not count.
         device: Kind of device of the workers, "cpu" or "cuda"; by default that of the model.
         threads: Number of torch's threads in a worker; by default that of this process. Sums may have another order,
             and their last bits may differ, on another number of threads.

@@ -45,9 +45,7 @@ class FactsTask:
     @property
     def name(self) -> str:
         """What error messages call it: the facts that it has not computed, as far as this process sees."""
-        folder = self.folder.facts() if self.folder else None
-        ids = [fact_id for batch in self.batches for fact_id in batch]
-        left = [repr(fact_id) for fact_id in ids if folder is None or not folder.file(fact_id).exists()]
+        left = [repr(fact_id) for fact_id in self._left()]
         more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
         return f"that still has to compute {', '.join(left[:_NAMED])}{more}"
 
@@ -56,10 +54,20 @@ class FactsTask:
         """Number of facts."""
         return sum(map(len, self.batches))
 
+    @property
+    def n_kept(self) -> int:
+        """Number of facts in the folder."""
+        return self.size - len(self._left())
+
     def compute(self, model: Any) -> list[Done]:
         """What became of each fact."""
         folder, compute = self.folder.facts() if self.folder else None, self.job.on(model)
         return [done for batch in self.batches for done in _of_batch(compute, batch, folder)]
+
+    def _left(self) -> list[str]:
+        folder = self.folder.facts() if self.folder else None
+        ids = [fact_id for batch in self.batches for fact_id in batch]
+        return [fact_id for fact_id in ids if folder is None or not folder.file(fact_id).exists()]
 
 
 def _of_batch(compute: Compute, batch: Sequence[str], folder: FactFolder | None) -> Iterator[Done]:

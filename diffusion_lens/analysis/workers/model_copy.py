@@ -2,8 +2,8 @@
 
 A worker loads the model by the arguments of the `from_pretrained` call that gave it, attaches the same hooks, and
 compares hash of the weights, hooks, modules, tokenizer and versions with those that the study records. It keeps the
-model for its next task. On the CPU the weights stay mapped from the file where its dtype, layout and alignment fit, so
-that the workers of one machine share one copy.
+model for its next task, before which it is compared again. On the CPU the weights are mapped from a file, so that the
+workers of one machine share one copy (`machine_copy.py`).
 """
 
 import hashlib
@@ -11,10 +11,12 @@ import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from diffusion_lens.analysis.workers.machine_copy import SMALLEST, shared_on_machine
 from diffusion_lens.analysis.workers.own_gpu import own_device
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.identity import name_of, run_of
@@ -40,12 +42,15 @@ class ModelCopy:
         hooks: Pairs (hook point, forward hook), pickled. Hooks are often functions inside functions, which only
             `cloudpickle` can store.
         network: What the study records of the network.
+        is_shared: Whether the workers of a machine should share one copy of the weights: they are large, on the CPU,
+            and those of the checkpoint.
     """
 
     source: Source
     device: str
     hooks: bytes
     network: dict[str, Any]
+    is_shared: bool
 
     @classmethod
     def of(cls, model: DiffusionTransformer, device: str | None) -> "ModelCopy":
@@ -69,7 +74,12 @@ class ModelCopy:
             )
         kind = device or str(model.cfg.device).partition(":")[0]
         dtype = str(model.cfg.dtype).removeprefix("torch.")
-        return cls(replace(source.anywhere(), dtype=dtype), kind, _hooks_of(model), network)
+        source = replace(source.anywhere(), dtype=dtype)
+        size = sum(weight.nbytes for weight in model.parameters())
+        time = model.cfg.time
+        folded = source.fold_ln or (time is not None and time.folded)
+        is_shared = kind == "cpu" and source.device_map is None and not folded and size >= SMALLEST
+        return cls(source, kind, _hooks_of(model), network, is_shared)
 
     @contextmanager
     def ready(self) -> Iterator[HookedDiffusionTransformer]:
@@ -99,9 +109,16 @@ class ModelCopy:
         key = hashlib.sha256(pickle.dumps((self.source, self.device))).hexdigest()
         if key not in _LOADED:
             _LOADED.clear()
-            device = None if self.source.device_map is not None else own_device(self.device)
-            _LOADED[key] = HookedDiffusionTransformer.from_source(self.source, device, mapped=True)
+            _LOADED[key] = self._new(key)
         return _LOADED[key]
+
+    def _new(self, key: str) -> HookedDiffusionTransformer:
+        device = None if self.source.device_map is not None else own_device(self.device)
+
+        def load(file: Path | None) -> HookedDiffusionTransformer:
+            return HookedDiffusionTransformer.from_source(self.source, device, mapped=file or True)
+
+        return shared_on_machine(load, key, self.network["weights_sha256"]) if self.is_shared else load(None)
 
     def _require_same(self, model: HookedDiffusionTransformer) -> None:
         here = provenance(model, model.cfg)
@@ -115,13 +132,20 @@ class ModelCopy:
 
 def _hooks_of(model: DiffusionTransformer) -> bytes:
     hooks = [(name, handle.user_hook) for name, point in model.hook_dict.items() for handle in point.fwd_hooks]
-    for name, hook in hooks:
-        try:
-            cloudpickle.dumps(hook)
-        except Exception as error:
-            raise ValueError(
-                f"the hook {name_of(hook)} at {name!r} cannot be sent to workers ({error}): let it refer to nothing "
-                "that belongs to this process, or run the study without executor="
-            ) from error
-    pickled: bytes = cloudpickle.dumps(hooks)
+    try:
+        pickled: bytes = cloudpickle.dumps(hooks)
+    except Exception:
+        for name, hook in hooks:
+            _require_sendable(name, hook)
+        raise
     return pickled
+
+
+def _require_sendable(name: str, hook: Any) -> None:
+    try:
+        cloudpickle.dumps(hook)
+    except Exception as error:
+        raise ValueError(
+            f"the hook {name_of(hook)} at {name!r} cannot be sent to workers ({error}): let it refer to nothing that "
+            "belongs to this process, or run the study without executor="
+        ) from error

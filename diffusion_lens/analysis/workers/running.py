@@ -50,7 +50,8 @@ def run_tasks(
         return
     copy = None if model is None else ModelCopy.of(model, workers.device)
     sent = (copy, workers.threads or torch.get_num_threads())
-    attempts: Counter[int] = Counter()
+    deaths: Counter[int] = Counter()  # of workers that had computed nothing that is kept, by number of the task
+    kept: Counter[int] = Counter()
     running: dict[Any, int] = {}
     waiting: dict[int, Any] = {}  # results by number of the task, where an earlier one is still to come
     died: list[int] = []
@@ -67,9 +68,12 @@ def run_tasks(
                 try:
                     outcome = pickle.loads(future.result())
                 except Exception as error:
-                    attempts[number] += 1
-                    if attempts[number] > workers.retries:
-                        raise _given_up(tasks[number], attempts[number], error) from error
+                    n_kept = tasks[number].n_kept
+                    if n_kept <= kept[number]:  # A task that reaches its time limit has computed something.
+                        deaths[number] += 1
+                    kept[number] = n_kept
+                    if deaths[number] > workers.retries:
+                        raise _given_up(tasks[number], deaths[number], error) from error
                     died.append(number)
                     continue
                 if outcome.error is not None:
@@ -128,8 +132,8 @@ def _ended(running: Mapping[Any, int], while_waiting: Callable[[], None]) -> lis
         while_waiting()
 
 
-def _given_up(task: Task, attempts: int, error: Exception) -> RuntimeError:
+def _given_up(task: Task, deaths: int, error: Exception) -> RuntimeError:
     return RuntimeError(
-        f"the worker of the task {task.name} died {attempts} times, last with {type(error).__name__}: {error}. What "
+        f"the worker of the task {task.name} died {deaths} times, last with {type(error).__name__}: {error}. What "
         "was computed is in the folder of the call, if one was given: call again to compute the rest"
     )

@@ -31,6 +31,10 @@ class Task(Protocol):
     def size(self) -> int:
         """Number of steps of the progress bar."""
 
+    @property
+    def n_kept(self) -> int:
+        """Number of these steps that earlier attempts have left in a folder, as far as this process sees."""
+
     def compute(self, model: Any) -> Any:
         """What the worker returns; an object that `pickle` can store.
 

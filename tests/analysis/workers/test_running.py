@@ -21,6 +21,7 @@ class Square:
     error: Callable[[], Exception] | None = None
     name = "of a number"
     size = 2
+    n_kept = 0
 
     def compute(self, model: None) -> int:
         if self.error is not None:

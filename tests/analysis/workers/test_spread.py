@@ -30,7 +30,7 @@ from diffusion_lens.analysis import (
 from diffusion_lens.analysis.average_effects import fact_tracer
 from diffusion_lens.analysis.average_effects.loop_runs import LoopRuns
 from diffusion_lens.analysis.resumable import FactFolder
-from diffusion_lens.analysis.workers import model_copy, progress, running
+from diffusion_lens.analysis.workers import progress, running
 from diffusion_lens.analysis.workers.task import packed
 from diffusion_lens.data import EditRequest, toy_facts
 from diffusion_lens.evaluation import recall_by_steps
@@ -157,6 +157,23 @@ def test_a_worker_that_dies_costs_its_task(tiny: Any, tmp_path: Any) -> None:
 
 
 @on_one_model
+def test_a_task_may_reach_its_time_limit_as_often_as_it_computes_a_batch(tiny: Any, tmp_path: Any) -> None:
+    class ShortJobs(Here):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            task, *sent = pickle.loads(args[0])
+            left = [batch for batch in task.batches if not FactFolder.open(tmp_path).has(batch[0])]
+            self.deaths += len(left) > 1
+            if len(left) > 1:
+                fn(packed((replace(task, batches=left[:1]), *sent)))
+            return super().submit(fn, *args, **kwargs)
+
+    pool = ShortJobs()
+    spread = STUDIES["recall"](tiny, executor=Workers(pool, facts_per_task=5, retries=0), out=tmp_path)
+    assert_same(spread, STUDIES["recall"](tiny))
+    assert pool.n_tasks == 3
+
+
+@on_one_model
 def test_a_task_that_is_given_up_names_the_facts_it_lacks(tiny: Any, tmp_path: Any) -> None:
     class DiesLate(Here):
         def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -269,29 +286,3 @@ def test_an_interrupted_run_leaves_a_folder_that_resumes(tiny: Any, tmp_path: An
     folder = FactFolder.open(tmp_path)
     assert 0 < sum(folder.has(fact.id) for fact in FACTS) < len(FACTS)
     assert_same(STUDIES["recall"](tiny, out=tmp_path), STUDIES["recall"](tiny))
-
-
-def move_data(offset: int, file: Path) -> None:
-    """Pad the header of a safetensors file with spaces, so that its data begin so much later."""
-    content = file.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    file.write_bytes((end - 8 + offset).to_bytes(8, "little") + content[8:end] + b" " * offset + content[end:])
-
-
-@pytest.mark.parametrize("offset", [0, 8])
-def test_a_worker_loads_the_model_once_and_maps_aligned_weights(tiny: Any, tmp_path: Path, offset: int) -> None:
-    tiny.save_pretrained(tmp_path)
-    move_data(offset, tmp_path / "model.safetensors")
-    model = HookedDiffusionTransformer.from_pretrained(tmp_path, device="cpu")
-    # Products with a single row are those whose last bits depend on the alignment of the weights.
-    settings = {"samples": 1, "length": 14, "known": "all", "first_tokens": 1}
-    serial, spread = (average_indirect_effect(model, FACTS, **settings, executor=each) for each in (None, Here()))
-    assert_same(spread, serial)
-    (copy,) = model_copy._LOADED.values()
-    STUDIES["recall"](model, executor=Here())
-    assert [*model_copy._LOADED.values()] == [copy]
-    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
-    spans = [[int(end, 16) for end in line[0].split("-")] for line in mapped]
-    for one in (model, copy):
-        shared = [any(low <= weight.data_ptr() < high for low, high in spans) for weight in one.parameters()]
-        assert all(shared) if one is copy and not offset else not any(shared)

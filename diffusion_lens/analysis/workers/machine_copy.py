@@ -1,0 +1,107 @@
+"""One copy of a model's weights for all workers of a machine, where they cannot be mapped from the model's own file.
+
+A weight is used as it is mapped only if the file has it in the dtype and layout of the model and at a multiple of 64
+bytes, as files that we write have it. For another file, the first worker that loads the model writes the weights to a
+file in the folder for temporary files, and all workers map that. The file has no name: workers open it through the
+process that has it open (`/proc/PID/fd`), which a small file lists. The system frees the space when the last worker
+has ended, however it ended.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, TypeVar
+
+from torch import nn
+
+from diffusion_lens.weights_digest import weights_sha256
+from weight_conversion import write_safetensors
+
+M = TypeVar("M", bound=nn.Module)
+SMALLEST = 1 << 26  # bytes of weights for which this is done
+_ROOM = 1.1  # free space, in sizes of the weights
+_OPEN: list[int] = []  # number of the file that this process maps, for others to open
+
+
+def shared_on_machine(load: Callable[[Path | None], M], source: str, sha256: str) -> M:
+    """A model whose weights are mapped from a file that all workers of this machine share, if that is possible.
+
+    Processes that find no such file load the model one after another, the first of which writes it.
+
+    Args:
+        load: Loads the model; from a file with its parameters, if it is given one.
+        source: What names the model, in any form.
+        sha256: The hash of its weights. A file with other weights is not used.
+    """
+    _close()
+    if not _path(os.getpid(), 0).parent.is_dir():  # another system than Linux
+        return load(None)
+    with ExitStack() as until_written:
+        try:
+            holders = until_written.enter_context(_listed(hashlib.sha256((source + sha256).encode()).hexdigest()))
+        except OSError:
+            return load(None)
+        number = _opened(holders.read())
+        if number is None:
+            model = load(None)
+            number = _written(model)
+            if number is None:
+                return model
+            del model
+            holders.truncate(0)
+        _OPEN.append(number)
+        holders.write(f"{os.getpid()} {number} {os.fstat(number).st_ino}\n".encode())
+    model = load(_path(os.getpid(), number))
+    if weights_sha256(model) == sha256:
+        return model
+    _close()
+    return load(None)
+
+
+def _close() -> None:
+    while _OPEN:
+        os.close(_OPEN.pop())
+
+
+@contextmanager
+def _listed(name: str) -> Iterator[IO[bytes]]:
+    """The list of processes with the numbers and inodes of their open files, for one process at a time."""
+    path = Path(tempfile.gettempdir()) / f"diffusion-lens-{os.getuid()}-{name[:16]}.weights"
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW, 0o600), "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def _opened(holders: bytes) -> int | None:
+    """The file that one of these processes has open, if there is one. Their numbers may belong to others by now."""
+    for line in reversed(holders.split(b"\n")):
+        with suppress(OSError, ValueError):
+            process, number, inode = map(int, line.split())
+            found = _path(process, number)
+            if found.stat().st_ino == inode and found.is_file():
+                return os.open(found, os.O_RDONLY)
+    return None
+
+
+def _written(model: nn.Module) -> int | None:
+    """A file of the weights without a name; `None` if most are mapped already, or there is no room."""
+    weights = dict(model.named_parameters())
+    own = sum(weight.nbytes for weight in weights.values() if weight.untyped_storage().resizable())
+    size = sum(weight.nbytes for weight in weights.values())
+    if own < SMALLEST or shutil.disk_usage(tempfile.gettempdir()).free < _ROOM * size:
+        return None
+    try:
+        with tempfile.TemporaryDirectory(prefix="diffusion-lens-") as folder:
+            write_safetensors(weights, Path(folder) / "weights.safetensors")
+            return os.open(Path(folder) / "weights.safetensors", os.O_RDONLY)
+    except OSError:  # the room was taken meanwhile
+        return None
+
+
+def _path(process: int, number: int) -> Path:
+    return Path("/proc") / str(process) / "fd" / str(number)
