@@ -90,8 +90,7 @@ def second_moment(cfg: DiffusionConfig, lengths: Sequence[int], layer: int, batc
 def signatures(cfg: DiffusionConfig, n_pairs: int, positions: int, together: int = 32, n_candidates: int = 0) -> Cost:
     """The cost of `reversal_signatures(...)`.
 
-    Of L + 6 forward passes of a canvas, one of each canvas gives states and scores, L + 1 in all the cuts (each cut
-    starts at its layer), two the gradients and one the small step.
+    Its passes are those of `signature_passes`.
 
     Args:
         cfg: Config of the model.
@@ -102,10 +101,11 @@ def signatures(cfg: DiffusionConfig, n_pairs: int, positions: int, together: int
     """
     depth, together = cfg.n_layers, max(1, min(together, n_pairs))
     batches = n_pairs / together
-    passes: dict[Pass, Number] = {Pass(together, positions, 0, depth, 1, whole=True): (2 + 1) * batches}
+    passes: dict[Pass, Number] = {Pass(together, positions, 0, depth, 1, whole=True): batches}
     for layer in range(depth):
-        # Each layer is cut from one side and from the other.
-        passes[Pass(together, positions, layer, depth, 1)] = 2 * batches
+        # Each layer is cut from one side and from the other: there at the reader, behind it at all positions.
+        passes[Pass(together, 1, layer, layer + 1, past=positions - 1)] = 2 * batches
+        passes[Pass(together, positions, layer + 1, depth, 1)] = 2 * batches
     passes[Pass(together, positions, 0, depth, 1, whole=True, gradient="states")] = 2 * batches
     return Cost(cfg, passes, together * pair_bytes(cfg, positions, together, n_candidates))
 

@@ -39,12 +39,15 @@ class GradientAlignment:
     parameters: list[str]
 
     @classmethod
-    def of(cls, forward: CanvasBatch, reverse: CanvasBatch, parameters: Sequence[str]) -> "GradientAlignment":
-        """The alignment in one batch: two forward and two backward passes, and one forward pass for the step."""
-        one, other = (Gradients.of(batch, parameters) for batch in (forward, reverse))
+    def of(cls, forward: CanvasBatch, reverse: CanvasBatch, one: Gradients, other: Gradients) -> "GradientAlignment":
+        """The alignment in one batch, which takes one forward pass for the step.
+
+        Args:
+            one, other: Gradients of the forward and of the reverse canvases in the same matrices.
+        """
         different = other_facts(forward, reverse)
         compared, transfers, squares, products = [], [], [], []
-        for name in parameters:
+        for name in one.by_name:
             ours, theirs = one.by_name[name], other.by_name[name]
             square, table = own(ours, ours).clamp(min=0), inner(ours, theirs)
             others = own(theirs, theirs).clamp(min=0)
@@ -59,7 +62,7 @@ class GradientAlignment:
             transfers=torch.stack(transfers, dim=1).float().cpu(),
             steps=steps.float().cpu(),
             losses=torch.stack([one.losses, other.losses], dim=1).float().cpu(),
-            parameters=list(parameters),
+            parameters=list(one.by_name),
         )
 
     @classmethod

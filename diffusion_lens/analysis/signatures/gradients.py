@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.outer_sums import OuterSums
+from diffusion_lens.analysis.signatures.reading import PassReader
 from diffusion_lens.model.embed import Embed, Unembed
 from diffusion_lens.model.experts import Router
 from diffusion_lens.model.linear import Linear
@@ -52,15 +53,18 @@ class Gradients:
     losses: Float[Tensor, "fact"]
 
     @classmethod
-    def of(cls, batch: CanvasBatch, names: Sequence[str]) -> "Gradients":
+    def of(cls, batch: CanvasBatch, names: Sequence[str], reader: PassReader | None = None) -> "Gradients":
         """The gradients in these matrices, of one forward and one backward pass.
+
+        Args:
+            reader: What reads the states of the forward pass.
 
         Raises:
             ValueError: A projection is another module than the weights describe, or carries a hook of torch.
         """
         model = batch.model
         with torch.enable_grad(), _recording(model, names) as (inputs, outputs):
-            logits = batch.logits()
+            logits = batch.logits() if reader is None else reader.logits()
             losses = batch.losses(logits)
             outputs[HEAD] = logits
             wanted = list(outputs)

@@ -11,7 +11,7 @@ from diffusion_lens.analysis.signatures.batches import longest_canvas, plan_batc
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
 from diffusion_lens.analysis.signatures.edges import edge_cut_of
 from diffusion_lens.analysis.signatures.evidence import evidence_of
-from diffusion_lens.analysis.signatures.gradients import check_projections, matrix_names
+from diffusion_lens.analysis.signatures.gradients import Gradients, check_projections, matrix_names
 from diffusion_lens.analysis.signatures.reading import CanvasReading
 from diffusion_lens.analysis.signatures.routes import routes_of
 from diffusion_lens.identity import begins_run
@@ -131,8 +131,8 @@ def gradient_alignment(
     with model.optional_hooks():
         return GradientAlignment.joined(
             [
-                GradientAlignment.of(forward, reverse, names)
-                for forward, reverse in _batches(model, pairs, batch_size, max_bytes)
+                GradientAlignment.of(*both, *(Gradients.of(batch, names) for batch in both))
+                for both in _batches(model, pairs, batch_size, max_bytes)
             ]
         )
 

@@ -72,10 +72,11 @@ class SignaturePlan:
 def signature_passes(n_layers: int) -> tuple[int, int]:
     """The cost of a pair in forward passes of one canvas, and the number of backward passes.
 
-    Of L + 6 forward passes, one of each canvas gives states and scores, L + 1 in all the cuts (each cut starts at its
-    layer), two the gradients and one the small step. The two backward passes compute no gradient of a weight.
+    Of L + 2 forward passes, one of each canvas gives states, scores and gradients, L - 1 in all are the blocks behind
+    each cut, and one is the small step. To these come 2 L positions, the readers in the block of each cut; where hooks
+    are attached to a block, whole blocks in their place. The two backward passes compute no gradient of a weight.
     """
-    return n_layers + 6, 2
+    return n_layers + 2, 2
 
 
 def _named(pairs: Pairs) -> dict[str, TaughtPair]:

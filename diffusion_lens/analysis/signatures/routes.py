@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffusion_lens.analysis.signatures.canvases import CanvasBatch
-from diffusion_lens.analysis.signatures.reading import CanvasReading
+from diffusion_lens.analysis.signatures.reading import CanvasReading, scores_between
 from diffusion_lens.model.norm import Norm
 from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_number
 
@@ -87,15 +87,12 @@ def _turned(reading: CanvasReading, at: CanvasBatch) -> Float[Tensor, "fact laye
     if model.positions.learned:
         return torch.stack(reading.scores, dim=1).float() * torch.nan
     at_rows, at_sources = at.rows[:, None], at.sources[:, None]
-    bias = model.positions.score_bias(at_rows, at_sources)
     for block, q, k in zip(model.blocks, reading.queries, reading.keys, strict=True):
         turned_q = model.positions.turn(block.attn.clipped(_normed(block.attn.q_norm, q)[:, None]), at_rows)
         turned_q = model.positions.scale_queries(turned_q, at_rows)[:, 0]
         turned_k = model.positions.turn(block.attn.clipped(_normed(block.attn.k_norm, k)[:, None]), at_sources)[:, 0]
-        by_query_head = turned_k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        score = (turned_q * by_query_head).float().sum(dim=-1) / model.cfg.d_head**0.5
-        scores.append(score if bias is None else score + bias[:, :, 0, 0])
-    return torch.stack(scores, dim=1)
+        scores.append(scores_between(at, turned_q, turned_k))
+    return torch.stack(scores, dim=1).float()
 
 
 def _normed(norm: nn.Module, x: Float[Tensor, "fact head d_head"]) -> Float[Tensor, "fact head d_head"]:

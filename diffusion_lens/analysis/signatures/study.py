@@ -21,9 +21,10 @@ from diffusion_lens.analysis.signatures.canvases import other_facts
 from diffusion_lens.analysis.signatures.edges import edge_cut_of
 from diffusion_lens.analysis.signatures.evidence import evidence_of, percentiles, reuse
 from diffusion_lens.analysis.signatures.fact_result import FactSignatures
+from diffusion_lens.analysis.signatures.gradients import Gradients
 from diffusion_lens.analysis.signatures.measures import Pairs, canvases_of
 from diffusion_lens.analysis.signatures.plan import SignaturePlan
-from diffusion_lens.analysis.signatures.reading import CanvasReading
+from diffusion_lens.analysis.signatures.reading import PassReader
 from diffusion_lens.analysis.signatures.result import ReversalSignatures
 from diffusion_lens.analysis.signatures.routes import correlation_of_frequencies, routes_of
 from diffusion_lens.analysis.workers.executor import Executes
@@ -112,12 +113,15 @@ def _signatures(
 ) -> list[FactSignatures]:
     """The signatures of a batch of pairs."""
     forward, reverse = canvases_of(model, pairs)
-    readings = [CanvasReading.of(batch) for batch in (forward, reverse)]
+    readers = [PassReader(batch) for batch in (forward, reverse)]
+    gradients = [Gradients.of(reader.batch, parameters, reader) for reader in readers]
+    aligned = GradientAlignment.of(forward, reverse, *gradients)
+    readings = [reader.reading(each.losses) for reader, each in zip(readers, gradients, strict=True)]
+    del gradients  # the largest tensors
     found, different = [evidence_of(reading, candidates) for reading in readings], other_facts(forward, reverse)
     right = [candidates.index(pair.reverse.answer_token) for pair in pairs]
     cuts = [edge_cut_of(reading) for reading in readings]
     scores = routes_of(*readings)
-    aligned = GradientAlignment.of(forward, reverse, parameters)
     tensors = {
         "percentiles": torch.stack([percentiles(each, right, different) for each in found], dim=1),
         "reuses": reuse(*found),

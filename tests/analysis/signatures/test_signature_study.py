@@ -353,7 +353,7 @@ def test_a_pair_costs_what_the_plan_says(tiny, pairs, token_layers):
     positions = len(pairs[0].forward.tokens)
     with token_layers() as counted:
         reversal_signatures(tiny, pairs)
-    assert counted[0] == forward * len(pairs) * positions * tiny.cfg.n_layers
+    assert counted[0] == (forward * positions + 2) * len(pairs) * tiny.cfg.n_layers
     with token_layers() as counted:
         gradient_alignment(tiny, pairs)  # those with a backward pass, and the small step
     assert counted[0] == (backward + 1) * len(pairs) * positions * tiny.cfg.n_layers

@@ -188,6 +188,15 @@ def test_values_of_the_first_layer_know_no_position(every):
     assert (found.reuses[:, 1:] < 0.9999).all()
 
 
+def test_a_hook_that_only_looks_changes_no_cut_and_no_route(several):
+    """With hooks, whole blocks are computed behind a cut, and scores are read from their hook point."""
+    model, pairs = several.model, random_pairs(several.model)
+    cuts, scores = edge_cut(model, pairs), routes(model, pairs)
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_attn_scores", lambda scores, hook: None)]):
+        torch.testing.assert_close(edge_cut(model, pairs), cuts, rtol=1e-3, atol=2e-5, equal_nan=True)
+        torch.testing.assert_close(routes(model, pairs), scores, equal_nan=True)
+
+
 def test_a_cut_edge_is_a_pattern_without_it(several):
     """Instead of a score of -inf: the entry of the pattern is 0, and the others are scaled up to 1."""
     model, pairs = several.model, random_pairs(several.model)
