@@ -25,7 +25,7 @@ STUDIES: dict[str, Callable[..., Any]] = {
 # Commands of the command line.
 AIE = ["aie", "tiny-mdm", "--trained", "p2d", "--limit", "2", "--samples", "2", "--device", "cpu"]
 RECALL = ["recall", "tiny-mdm", "--limit", "3", "--steps", "1", "--steps", "4", "--device", "cpu"]
-PATIENCE = 90.0  # seconds: the longest that anything here waits
+PATIENCE = 240.0  # seconds: the longest that anything here waits
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ def meanwhile(look: Callable[[], T], what: str, act: Callable[[T], None]) -> Ite
 
 
 # The hooks are functions in functions, which cloudpickle sends as they are: workers cannot import this module.
-def stop_once(marker: str) -> Callable[..., None]:
+def stop_once(marker: str, patience: float = PATIENCE) -> Callable[..., None]:
     def hook(activation: Any, hook: Any) -> None:
         import os
         import time
@@ -110,18 +110,18 @@ def stop_once(marker: str) -> Callable[..., None]:
         except FileExistsError:
             return
         os.write(file, str(os.getpid()).encode())
-        time.sleep(90)
+        time.sleep(patience)
 
     return hook
 
 
-def stop_after_a_fact(study: str, go_on: str) -> Callable[..., None]:
+def stop_after_a_fact(study: str, go_on: str, patience: float = PATIENCE) -> Callable[..., None]:
     def hook(activation: Any, hook: Any) -> None:
         import glob
         import os
         import time
 
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + patience
         while glob.glob(study + "/*.safetensors") and not os.path.exists(go_on) and time.monotonic() < deadline:
             time.sleep(0.05)
 

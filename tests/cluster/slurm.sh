@@ -41,7 +41,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=20
+MessageTimeout=60
 KillWait=2
 CompleteWait=0
 NodeName=n1 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=$n1 CPUs=1
@@ -51,7 +52,7 @@ CONF
     slurmctld
     slurmd -N n1
     slurmd -N n2
-    for _ in $(seq 60); do
+    for _ in $(seq 240); do
         [[ $(sinfo --noheader --format %D --states idle) == 2 ]] && return
         sleep 0.5
     done

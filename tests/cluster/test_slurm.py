@@ -54,7 +54,7 @@ def environ(pid: int) -> list[str]:
 
 def two_nodes(folder: Path, facts_per_task: int) -> Workers:
     executor = submitit.SlurmExecutor(folder)
-    executor.update_parameters(partition="main", time=5, cpus_per_task=1, array_parallelism=2)
+    executor.update_parameters(partition="main", time=30, cpus_per_task=1, array_parallelism=2)
     return Workers(executor, facts_per_task=facts_per_task)
 
 
@@ -90,8 +90,8 @@ def test_a_node_is_killed(model: Any, serial: dict[str, Any], slurm: Path, tmp_p
         kill(int((slurm / f"slurmd-{environment['SLURMD_NODENAME']}.pid").read_text()))
         step = f"slurmstepd: [{environment['SLURM_JOB_ID']}."
         for process, command in processes(f"SLURM_CONF={slurm / 'slurm.conf'}").items():
-            if command.startswith(step) or f"SLURM_JOB_ID={environment['SLURM_JOB_ID']}" in environ(process):
-                with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+                if command.startswith(step) or f"SLURM_JOB_ID={environment['SLURM_JOB_ID']}" in environ(process):
                     kill(process)
         # Slurm starts a job again two minutes after its node died; an administrator may hurry it.
         again = until(lambda: [line for line in run("squeue", "-ho", "%i %r") if "BeginTime" in line], "a second start")
@@ -105,7 +105,7 @@ def test_a_node_is_killed(model: Any, serial: dict[str, Any], slurm: Path, tmp_p
 
 
 def test_a_command_on_two_nodes(slurm: Path, tmp_path: Path) -> None:
-    options = "partition=main,time=0:05:00,cpus-per-task=1"
+    options = "partition=main,time=0:30:00,cpus-per-task=1"
     spread = reported(*AIE, "--slurm", options, "--workers", "2", out=tmp_path / "spread")
     assert len(list((tmp_path / "spread" / "jobs").glob("*_log.out"))) > 2
     assert spread == reported(*AIE, out=tmp_path / "serial")

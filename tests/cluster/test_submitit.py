@@ -14,7 +14,7 @@ from diffusion_lens.analysis import Workers
 def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> submitit.LocalExecutor:
     monkeypatch.setattr(submitit.Job, "_results_timeout_s", 1)  # no slow file system here
     executor = submitit.LocalExecutor(tmp_path / "jobs")
-    executor.update_parameters(timeout_min=2)
+    executor.update_parameters(timeout_min=10)
     return executor
 
 
