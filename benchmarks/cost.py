@@ -85,7 +85,7 @@ def jobs(model: HookedDiffusionTransformer) -> Iterator[tuple[str, Job]]:
     cfg, query, restoration = model.cfg, query_of(model), Restoration()
     n_positions, depth = len(query.tokens), cfg.n_layers
     tokens = torch.randint(3, 500, (8, 52), generator=torch.Generator().manual_seed(0))
-    yield "forward, 8 x 52", (cost.forward(cfg, 8, 52, 1), lambda: model(tokens, logits_at=[-1]))
+    yield "forward, 8 x 52", (cost.forward(cfg, 8, 52, 1), torch.no_grad()(lambda: model(tokens, logits_at=[-1])))
     for given in (8, 20):
         canvas = lay_out(model, tokens[:1, :given], 40)
         predicted = cost.denoising(cfg, 40, given, LOOP)
@@ -178,7 +178,7 @@ def measured(job: Job, cfg: DiffusionConfig) -> tuple[float, float, float]:
         work()
         seconds = time.process_time() - started
     after = cost.this_machine(cfg, clock=time.process_time)
-    mean = (predicted.seconds(before) + predicted.seconds(after)) / 2
+    mean = (predicted.seconds(before, hashed=True) + predicted.seconds(after, hashed=True)) / 2
     return predicted.token_layers / counted[0], seconds, mean
 
 

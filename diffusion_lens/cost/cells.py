@@ -108,7 +108,7 @@ class Canvas:
         for (entry, entering), (stop, _) in pairwise([*counts, (depth, 0)]):
             inside += entering
             read = n_read if stop == depth else 0
-            yield Pass(self.rows * inside, self.positions - offset, entry, stop, read, offset, whole)
+            yield Pass(self.rows * inside, self.positions - offset, entry, stop, read, offset, whole, patched=True)
 
     def _positions_together(self, cells: Sequence[CellAt]) -> int:
         """Number of neighbouring positions whose cells share passes."""

@@ -76,7 +76,7 @@ def trajectory_trace(
     if loop.cfg_scale:
         rows = 1 if canvas == "forced" else 1 + corruption.rows
         of_step += Cost(cfg, Counter({Pass(rows, length, 0, cfg.n_layers, len(query.answer_positions)): 1}))
-    cost = written + of_step * canvases
+    cost = written + replace(of_step * canvases, records=1)
     return cost if canvas == "forced" else cost + denoising(cfg, length, given, loop, corruption.rows, hooked=True)
 
 
@@ -116,14 +116,14 @@ def temporal_effect(
     length = max(len(query.tokens), max(query.answer_positions) + 1)
     given, samples = _n_given(cfg, query), corruption.rows
     of_samples = denoising(cfg, length, given, loop, samples, hooked=True)
-    cost = denoising(cfg, length, given, loop) + of_samples
+    cost = denoising(cfg, length, given, loop) + replace(of_samples, records=1)
     in_order = sorted(of_samples.passes, key=lambda each: -each.read)
     passes = [each for each in in_order for _ in range(round(of_samples.passes[each]))]
     whole = replace(query, tokens=torch.zeros(length, dtype=torch.long))
     positions, layers = (selection or Selection()).within(length, cfg.n_layers)
     branches = len(positions) * len(layers)
     for step in range(len(passes)) if steps is None else steps:
-        cost += trace(cfg, whole, restoration, corruption, selection)
+        cost += replace(trace(cfg, whole, restoration, corruption, selection), records=0)
         cost += Cost(cfg, Counter(passes[step + 1 :])) * branches
     return cost
 
@@ -191,7 +191,7 @@ def patch_grid(
         n_exact = min(settings.check, n_positions)
         # The cells with the largest estimates may be anywhere: in the middle on average.
         passes[Pass(n_exact, n_positions, cfg.n_layers // 2, cfg.n_layers, len(rows))] += len(sweeps)
-        return Cost(cfg, passes, canvas.bytes_at_once)
+        return Cost(cfg, passes, canvas.bytes_at_once, records=1)
     passes[canvas.run()] += 1
     # Where no position sees all others, nothing changes before the block of the first token that differs.
     first = canvas.seen_from(_first_difference(clean, corrupted)) if canvas.resumes else 0
@@ -215,11 +215,11 @@ def patch_grid(
                 entry = layer + sweep.site.ends_block
                 of_layer += [CellAt(entry, min(targets), whole)] * len(sweep.heads or [0])
             if moves and any(map(canvas.reaches, of_layer)):
-                passes[Pass(1, n_positions, layer, layer + 1, whole=True)] += 1
+                passes[Pass(1, n_positions, layer, layer + 1, whole=True, patched=True)] += 1
                 of_layer = [CellAt(layer + 1, cell.position) for cell in of_layer]
             cells += of_layer
         passes.update(canvas.cells(cells))
-    return Cost(cfg, passes, canvas.bytes_at_once)
+    return Cost(cfg, passes, canvas.bytes_at_once, records=1)
 
 
 def _first_difference(clean: Tensor, corrupted: Tensor) -> int:
@@ -246,7 +246,7 @@ def _grid(
     if restoration.kind != "resid":
         # The first block of each span with every position restored.
         for start in dict.fromkeys(span.start for span in spans):
-            passes[Pass(canvas.rows, canvas.positions, start, start + 1)] += 1
+            passes[Pass(canvas.rows, canvas.positions, start, start + 1, patched=True)] += 1
     cells = []
     for position in positions:
         for span in spans:
@@ -254,7 +254,7 @@ def _grid(
                 in_last = (span.stop == depth and len(span) > 1) or bool(restoration.severed)
                 cells.append(CellAt(span.start + 1, position, in_last and position in canvas.read))
     passes.update(canvas.cells(cells))
-    return Cost(cfg, passes, canvas.bytes_at_once)
+    return Cost(cfg, passes, canvas.bytes_at_once, records=1)
 
 
 def _rows_read(cfg: DiffusionConfig, query: Query) -> tuple[int, ...]:

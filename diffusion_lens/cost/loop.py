@@ -52,7 +52,7 @@ def denoising(
     # The loop keeps the logits of every masked position in float64, under guidance those of two branches.
     branches = 2 if settings.cfg_scale else 1
     n_bytes = (1 + branches) * rows * row_bytes(cfg, length, length)
-    return Cost(cfg, stand_in.passes, n_bytes, steps=sum(stand_in.passes.values()))
+    return Cost(cfg, stand_in.passes, n_bytes, steps=sum(stand_in.passes.values()), records=1)
 
 
 class _StandIn(HookedDiffusionTransformer):

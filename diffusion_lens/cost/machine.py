@@ -10,11 +10,20 @@ from typing import Any
 
 import torch
 
+from diffusion_lens.analysis.batching import CPU_TENSOR_BYTES
+from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.causal_tracing.restoration import Restoration
+from diffusion_lens.analysis.causal_tracing.trace import trace_query
+from diffusion_lens.analysis.cells import ROWS_OF_A_PASS
+from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.cost.devices import APPLE, DEFAULT_GPU, DEVICES, REPORTED, Device, kind_of_device
+from diffusion_lens.cost.grids import trace
 from diffusion_lens.cost.loop import denoising
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
+from diffusion_lens.facts import Query
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.records import provenance
 from weight_conversion import Architecture
 
 
@@ -53,76 +62,135 @@ def _this_gpu(name: str | None) -> Device:
     return DEVICES[DEFAULT_GPU]
 
 
-# Number of positions at which the rate is measured, and the width to which wider blocks are made narrower.
-_MANY, _WIDEST = 256, 1024
+# Blocks are measured whose weights take at most this many bytes, more than a processor's caches hold. Wider ones than
+# `_WIDEST` are made narrower.
+_BYTES, _WIDEST = 2**26, 1024
+# Numbers of positions at which the rate is measured, in rows of at most `_LENGTH`. From `_MANY` on weights are read
+# seldom, so one block suffices.
+_POSITIONS, _LENGTH, _MANY = (1, 4, 16, 64, 256), 16, 256
+_LOGITS = 2**18
 
 
 def this_machine(cfg: DiffusionConfig, rounds: int = 5, clock: Callable[[], float] = time.perf_counter) -> Device:
-    """The CPU of this machine, measured in a fraction of a second on a matrix product and a block of a model's shapes.
+    """The CPU of this machine, measured in two or three seconds on blocks of a model's shapes.
 
     Args:
-        cfg: Config of the model. Wider ones than 1024 are measured at a block of about that width.
+        cfg: Config of the model. One wider than 1024 is measured at blocks of about that width.
         rounds: Number of measurements, whose median counts.
         clock: Clock in seconds; `time.process_time` leaves out what other processes take.
     """
-    # A block with tiny matrices takes the time that is not spent on numbers.
-    tiny = _Measured.of(_one_block(cfg.architecture, tiny=True), cfg.dtype, clock)
-    overhead, whole = tiny.seconds(1, 1, rounds), tiny.of_pass(rounds)
-    measured = _Measured.of(_one_block(cfg.architecture), cfg.dtype, clock)
-    # A single position gives the time in which the weights are read, and many more give the rate that is reached.
-    single = max(measured.seconds(1, 1, rounds) - overhead, 1e-9)
-    many = max(measured.seconds(_MANY // 16, 16, rounds) - overhead - single, 1e-9)
-    dtype = str(cfg.dtype).removeprefix("torch.")
-    reached, product = 2 * measured.weights * _MANY / many, measured.product(rounds)
-    return Device(
+    # 1. Two blocks with tiny matrices take the time that is not spent on numbers, and so does a pass with its head.
+    tiny = _Measured.of(_narrow(cfg.architecture, 2, tiny=True), cfg.dtype, 8 * rounds, clock)
+    one, two = (tiny.seconds(1, 1, n_blocks) for n_blocks in (1, 2))
+    block = min(max(two - one, one / 2), one)  # a pass of one block begins in little time
+    entry = one - block
+    whole = max(tiny.of_pass() - 2 * block, 0.0)
+
+    # 2. The blocks of the model give its rate at each number of positions.
+    measured = _Measured.of(_narrow(cfg.architecture, cfg.n_layers), cfg.dtype, rounds, clock)
+    most = CPU_TENSOR_BYTES // (cfg.dtype.itemsize * measured.width)
+    rates = {}
+    for n in sorted({*_POSITIONS, min(max(most // _LENGTH * _LENGTH, _MANY), 2048)}):
+        n_blocks = measured.n_blocks if n < _MANY else 1
+        seconds = measured.seconds(max(1, n // _LENGTH), min(n, _LENGTH), n_blocks) - entry - n_blocks * block
+        rates[n] = 2 * measured.weights * n_blocks * n / max(seconds, 1e-9)
+
+    # 3. Longer rows have more pairs of positions, and gradients take more time.
+    short, long = (measured.seconds(_MANY // n, n, 1) for n in (_LENGTH, _MANY))
+    pairs = 4 * measured.d_attention * _MANY * (_MANY - _LENGTH) / max(long - short, 1e-9)
+    graded = measured.seconds(_MANY // _LENGTH, _LENGTH, 1, graded=True)
+
+    # 4. What surrounds passes: on the tiny network, a trace, naming the network, and a step of the loop.
+    record, n_bytes = tiny.record(), sum(weight.nbytes for weight in measured.model.parameters())
+    comparing = n_bytes / max(measured.record() - record * measured.n_blocks / 2, 1e-9)
+    best, dtype = max(rates.values()), str(cfg.dtype).removeprefix("torch.")
+    product = max(measured.product(cfg.dtype), best)
+    device = Device(
         "this machine's CPU",
-        {"float64": product / 2, dtype: max(product, reached)},
-        bandwidth=measured.weights * cfg.dtype.itemsize / single,
+        {"float64": measured.product(torch.float64), dtype: product},
+        bandwidth=float("inf"),
         memory=None,
-        efficiency={"float64": 1.0, dtype: min(1.0, reached / product)},
-        block_seconds=overhead,
-        pass_seconds=max(whole - overhead, 0.0),
-        step_seconds=max(_of_the_loop(cfg, rounds, clock) - whole, 0.0),
+        efficiency={"float64": 1.0, dtype: best / product},
+        block_seconds=block,
+        pass_seconds=whole,
+        patch_seconds=0.0,
+        step_seconds=max(_of_the_loop(cfg, rounds, clock) - whole - block, 0.0),
+        record_seconds=record / 2,
         hashing=_of_hashing(rounds, clock),
-        source="measured on one matrix product and one block",
+        comparing=comparing,
+        source="measured on blocks of the model's shapes",
+        by_positions=[(n, rate / best) for n, rate in rates.items()],
+        pair_rate=min(pairs / best, 1.0),
+        gradient=max((graded - entry - block) / max(short - entry - block, 1e-9), 1.0),
+        gradient_fixed=max(tiny.seconds(1, 1, 2, graded=True) / two, 1.0),
+        logit_seconds=_of_logits(cfg, rounds, clock),
     )
+    return replace(device, patch_seconds=_of_patching(cfg, device, rounds, clock))
 
 
 @dataclass(frozen=True, eq=False)
 class _Measured:
-    """One block whose speed is measured."""
+    """Blocks whose speed is measured."""
 
     model: Any
+    rounds: int
     clock: Callable[[], float]
 
     @classmethod
-    def of(cls, architecture: Architecture, dtype: torch.dtype, clock: Callable[[], float]) -> "_Measured":
+    def of(cls, architecture: Architecture, dtype: torch.dtype, rounds: int, clock: Callable[[], float]) -> "_Measured":
         cfg = DiffusionConfig.from_architecture(architecture, device="cpu", dtype=dtype)
-        return cls(HookedDiffusionTransformer(cfg), clock)
+        model = HookedDiffusionTransformer(cfg)
+        for weight in model.parameters():
+            weight.requires_grad_(False)
+        return cls(model, rounds, clock)
+
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.model.blocks)
 
     @property
     def weights(self) -> int:
-        """Weights of the matrices of the block."""
-        return sum(weight.numel() for weight in self.model.blocks.parameters() if weight.dim() == 2)
+        """Weights of the matrices of a block."""
+        return sum(weight.numel() for weight in self.model.blocks[0].parameters() if weight.dim() == 2)
+
+    @property
+    def width(self) -> int:
+        """Units of the MLP."""
+        return int(self.model.cfg.d_mlp)
+
+    @property
+    def d_attention(self) -> int:
+        """Width of all heads."""
+        return int(self.model.cfg.n_heads * self.model.cfg.d_head)
+
+    def seconds(self, rows: int, positions: int, n_blocks: int, graded: bool = False) -> float:
+        """Time of some blocks on a stream of these rows and positions, and of its gradient."""
+        stream = torch.randn(rows, positions, self.model.cfg.d_model).to(self.model.cfg.dtype).requires_grad_(graded)
+
+        def run() -> None:
+            out = self.model(stream, start_at_layer=0, stop_at_layer=n_blocks)
+            if graded:
+                torch.autograd.grad(out.sum(), [stream])
+
+        with torch.set_grad_enabled(graded):
+            return _median(run, self.rounds, self.clock)
 
     @torch.no_grad()
-    def seconds(self, rows: int, positions: int, rounds: int) -> float:
-        """Time of the block on a stream of these rows and positions."""
-        stream = torch.randn(rows, positions, self.model.cfg.d_model).to(self.model.cfg.dtype)
-        return _median(lambda: self.model(stream, start_at_layer=0, stop_at_layer=1), rounds, self.clock)
-
-    @torch.no_grad()
-    def of_pass(self, rounds: int) -> float:
+    def of_pass(self) -> float:
         """Time of a pass from a token to its logits."""
         token = torch.zeros(1, 1, dtype=torch.long)
-        return _median(lambda: self.model(token, logits_at=[-1]), rounds, self.clock)
+        return _median(lambda: self.model(token, logits_at=[-1]), self.rounds, self.clock)
+
+    def record(self) -> float:
+        """Time of naming the network in a result, after its weights have been hashed."""
+        return _median(lambda: provenance(self.model, self.model.cfg), self.rounds, self.clock)
 
     @torch.no_grad()
-    def product(self, rounds: int) -> float:
+    def product(self, dtype: torch.dtype) -> float:
         """Operations per second of a matrix product as wide as the MLP."""
-        cfg = self.model.cfg
-        left, right = (torch.randn(n, cfg.d_model).to(cfg.dtype) for n in (_MANY, cfg.d_mlp))
-        return 2 * left.numel() * len(right) / _median(lambda: left @ right.T, rounds, self.clock)
+        left, right = (torch.randn(n, _MANY, dtype=dtype) for n in (self.width, self.width))
+        return 2 * left.numel() * len(right) / _median(lambda: left @ right.T, self.rounds, self.clock)
 
 
 def _of_the_loop(cfg: DiffusionConfig, rounds: int, clock: Callable[[], float]) -> float:
@@ -130,6 +198,31 @@ def _of_the_loop(cfg: DiffusionConfig, rounds: int, clock: Callable[[], float]) 
     n_steps = 8
     settings = DenoiseSettings(steps=n_steps)
     return _median(lambda: denoising(cfg, n_steps + 4, 4, settings), rounds, clock) / n_steps
+
+
+def _of_logits(cfg: DiffusionConfig, rounds: int, clock: Callable[[], float]) -> float:
+    """Time in which a logit becomes a probability, which is computed in float64."""
+    logits = torch.randn(max(1, _LOGITS // cfg.d_vocab_out), cfg.d_vocab_out)
+    return _median(lambda: logits.double().log_softmax(dim=-1), rounds, clock) / logits.numel()
+
+
+def _of_patching(cfg: DiffusionConfig, device: Device, rounds: int, clock: Callable[[], float]) -> float:
+    """Time of writing states into a pass: by how much a trace of several positions takes longer than that of one.
+
+    The network is causal, so that each position has passes of its own.
+    """
+    tiny = _narrow(cfg.architecture, 2, tiny=True)
+    tiny = replace(tiny, attention_dir="causal", readout="shifted", mask_token_id=None)
+    model, n_positions = _Measured.of(tiny, cfg.dtype, rounds, clock).model, 8
+    query = Query(torch.zeros(n_positions, dtype=torch.long), (0, 1), (n_positions,), (1,))
+    settings, n_patched, seconds = (Restoration(), Corruption("gaussian", 0.1, samples=ROWS_OF_A_PASS)), [], []
+    for positions in ([0], range(n_positions)):
+        chosen = Selection(positions)
+        cost = trace(model.cfg, query, *settings, chosen)
+        taken = _median(lambda: trace_query(model, query, *settings, chosen), rounds, clock)  # noqa: B023
+        seconds.append(taken - cost.seconds(device, hashed=True))
+        n_patched.append(sum(times for each, times in cost.passes.items() if each.patched))
+    return max(float(seconds[1] - seconds[0]) / (n_patched[1] - n_patched[0]), 0.0)
 
 
 def _of_hashing(rounds: int, clock: Callable[[], float]) -> float:
@@ -148,19 +241,20 @@ def _median(work: Callable[[], Any], rounds: int, clock: Callable[[], float]) ->
     return max(statistics.median(times), 1e-9)
 
 
-def _one_block(architecture: Architecture, tiny: bool = False) -> Architecture:
-    """One dense block of these proportions, at most about 1024 wide, with a head of few tokens."""
+def _narrow(architecture: Architecture, n_blocks: int, tiny: bool = False) -> Architecture:
+    """Dense blocks of these proportions, at most about 1024 wide, with a head of few tokens."""
     shrink = max(1, architecture.d_model // (4 if tiny else _WIDEST))
     key_value = max(1, architecture.n_key_value_heads // shrink)
     heads = max(1, architecture.n_heads // shrink)
+    d_model, d_mlp = architecture.d_model // shrink, max(1, architecture.d_mlp // shrink)
     return replace(
         architecture,
-        name="one block",
-        n_layers=1,
-        d_model=architecture.d_model // shrink,
+        name="a few blocks",
+        n_layers=min(n_blocks, max(1, _BYTES // (4 * d_model * (4 * d_model + 3 * d_mlp)))),
+        d_model=d_model,
         n_heads=max(1, heads // key_value) * key_value,
         n_key_value_heads=key_value,
-        d_mlp=max(1, architecture.d_mlp // shrink),
+        d_mlp=d_mlp,
         d_vocab=8,
         d_vocab_out=8,
         n_ctx=_MANY,

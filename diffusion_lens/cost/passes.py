@@ -9,9 +9,10 @@ rows of the logits. The sizes of the network turn them into numbers:
                    as many again
     bytes          weights that a pass reads, whatever the number of its rows
 
-A device takes the sum of two times for a pass: that of its operations at the rate that it reaches, and that of its
-weights through the memory. The two overlap in part, so a device is at most twice as fast. To this come the times of
-Python, and of the hash of the weights by which a result names its model.
+A device takes the sum of these times for a pass: that of its operations at the rate that it reaches with so many
+positions; that of its weights through the memory, which in part overlaps, so that a device may be twice as fast; that
+of the probabilities from its logits; and those of Python around a block, a pass, and a pass into which states are
+written. To this come the times of a step of the loop, and of naming the network in a result.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,6 +40,7 @@ class Pass:
         past: Earlier positions, whose keys and values are cached.
         whole: Whether the last block computes every position; otherwise those that are read, besides keys and values.
         gradient: Which gradients follow: none, those of the states, or those of the weights too.
+        patched: Whether states are written into copies of a kept run, of which the pass is one.
     """
 
     rows: int
@@ -49,6 +51,7 @@ class Pass:
     past: int = 0
     whole: bool = False
     gradient: Literal["", "states", "weights"] = ""
+    patched: bool = False
 
     @property
     def token_layers(self) -> int:
@@ -57,12 +60,19 @@ class Pass:
 
 
 class Work(NamedTuple):
-    """Operations and bytes of weights of one pass, in its blocks and at its head."""
+    """What one pass computes, the backward pass left out.
+
+    Attributes:
+        in_blocks: Operations of the blocks with their weights.
+        of_pairs: Operations of the blocks with pairs of positions.
+        at_head: Operations of the head.
+        read: Bytes of weights that are read.
+    """
 
     in_blocks: Number
-    of_blocks: Number
+    of_pairs: Number
     at_head: Number
-    of_head: Number
+    read: Number
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +85,9 @@ class Cost:
         batch_bytes: Bytes that the job uses in addition to the weights, at most.
         weight_copies: Copies of the weights in memory, those of an optimizer included.
         float64_flops: Operations in float64 outside the network.
-        steps: Steps of the denoising loop.
-        identified: Whether the weights are hashed, so that the result names them.
+        outside_flops: Those in the dtype of the model, of products of many rows.
+        steps: Steps of the denoising loop or of a search, and batches of texts.
+        records: Number of results that name their network, by the hash of its weights.
     """
 
     cfg: DiffusionConfig
@@ -84,8 +95,9 @@ class Cost:
     batch_bytes: int = 0
     weight_copies: int = 1
     float64_flops: Number = 0
+    outside_flops: Number = 0
     steps: Number = 0
-    identified: bool = True
+    records: Number = 0
 
     def __add__(self, other: "Cost") -> "Cost":
         """Both jobs, one after the other, on one model."""
@@ -101,14 +113,16 @@ class Cost:
             max(self.batch_bytes, other.batch_bytes),
             max(self.weight_copies, other.weight_copies),
             self.float64_flops + other.float64_flops,
+            self.outside_flops + other.outside_flops,
             self.steps + other.steps,
-            self.identified or other.identified,
+            self.records + other.records,
         )
 
     def __mul__(self, times: Number) -> "Cost":
         """The job done this many times."""
         passes = {each: of_each * times for each, of_each in self.passes.items()}
-        return replace(self, passes=passes, float64_flops=times * self.float64_flops, steps=times * self.steps)
+        names = ("float64_flops", "outside_flops", "steps", "records")
+        return replace(self, passes=passes, **{name: times * getattr(self, name) for name in names})
 
     @property
     def forward_passes(self) -> Number:
@@ -136,8 +150,11 @@ class Cost:
     @property
     def flops(self) -> Number:
         """Operations, those of gradients included."""
-        works = ((self.work(each), times) for each, times in self.passes.items())
-        return self.float64_flops + sum(times * (work.in_blocks + work.at_head) for work, times in works)
+        of_passes: Number = 0
+        for each, times in self.passes.items():
+            work = self.work(each)
+            of_passes += times * _BACKWARD[each.gradient] * (work.in_blocks + work.of_pairs + work.at_head)
+        return of_passes + self.float64_flops + self.outside_flops
 
     @property
     def weight_bytes(self) -> int:
@@ -149,48 +166,64 @@ class Cost:
         """Bytes in memory, at most."""
         return self.weight_bytes + self.batch_bytes
 
-    def seconds(self, device: Device, workers: int = 1) -> Number:
+    def seconds(self, device: Device, workers: int = 1, hashed: bool = False) -> Number:
         """Time on a device, or on several that share the work equally.
 
         Args:
             workers: Number of processes, each with a device of its own.
+            hashed: Whether each process has hashed the weights before, so that only changes are looked for.
 
         Raises:
             ValueError: The rate of the device in the dtype of the model is unknown, or `workers` is not positive.
         """
         if workers < 1:
             raise ValueError(f"workers={workers}; at least one has to do the work")
-        rate = device.rate(self.cfg.dtype)
-        total: Number = self.steps * device.step_seconds
-        for each, times in self.passes.items():
-            work = self.work(each)
-            numbers = (work.in_blocks + work.at_head) / rate + (work.of_blocks + work.of_head) / device.bandwidth
-            fixed = (each.stop - each.start) * device.block_seconds + device.pass_seconds
-            total += times * (numbers + fixed * (2 if each.gradient else 1))
+        dtype = self.cfg.dtype
+        n_bytes = _sizes(self.cfg.architecture).weights * dtype.itemsize
+        total = sum(times * self._of_pass(each, device) for each, times in self.passes.items())
+        total += self.steps * device.step_seconds
+        total += self.records * (self.cfg.n_layers * device.record_seconds + n_bytes / device.comparing)
         if self.float64_flops:
             total += self.float64_flops / device.peak(torch.float64)
-        hashed = _sizes(self.cfg.architecture).weights * self.cfg.dtype.itemsize / device.hashing
-        return total / workers + (hashed if self.identified else 0)
+        if self.outside_flops:
+            total += self.outside_flops / device.peak(dtype)
+        return total / workers + (n_bytes / device.hashing if self.records and not hashed else 0)
+
+    def _of_pass(self, each: Pass, device: Device) -> Number:
+        """Seconds of a pass, and of the probabilities from its logits."""
+        work, dtype, read = self.work(each), self.cfg.dtype, each.rows * each.read
+        numbers = work.in_blocks / device.rate(dtype, each.rows * each.positions) + work.of_pairs / device.pairs(dtype)
+        if read:
+            numbers += work.at_head / device.rate(dtype, read) + read * self.cfg.d_vocab_out * device.logit_seconds
+        numbers += work.read / device.bandwidth
+        fixed = (each.stop - each.start) * device.block_seconds + device.pass_seconds
+        fixed += device.patch_seconds if each.patched else 0
+        if not each.gradient:
+            return numbers + fixed
+        # The gradients of the weights take as many operations as those of the states.
+        weights = (device.gradient - 1) if each.gradient == "weights" else 0
+        return numbers * (device.gradient + weights) + fixed * device.gradient_fixed
 
     def work(self, each: Pass) -> Work:
-        """Operations and bytes of weights of a pass."""
+        """What a pass computes, and the bytes of weights that it reads."""
         cfg, sizes, itemsize = self.cfg, _sizes(self.cfg.architecture), self.cfg.dtype.itemsize
         seen = each.past + each.positions
         pair = 4 * cfg.n_heads * cfg.d_head
         in_blocks: Number = 0
-        of_blocks: Number = 0
+        of_pairs: Number = 0
+        read: Number = itemsize * cfg.d_model * cfg.d_vocab_out if each.read else 0
         for block in range(each.start, each.stop):
             active, key_value = sizes.active[block], sizes.key_value
             cut = block == cfg.n_layers - 1 and not each.whole and 4 * each.read <= 3 * each.positions
             computed = each.read if cut and each.read else each.positions
-            of_row = 2 * key_value * each.positions + computed * (2 * (active - key_value) + pair * seen)
-            in_blocks += each.rows * of_row
-            of_blocks += itemsize * sizes.touched(block, each.rows * each.positions)
-        at_head = 2.0 * each.rows * each.read * cfg.d_model * cfg.d_vocab_out
-        of_head = itemsize * cfg.d_model * cfg.d_vocab_out if each.read else 0
-        times = {"": 1, "states": 2, "weights": 3}[each.gradient]
-        reads = {"": 1, "states": 2, "weights": 3}[each.gradient]
-        return Work(times * in_blocks, reads * of_blocks, times * at_head, reads * of_head)
+            in_blocks += 2 * each.rows * (key_value * each.positions + computed * (active - key_value))
+            of_pairs += each.rows * computed * pair * seen
+            read += itemsize * sizes.touched(block, each.rows * each.positions)
+        return Work(in_blocks, of_pairs, 2.0 * each.rows * each.read * cfg.d_model * cfg.d_vocab_out, read)
+
+
+# Operations of a pass with its gradients, in units of the forward pass.
+_BACKWARD = {"": 1, "states": 2, "weights": 3}
 
 
 def total(costs: Iterable[Cost]) -> Cost:

@@ -55,18 +55,19 @@ def keys_and_values(
         ValueError: There is no request.
     """
     search = settings or ValueSettings()
-    chosen = range(cfg.n_layers - 1) if layers is None else pick_indices("layers", layers, cfg.n_layers)
+    chosen = pick_indices("layers", range(cfg.n_layers - 1) if layers is None else layers, cfg.n_layers)
     of_requests = []
     for index, request in enumerate(requests):
         essence = None
         if search.kl_factor:
             essence = _default_essence(cfg, request[0]) if essences is None else essences[index]
         of_requests.append(_canvases(cfg, request, essence, search.over_states))
-    return total(
-        _of_batch(cfg, of_requests[start : start + batch_size], search, layer)
-        for start in range(0, len(of_requests), batch_size)
-        for layer in chosen
+    starts = range(0, len(of_requests), batch_size)
+    searched = total(
+        _of_batch(cfg, of_requests[start : start + batch_size], search, layer) for start in starts for layer in chosen
     )
+    # The keys and the values of a batch name their network.
+    return replace(searched, records=2 * len(starts) * len(chosen))
 
 
 def _of_batch(
@@ -98,7 +99,7 @@ def _search(cfg: DiffusionConfig, canvases: Sequence[_Canvas], search: ValueSett
     passes[replace(above, gradient="states")] += search.steps - 1
     # The graph of a search keeps the states of every block above the layer.
     graph = rows * columns * (depth - layer) * (8 * cfg.d_model + 4 * (cfg.d_mlp or 0)) * cfg.dtype.itemsize
-    return Cost(cfg, passes, graph + len(canvases) * row_bytes(cfg, longest, 1))
+    return Cost(cfg, passes, graph + len(canvases) * row_bytes(cfg, longest, 1), steps=search.steps)
 
 
 def _packed(cfg: DiffusionConfig, lengths: Sequence[int]) -> tuple[int, int]:

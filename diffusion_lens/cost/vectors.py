@@ -13,6 +13,7 @@ from diffusion_lens.cost.passes import Cost, Pass, total
 from diffusion_lens.evaluation.batches import by_length
 from diffusion_lens.evaluation.recall_by_steps import RecallSettings
 from diffusion_lens.settings import pick_indices
+from weight_conversion import tensor_shapes
 
 
 def forward(cfg: DiffusionConfig, rows: int, positions: int, read: int | None = None) -> Cost:
@@ -25,7 +26,7 @@ def forward(cfg: DiffusionConfig, rows: int, positions: int, read: int | None = 
     """
     n_read = positions if read is None else read
     passes = {Pass(rows, positions, 0, cfg.n_layers, n_read): 1}
-    return Cost(cfg, passes, rows * row_bytes(cfg, positions, n_read), identified=False)
+    return Cost(cfg, passes, rows * row_bytes(cfg, positions, n_read))
 
 
 def recall(cfg: DiffusionConfig, prompts: Sequence[int], settings: RecallSettings) -> Cost:
@@ -84,13 +85,20 @@ def second_moment(cfg: DiffusionConfig, lengths: Sequence[int], layer: int, batc
     products = 2 * width * (n_keys * width + sum(length**2 for length in lengths))
     sums = 3 * 8 * width**2
     read = up_to_layer(cfg, lengths, layer, batch_size)
-    return replace(read, float64_flops=products, batch_bytes=read.batch_bytes + sums)
+    return replace(
+        read,
+        float64_flops=products,
+        batch_bytes=read.batch_bytes + sums,
+        steps=-(-len(lengths) // batch_size),
+        records=1,
+    )
 
 
 def signatures(cfg: DiffusionConfig, n_pairs: int, positions: int, together: int = 32, n_candidates: int = 0) -> Cost:
     """The cost of `reversal_signatures(...)`.
 
-    Its passes are those of `signature_passes`.
+    Its passes are those of `signature_passes`. Gradients of weights are sums of outer products, which are multiplied
+    with each other: those of all pairs of positions of the batch, and of those of a canvas.
 
     Args:
         cfg: Config of the model.
@@ -104,10 +112,17 @@ def signatures(cfg: DiffusionConfig, n_pairs: int, positions: int, together: int
     passes: dict[Pass, Number] = {Pass(together, positions, 0, depth, 1, whole=True): batches}
     for layer in range(depth):
         # Each layer is cut from one side and from the other: there at the reader, behind it at all positions.
-        passes[Pass(together, 1, layer, layer + 1, past=positions - 1)] = 2 * batches
-        passes[Pass(together, positions, layer + 1, depth, 1)] = 2 * batches
+        passes[Pass(together, 1, layer, layer + 1, past=positions - 1, patched=True)] = 2 * batches
+        passes[Pass(together, positions, layer + 1, depth, 1, patched=True)] = 2 * batches
     passes[Pass(together, positions, 0, depth, 1, whole=True, gradient="states")] = 2 * batches
-    return Cost(cfg, passes, together * pair_bytes(cfg, positions, together, n_candidates))
+    sides = sum(sum(shape) for name, shape in tensor_shapes(cfg.architecture).items() if _is_matrix(name, shape))
+    outer = 2 * together * positions**2 * sides * (together + 3)
+    n_bytes = together * pair_bytes(cfg, positions, together, n_candidates)
+    return Cost(cfg, passes, n_bytes, outside_flops=outer * batches, records=1)
+
+
+def _is_matrix(name: str, shape: Sequence[int]) -> bool:
+    return len(shape) == 2 and (".attn." in name or ".mlp." in name)
 
 
 def training(cfg: DiffusionConfig, updates: int, rows: int, positions: int, parts: int = 1) -> Cost:

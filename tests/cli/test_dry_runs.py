@@ -24,7 +24,7 @@ ASKED = {
     "rome": ["smdm-1028m", *ASK, "--layer", "0"],
     "recall": ["smdm-1028m-reverse"],
     "aie": ["llada-8b-base", "--data", "known-1000"],
-    "compare": ["smdm-1028m", "ar-1028m", "--limit", "20"],
+    "compare": ["smdm-1028m", "ar-1028m"],
     "signatures": ["smdm-1028m", "--against", "ar-1028m"],
     "finetune": ["smdm-1028m", "--out", "out"],
 }
@@ -58,7 +58,7 @@ def test_a_dry_run_asks_no_network(command: str, tmp_path: Path, monkeypatch: py
         assert told["settings"]["facts"] == 1209
     if command == "signatures":  # 30 people trained p2d, two models, each of its depth
         depths = [shape_of(model).n_layers for model in ("smdm-1028m", "ar-1028m")]
-        assert told["results"]["forward_passes"] == 30 * sum(depth + 6 for depth in depths)
+        assert told["results"]["forward_passes"] == 30 * sum(depth + 4 for depth in depths)
         assert told["results"]["backward_passes"] == 30 * 2 * 2
     if command == "finetune":
         assert told["settings"]["rows"] == 3600
@@ -83,7 +83,7 @@ def test_a_layer_may_be_counted_from_the_end() -> None:
 
 def test_a_comparison_prices_each_model_by_its_own_size() -> None:
     def priced(*models: str) -> dict[str, Any]:
-        asked = ["compare", *models, "--data", "toy", "--limit", "20", "--dry-run", "--flops", "1e12", "--json"]
+        asked = ["compare", *models, "--data", "toy", "--dry-run", "--flops", "1e12", "--json"]
         results: dict[str, Any] = json.loads(CliRunner().invoke(app, asked).stdout)["results"]
         return results
 
