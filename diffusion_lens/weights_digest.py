@@ -11,7 +11,8 @@ import xxhash
 from torch import Tensor, nn
 
 _ROW, _ROWS = 1 << 13, 1 << 10  # 8-byte words in a row, which is summed into one; rows summed at once (64 MiB)
-_SMALL = 1 << 24  # bytes of weights below which threads cost more time than they save
+# Bytes of weights below which threads cost more time than they save: in the first call, and in later ones.
+_SMALL, _SMALL_KNOWN = 1 << 24, 1 << 30
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -25,7 +26,7 @@ def weights_sha256(model: nn.Module) -> str:
     """
     weights = dict(model.named_parameters())
     known: dict[str, tuple[bytes, str]] = model.__dict__.setdefault("_weight_digests", {})
-    n_threads = _n_threads(weights.values())
+    n_threads = _n_threads(weights.values(), _SMALL_KNOWN if known else _SMALL)
     with ThreadPoolExecutor(n_threads) as threads:
         digests = (threads.map if n_threads > 1 else map)(lambda name: _digest(weights[name], name, known), weights)
         lines = [
@@ -78,8 +79,8 @@ def _bytes(weight: Tensor) -> Tensor:
     return weight.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _n_threads(weights: Any) -> int:
-    if sum(weight.nbytes for weight in weights) < _SMALL:
+def _n_threads(weights: Any, small: int) -> int:
+    if sum(weight.nbytes for weight in weights) < small:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -6,6 +6,7 @@ where c is of the canvas and u of the same canvas with everything given masked.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,7 +170,7 @@ class Cached(Predictor):
 
         # 2. Compute the positions after the cached ones, and keep those in blocks that are filled.
         tokens = model.cfg.readable(state.tokens)[:, : canvas.extent((batch, rows))]
-        with model.hooks(fwd_hooks=[] if n_cached else list(self.first_hooks)):
+        with model.hooks(fwd_hooks=list(self.first_hooks)) if self.first_hooks and not n_cached else nullcontext():
             logits: Tensor = model(
                 tokens[:, n_cached:], past_kv_cache=self._cache, logits_at=(batch, rows - n_cached), attention_mask=None
             )

@@ -149,9 +149,12 @@ class Run:
         While anything is hooked, these are all masked positions, so that a hook may change the order. A text that grows
         has only the planned ones.
         """
+        writes, grows = bool(plan.counts.any()), self.model.cfg.grows
+        if grows and writes:
+            return plan.positions
         if self.model.is_hooked or _any_hooked(self.model.loop_hooks):
-            return plan.positions if self.model.cfg.grows else state.masked
-        return plan.positions if bool(plan.counts.any()) else None
+            return plan.positions if grows else state.masked
+        return plan.positions if writes else None
 
     def reveals_at(self, index: int) -> bool:
         """Whether the step of this index may reveal or mask a position of the current canvas, whatever is predicted."""
