@@ -102,7 +102,7 @@ class Operations(TorchDispatchMode):
         self.flops = self.token_layers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_product = func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm")
+        is_product = func.overloadpacket.__name__.rstrip("_") in ("mm", "addmm", "bmm", "baddbmm")
         in_network = self.in_block or torch._C._current_graph_task_id() >= 0  # or in a backward pass
         if is_product:
             one, other = args[-2:]

@@ -181,7 +181,7 @@ def _added(so_far: SecondMoment, sums: KeySums) -> SecondMoment:
     """The moment with one more panel."""
     return replace(
         so_far,
-        total=so_far.total.to(sums.total.device) + sums.total,
+        total=so_far.total.to(sums.total.device) + sums.total if so_far.texts else sums.total,
         count=so_far.count + sums.count,
         texts=so_far.texts + sums.texts,
         text_squares=so_far.text_squares + sums.text_squares,

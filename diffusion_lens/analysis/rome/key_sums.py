@@ -110,7 +110,11 @@ def _received(tokens: Tensor, lengths: list[int], layer: int, first: int, batch_
 def _with_batch(sums: KeySums, keys_by_text: Sequence[Float[Tensor, "pos d_mlp"]]) -> KeySums:
     """The sums with the keys of one more batch, in the same matrix."""
     keys = torch.cat([*keys_by_text])
-    sums.total.add_((keys.T @ keys).to(sums.total.device))  # in place, because the matrix is large
+    # In place, because the matrix is large.
+    if keys.dtype == sums.total.dtype:
+        sums.total.addmm_(keys.T, keys)
+    else:
+        sums.total.add_((keys.T @ keys).to(sums.total.device))
     return replace(
         sums,
         count=sums.count + len(keys),
