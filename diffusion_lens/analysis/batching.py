@@ -1,5 +1,6 @@
 """Processing of many small items in few large batches, within a memory budget."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -9,6 +10,13 @@ from diffusion_lens.config import DiffusionConfig
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+# What an allocator takes for each byte of the tensors of a pass. Tensors of changing sizes leave holes: with Linux's C
+# library the resident memory of traces grew by up to 2.5 times these bytes, and that of passes whose graph is kept by
+# 1.2 times (measured). PyTorch's allocator on an accelerator fills holes with smaller tensors and rounds large tensors
+# up to 2 MiB, and products of matrices have a workspace of a few MiB; that a quarter suffices is an estimate.
+RESERVE_ON_CPU = 3.0
+RESERVE_FOR_A_GRAPH = RESERVE_ON_ACCELERATOR = 1.25
 
 CPU_TENSOR_BYTES = 6 * 2**20
 CPU_LOGITS_BYTES = 24 * 2**20
@@ -36,42 +44,125 @@ def in_batches(
         done += len(batch)
 
 
-def rows_at_once(cfg: DiffusionConfig, n_pos: int, n_read: int, max_bytes: int) -> int:
+def rows_at_once(cfg: DiffusionConfig, n_pos: int, n_read: int, max_bytes: int, one_row: int | None = None) -> int:
     """Number of rows of `n_pos` positions that one batch should have within `max_bytes`; 0 if not even one fits.
 
     The CPU gets smaller batches: tensors beyond a few MB are given new pages of memory each time, and the same work
     takes twice as long (measured: 8 layers, d_mlp 1024, batches of 80 against 320 rows of 16 positions). Logits are
     written once, so more of them are allowed, up to the 32 MiB from which glibc never reuses memory (measured: passes
     with 39 MiB of logits took 8% longer).
+
+    Args:
+        one_row: Bytes of the tensors of one row; by default `row_bytes`.
     """
-    fitting = max_bytes // row_bytes(cfg, n_pos, n_read)
+    fitting = max_bytes // reserved(cfg, row_bytes(cfg, n_pos, n_read) if one_row is None else one_row)
     if not cfg.is_on_cpu or not fitting:
         return fitting
     assert cfg.d_mlp is not None
-    size = cfg.dtype.itemsize
-    in_a_block = CPU_TENSOR_BYTES // (n_pos * cfg.d_mlp * size)
-    at_the_head = CPU_LOGITS_BYTES // (max(1, n_read) * cfg.d_vocab_out * size)
-    return max(1, min(fitting, in_a_block, at_the_head))
+    in_a_block = CPU_TENSOR_BYTES // (n_pos * cfg.d_mlp * cfg.dtype.itemsize)
+    return max(1, min(fitting, in_a_block, logits_at_once(cfg, cfg.dtype.itemsize) // max(1, n_read)))
 
 
-def row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int) -> int:
-    """Bytes to reserve for one row of `n_pos` positions: its widest block, or the head at `n_read` positions.
+def logits_at_once(cfg: DiffusionConfig, itemsize: int) -> int:
+    """Rows of the logits, in numbers of this size, that are computed as fast as fewer on the CPU."""
+    return CPU_LOGITS_BYTES // (cfg.d_vocab_out * itemsize)
 
-    At the widest point of a block there are four tensors of the residual stream, the keys and values, and either three
-    tensors of the MLP or those that rotate the queries. Three times that is reserved, because tensors of changing sizes
-    fragment the memory: resident memory grew by up to 2.5 times the bytes in use (Linux's C library, measured).
+
+def reserved(cfg: DiffusionConfig, n_bytes: int, of_graph: bool = False) -> int:
+    """Bytes that an allocator takes from the device of a model for the tensors of a pass, which take `n_bytes`.
+
+    Args:
+        of_graph: Whether most of them live until the backward pass.
     """
-    assert cfg.d_mlp is not None
+    on_cpu = RESERVE_FOR_A_GRAPH if of_graph else RESERVE_ON_CPU
+    return math.ceil((on_cpu if cfg.is_on_cpu else RESERVE_ON_ACCELERATOR) * n_bytes)
+
+
+def row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int, n_past: int = 0, explicit: bool = False) -> int:
+    """Bytes of the tensors of one row at the widest point of a pass without gradients.
+
+    That is where a block rotates the queries, inside its MLP, or at the head. The stream that entered the pass, the one
+    that entered the block and its norm are alive in the attention. Beside them the MLP has the output of the attention,
+    the stream after it and its norm.
+
+    Args:
+        n_pos: Number of positions that are computed.
+        n_read: Number of rows of the logits that are computed, and turned into probabilities afterwards.
+        n_past: Number of earlier positions, whose keys and values each block joins to its own.
+        explicit: Whether hooks see scores or patterns of the attention, which the fused kernel does not keep.
+    """
     # Rotations and probabilities are computed in float32 at least.
     size, wide = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4)
+    converted = wide if wide > size else 0
     d_attn, d_key_value = (heads * cfg.d_head for heads in (cfg.n_heads, cfg.n_key_value_heads or cfg.n_heads))
-    mlp = 3 * cfg.d_mlp
-    if (experts := cfg.experts) is not None:  # the outputs of the chosen experts exist twice, in two orders
-        mlp = max(mlp, 3 * max(experts.d_expert, experts.d_shared or 0) + 2 * experts.n_chosen * cfg.d_model)
-    inside = max(mlp * size, d_attn * (size + 4 * wide))
-    block = n_pos * ((4 * cfg.d_model + 2 * d_key_value) * size + inside)
-    head = n_pos * cfg.d_model * size + n_read * cfg.d_vocab_out * 3 * wide
-    return 3 * max(block, head)
+    turned = converted + 3 * wide if cfg.positional_embedding_type == "rotary" else size
+    queries = d_attn * (size * (2 if cfg.qk_norm else 1) + turned)
+    attention = n_pos * (3 * cfg.d_model * size + queries) + 2 * (n_past + n_pos) * d_key_value * size
+    if (
+        explicit
+    ):  # the scores, and the pattern before and after its hook, and as this writes it; keys and values by head
+        pairs = cfg.n_heads * n_pos * (n_past + n_pos) * max(4 * size, 2 * size + 2 * converted)
+        by_head = 2 * d_attn * (2 * n_pos + n_past) * size
+        attention = max(attention, n_pos * 3 * cfg.d_model * size + by_head + pairs)
+    block = max(attention, n_pos * (6 * cfg.d_model * size + _bytes_in_mlp(cfg)))
+    logits = n_read * cfg.d_vocab_out
+    return max(block, logits * size + max(3 * n_pos * cfg.d_model * size, logits * (converted + wide)))
+
+
+def proposal_bytes(cfg: DiffusionConfig, n_read: int, n_logits: int, sampled: bool) -> int:
+    """Bytes with which the denoising loop proposes tokens for one row: probabilities in float64, beside the logits.
+
+    Args:
+        n_read: Number of positions at which tokens are proposed.
+        n_logits: Number of copies of the logits; under guidance there are two.
+        sampled: Whether tokens are sampled, for which there are random numbers in float64 too.
+    """
+    return n_read * cfg.d_vocab_out * (cfg.dtype.itemsize * n_logits + (32 if sampled else 16))
+
+
+def graph_row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int, learns: bool = True) -> int:
+    """Bytes of the tensors of one row of a pass with gradients, where the backward pass begins.
+
+    The whole graph is alive, and beside it the gradients of the logits or those inside the last block. Each block keeps
+    the inputs of both norms, rotated queries, keys, values and mixed values, and what the products in the MLP
+    multiplied. Where weights require gradients, it also keeps what each matrix and norm was multiplied with.
+
+    Args:
+        n_pos, n_read: The row, as in `row_bytes`.
+        learns: Whether the weights of the model require gradients, even if none are computed.
+    """
+    assert cfg.d_mlp is not None
+    size, wide, experts = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4), cfg.experts
+    d_attn, d_key_value = (heads * cfg.d_head for heads in (cfg.n_heads, cfg.n_key_value_heads or cfg.n_heads))
+    norms = 2 * cfg.d_model * (wide + 2 * size * learns)
+    attention = 2 * (d_attn + d_key_value) * size
+    if cfg.qk_norm:
+        attention += (d_attn + d_key_value) * (wide + size * learns)
+    gate = (3 if cfg.gated_mlp else 1) + learns
+    mlp = gate * cfg.d_mlp * size
+    if experts is not None:
+        of_chosen = experts.n_chosen * (gate * experts.d_expert + (1 + learns) * cfg.d_model)
+        routed = (of_chosen + gate * (experts.d_shared or 0)) * size + 8 * experts.n_experts + 24 * experts.n_chosen
+        mlp = routed if all(experts.layers) else max(mlp, routed)
+    in_block = n_pos * (2 * cfg.d_model * size + _bytes_in_mlp(cfg))
+    at_head = 4 * n_read * cfg.d_vocab_out * size
+    return n_pos * cfg.n_layers * (norms + attention + mlp) + max(in_block, at_head)
+
+
+def _bytes_in_mlp(cfg: DiffusionConfig) -> int:
+    """Bytes at a position inside an MLP: gate, up-projection and their product, or those of the experts."""
+    assert cfg.d_mlp is not None
+    size, experts = cfg.dtype.itemsize, cfg.experts
+    dense = (3 if cfg.gated_mlp else 2) * cfg.d_mlp * size
+    if experts is None:
+        return dense
+    # The outputs of the chosen experts exist by expert, joined, and by position. Before that, at most the positions of
+    # one expert are in it, and they may be all.
+    chosen, routing = experts.n_chosen * cfg.d_model * size, 8 * experts.n_experts + 24 * experts.n_chosen
+    within = (2 * cfg.d_model + 3 * experts.d_expert) * size
+    routed = max(3 * chosen, chosen + within) + routing
+    shared = (cfg.d_model + 3 * (experts.d_shared or 0)) * size
+    return max(routed, shared, 0 if all(experts.layers) else dense)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -23,7 +23,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.batching import in_batches, row_bytes, rows_at_once
+from diffusion_lens.analysis.batching import in_batches
+from diffusion_lens.analysis.cell_budget import CellBudget
 from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput, stream_entering
 from diffusion_lens.interventions import Hook
 
@@ -98,29 +99,6 @@ class _Group:
     whole_last_block: bool
 
 
-def cells_that_fit(given: NetworkInput, kept_bytes: int, max_bytes: int, extra_row_bytes: int = 0) -> int:
-    """Number of cells that fit into one pass.
-
-    Args:
-        given: Input of the pass of which the cells are copies.
-        kept_bytes: Bytes of the stored activations of the clean and the corrupted run.
-        max_bytes: Memory to use in addition to the weights, in bytes.
-        extra_row_bytes: Bytes that a row takes in addition to those of a plain forward pass.
-
-    Raises:
-        ValueError: `max_bytes` does not suffice for the stored activations and one cell.
-    """
-    cfg, n_read = given.model.cfg, len(given.read_rows)
-    one_row = row_bytes(cfg, given.n_pos, n_read) + given.past_bytes_by_row + extra_row_bytes
-    if kept_bytes + given.n_rows * one_row > max_bytes:
-        raise ValueError(
-            f"max_bytes={max_bytes:,} is too small: the clean and the corrupted run keep {kept_bytes:,} bytes, and "
-            f"one cell of {given.n_rows} rows takes {given.n_rows * one_row:,} more; give at least their sum"
-        )
-    left = max_bytes - kept_bytes
-    return max(1, min(left // one_row, rows_at_once(cfg, given.n_pos, n_read, left)) // given.n_rows)
-
-
 class CellRuns:
     """Scores cells of one stored pass, many in each forward pass.
 
@@ -130,11 +108,11 @@ class CellRuns:
         measure: Function from the logits of whole copies at some of the rows that are read, and the indices of these
             rows among all that are read, to a score for each copy, Float[cell ...].
         unchanged: Score of the pass without a patch.
-        cells_at_once: Number of cells that fit into one pass, from `cells_that_fit`.
+        budget: Memory for the cells of one pass.
     """
 
-    def __init__(self, run: KeptRun, measure: Measure, unchanged: Tensor, cells_at_once: int) -> None:
-        self.run, self.measure, self.unchanged, self.cells_at_once = run, measure, unchanged, cells_at_once
+    def __init__(self, run: KeptRun, measure: Measure, unchanged: Tensor, budget: CellBudget) -> None:
+        self.run, self.measure, self.unchanged, self.budget = run, measure, unchanged, budget
         self.n_layers = run.input.model.cfg.n_layers
         self.rows = run.input.read_rows
         self.read_positions = frozenset(self.rows)
@@ -159,18 +137,14 @@ class CellRuns:
                 def score(indices: Sequence[int], group: _Group = group) -> Tensor:
                     return self._score_group([cells[index] for index in indices], group)
 
-                for indices, scored in in_batches(score, ordered, self.cells_at_once):
+                for indices, scored in in_batches(score, ordered, self._cells_at_once([cells[i] for i in members])):
                     scores[list(indices)] = scored.to(scores.dtype)
                     bar.update(len(indices))
         return scores
 
     def _score_group(self, cells: Sequence[Cell], group: _Group) -> Float[Tensor, "cell ..."]:
         """Scores of cells of one group, in the order of their entries."""
-        pass_input = self.run.input
-        offset, end = 0, pass_input.n_pos
-        if pass_input.resumes_at_positions:
-            offset = pass_input.seen_from(min(cell.first_position for cell in cells))
-            end = max(pass_input.seen_until(position) for cell in cells for position in cell.positions)
+        offset, end = self._extent(cells)
         computed = [index for index, row in enumerate(self.rows) if offset <= row < end]
         read = [self.rows[index] - offset for index in computed]
         entries = sorted({cell.entry for cell in cells})
@@ -187,6 +161,18 @@ class CellRuns:
             logits_at = read if stop == self.n_layers else None
             stream = self.run.resume(stream, blocks, offset, hooks=hooks, logits_at=logits_at)
         return self.measure(stream, torch.tensor(computed, device=stream.device))
+
+    def _extent(self, cells: Sequence[Cell]) -> tuple[int, int]:
+        """The first position that a pass over these cells computes, and one past the last."""
+        pass_input = self.run.input
+        if not pass_input.resumes_at_positions:
+            return 0, pass_input.n_pos
+        offset = pass_input.seen_from(min(cell.first_position for cell in cells))
+        return offset, max(pass_input.seen_until(position) for cell in cells for position in cell.positions)
+
+    def _cells_at_once(self, cells: Sequence[Cell]) -> int:
+        offset, end = self._extent(cells)
+        return self.budget.cells_from(offset, sum(offset <= row < end for row in self.rows))
 
     def _enter(self, cells: Sequence[Cell], offset: int, end: int) -> Float[Tensor, "batch pos d_model"]:
         """The stream at the entry of these cells, with the states that are written there."""

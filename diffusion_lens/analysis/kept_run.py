@@ -15,6 +15,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.analysis.batching import graph_row_bytes
 from diffusion_lens.denoising.activation_shapes import activation_shape
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook
@@ -143,16 +144,9 @@ class NetworkInput:
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes that a pass keeps for its gradients.
-
-        The numbers of tensors of each width are measured, and rounded up: norms and products of them are in float32 at
-        least.
-        """
-        cfg = self.model.cfg
-        assert cfg.d_mlp is not None
-        size, wide = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4)
-        by_position = cfg.d_model * (6 * size + 4 * wide) + (5 * cfg.d_mlp + 6 * cfg.n_heads * cfg.d_head) * size
-        return self.n_rows * self.n_pos * cfg.n_layers * by_position + 4 * self.logits_bytes
+        """Bytes of the tensors of a pass with gradients, of which its graph keeps most."""
+        learns = any(parameter.requires_grad for parameter in self.model.parameters())
+        return self.n_rows * graph_row_bytes(self.model.cfg, self.n_pos, len(self.read_rows), learns)
 
     def mask(self, copies: int = 1) -> PosMask | None:
         """The attention mask of this many copies of these rows."""
@@ -245,5 +239,5 @@ class KeptRun:
         cache = KeyValueCache(self.input.model.cfg.n_layers)
         for block in blocks:
             keys, values = (self.activations[name][:, :offset] for name in keys_and_values(block))
-            cache.layers[block] = LayerKeyValues(keys.repeat(copies, 1, 1, 1), values.repeat(copies, 1, 1, 1))
+            cache.layers[block] = LayerKeyValues(keys, values, copies=copies)
         return cache

@@ -8,9 +8,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer, check_answer
-from diffusion_lens.analysis.batching import row_bytes
+from diffusion_lens.analysis.batching import proposal_bytes, reserved, row_bytes
 from diffusion_lens.analysis.canvas_layout import as_query
 from diffusion_lens.analysis.causal_tracing.corruption import Corruption
+from diffusion_lens.analysis.kept_run import NetworkInput
 from diffusion_lens.config import reached
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
@@ -115,15 +116,23 @@ class TracedTrajectory:
         tokens = torch.tensor(self.query.answer_tokens, device=finished.tokens.device)
         return finished.tokens[:, list(self.query.answer_positions)] == tokens
 
-    def loop_row_bytes(self) -> int:
-        """Bytes to reserve for one row of the denoising loop."""
-        # The loop also keeps the logits of every masked position in float64, under guidance those of two branches.
-        factor = 3 if self.trajectory.record["cfg_scale"] else 2
-        return factor * row_bytes(self.model.cfg, self.n_pos, self.n_pos)
+    def proposal_bytes(self, copies: int) -> int:
+        """Bytes with which the loop proposes tokens for one row, with copies of the logits of each branch."""
+        cfg, record = self.model.cfg, self.trajectory.record
+        # Where the text grows, the loop reads one position.
+        n_read = 1 if cfg.grows else self.n_pos - int(self.trajectory.given[0].sum())
+        sampled, guided = bool(record["temperature"]) or not cfg.has_mask, bool(record["cfg_scale"])
+        return proposal_bytes(cfg, n_read, copies + guided, sampled)
+
+    def loop_row_bytes(self, copies: int = 1) -> int:
+        """Bytes of the tensors of one row of the denoising loop: of its pass, or of what it proposes."""
+        cfg, n_branches = self.model.cfg, 2 if self.trajectory.record["cfg_scale"] else 1
+        cached = NetworkInput(self.model, self.trajectory.tokens).past_bytes_by_row if cfg.grows else 0
+        return cached + max(n_branches * row_bytes(cfg, self.n_pos, 0), self.proposal_bytes(copies))
 
     def require_loop_memory(self, corruption: Corruption, max_bytes: int) -> None:
         """Raise a `ValueError` unless `max_bytes` suffices to denoise all samples of the corrupted run together."""
-        needed = corruption.rows * self.loop_row_bytes()
+        needed = corruption.rows * reserved(self.model.cfg, self.loop_row_bytes())
         if max_bytes < needed:
             raise ValueError(
                 f"max_bytes={max_bytes:,} is too small: {corruption.rows} samples in the denoising loop take "

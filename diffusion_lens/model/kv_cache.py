@@ -9,11 +9,19 @@ AllKVHeads = Float[Tensor, "batch key kv_head d_head"]
 
 
 class LayerKeyValues:
-    """Rotated keys, and values, of one layer in order of position."""
+    """Rotated keys, and values, of one layer in order of position.
 
-    def __init__(self, keys: AllKVHeads | None = None, values: AllKVHeads | None = None) -> None:
+    Args:
+        copies: Number of copies of these rows that a pass computes, one after the other. They exist in the pass of the
+            layer only: nothing is appended.
+    """
+
+    def __init__(
+        self, keys: AllKVHeads | None = None, values: AllKVHeads | None = None, *, copies: int | None = None
+    ) -> None:
         self.keys = keys
         self.values = values
+        self.copies = copies
 
     @property
     def n_pos(self) -> int:
@@ -24,10 +32,20 @@ class LayerKeyValues:
         """Append keys and values of new positions; returns those of all positions."""
         if self.keys is not None and self.values is not None:
             # They may have been stored on another device than that of the block.
-            earlier = self.keys.to(keys.device), self.values.to(values.device)
-            keys, values = torch.cat([earlier[0], keys], dim=1), torch.cat([earlier[1], values], dim=1)
-        self.keys, self.values = keys, values
+            keys, values = (
+                self._joined(self.keys.to(keys.device), keys),
+                self._joined(self.values.to(keys.device), values),
+            )
+        if self.copies is None:
+            self.keys, self.values = keys, values
         return keys, values
+
+    def _joined(self, earlier: Float[Tensor, "row column kv_head d_head"], new: KVHeads) -> AllKVHeads:
+        """The positions of `earlier`, then the new ones."""
+        if self.copies is None:
+            return torch.cat([earlier, new], dim=1)
+        by_copy = new.unflatten(0, (self.copies, -1))
+        return torch.cat([earlier.expand(self.copies, -1, -1, -1, -1), by_copy], dim=2).flatten(0, 1)
 
     def keep(self, n_pos: int) -> None:
         """Forget the positions from `n_pos` on."""

@@ -275,12 +275,13 @@ def test_a_subject_may_stand_after_what_is_read(every, query):
 
 @both_variants
 def test_batches_keep_to_the_budget(every, query, monkeypatch):
-    """Rows of each pass, counted: all samples of one cell where no more fits, more where it does."""
-    model, rows = every.model, []
+    """Positions of each pass, counted: all samples of one cell where no more fits, more where it does. Where passes
+    begin at later positions, more cells fit."""
+    model, shapes = every.model, []
     forward = type(model).forward
 
     def counting(self, input, *args, **kwargs):
-        rows.append(len(input))
+        shapes.append(input.shape[:2])
         return forward(self, input, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "forward", counting)
@@ -290,12 +291,12 @@ def test_batches_keep_to_the_budget(every, query, monkeypatch):
         int(number.replace(",", ""))
         for number in re.findall(r"keep ([\d,]+) bytes.*takes ([\d,]+)", str(refused.value))[0]
     )
-    widest = []
     for cells in (1, 3):
-        rows.clear()
+        shapes.clear()
         causal_trace(model, query, noise=0.5, samples=4, max_bytes=kept + cells * cell, layers=[0, 2])
-        widest.append(max(rows))
-    assert widest == [4, 12]
+        whole, widest = max(n_pos for _, n_pos in shapes), max(rows * n_pos for rows, n_pos in shapes)
+        assert 2 * cells * whole <= widest <= 4 * cells * whole
+        assert model.cfg.block_size or widest == 4 * cells * whole
 
 
 @every_noise

@@ -153,7 +153,7 @@ def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path)
         with tiny.hooks(fwd_hooks=[("denoise.hook_tokens", named(count, "count"))]):
             return temporal_effect(tiny, query, trajectory=run.replay(tiny, canvas="free"), **settings, **options)
 
-    wide, narrow = counted(), counted(max_bytes=2_500_000)
+    wide, narrow = counted(), counted(max_bytes=1_500_000)
     assert widest[0] > widest[1] >= 2
     with pytest.raises(ValueError, match="max_bytes=1 is too small: 2 samples"):
         temporal_effect(tiny, query, trajectory=run, **settings, max_bytes=1)

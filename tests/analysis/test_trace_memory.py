@@ -8,9 +8,7 @@ import torch
 from oracles.memory import peak_of_tensors, resident_bytes
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
-from diffusion_lens.analysis import answer_probability, causal_trace, patch_grid, temporal_effect, trace_trajectory
-from diffusion_lens.analysis.answer import token_probabilities
-from diffusion_lens.analysis.batching import row_bytes
+from diffusion_lens.analysis import causal_trace
 from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns
 from diffusion_lens.analysis.kept_run import KeptRun
 from weight_conversion import Architecture
@@ -103,81 +101,12 @@ def test_a_budget_too_small_says_how_much_is_needed(variant, kind, severed):
         trace(max_bytes=needed - 1)
 
 
-SHAPES = {
-    "usual": {},
-    "as many heads": {"n_key_value_heads": 4},
-    "narrow MLP": {"d_mlp": 64},
-    "many words": {"d_vocab_out": 8000, "d_mlp": 64},
-}
-READS = [("masked", 1, torch.float32), ("causal", 10, torch.bfloat16), ("masked", 10, torch.float64)]
-
-
-@pytest.mark.parametrize(("variant", "n_read", "dtype"), READS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@torch.no_grad()
-def test_a_row_takes_a_third_of_what_is_reserved(variant, shape, n_read, dtype):
-    """The rest is for the holes that an allocator leaves."""
-    model, n_rows, n_pos = build(variant, dtype, n_layers=2, **SHAPES[shape]), 32, 20
-    answer = torch.full((n_read,), 7)
-
-    def run():
-        stream = torch.ones(n_rows, n_pos, model.cfg.d_model, dtype=dtype)
-        token_probabilities(model(stream, start_at_layer=0, logits_at=range(n_read)), answer)
-
-    run()
-    reserved = n_rows * row_bytes(model.cfg, n_pos, n_read) / 3
-    assert 0.6 * reserved < peak_of_tensors(run) <= 1.02 * reserved
-
-
 @by_variant
 def test_a_budget_too_small_is_refused_before_anything_is_run(variant, token_layers):
     model = build(variant, n_layers=2)
     with token_layers() as counted, pytest.raises(ValueError, match="max_bytes=1 is too small"):
         causal_trace(model, last_position_query(model), **NOISE, max_bytes=1)
     assert counted == [0]
-
-
-OF_ONE_STEP = dict(steps=[0], **NOISE)
-JOBS = {
-    "a trace of a run": lambda model, query: partial(trace_trajectory, model, query, positions=[2, -1], **OF_ONE_STEP),
-    "a temporal effect": lambda model, query: partial(
-        temporal_effect, model, query, layers=[1], positions=[2], **OF_ONE_STEP
-    ),
-    "a grid": lambda model, query: partial(
-        patch_grid, model, query, query.tokens.flip(0), answer_probability(model, query), ["z", "mlp_out"]
-    ),
-    "estimates of a grid": lambda model, query: partial(
-        patch_grid, model, query.tokens, query.tokens.flip(0), mean_logit, ["z"], method="attribution", check=3
-    ),
-}
-
-
-def mean_logit(logits):
-    return logits[:, :, 5].mean()
-
-
-def enough(run):
-    """The least budget that is not refused, by what the refusals say."""
-    budget = 1
-    while True:
-        try:
-            run(max_bytes=budget)
-        except ValueError as refusal:
-            said = str(refusal).partition("too small")[2].replace(",", "")
-            numbers = [int(number) for number in re.findall(r"(\d+) (?:bytes|more)", said)]
-            assert sum(numbers) > budget
-            budget = sum(numbers)
-        else:
-            return budget
-
-
-@pytest.mark.parametrize(("job", "variant"), list(zip(JOBS, ["causal", "masked", "masked", "causal"], strict=True)))
-def test_analyses_take_at_most_the_budget(job, variant):
-    """At the least one. The network holds a third of what is reserved for the rows of a cell, and the loop less."""
-    model = build(variant, n_layers=2)
-    run = JOBS[job](model, last_position_query(model, 8))
-    budget = enough(run)
-    assert budget / 10 < peak_of_tensors(partial(run, max_bytes=budget)) <= budget
 
 
 def test_two_hundred_traces_keep_no_memory(annotations_unchecked):

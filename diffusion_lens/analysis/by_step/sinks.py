@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.batching import row_bytes
+from diffusion_lens.analysis.batching import reserved, row_bytes
 from diffusion_lens.analysis.by_step.sinks_result import AttentionSinks
 from diffusion_lens.analysis.inputs import ForwardPass, Inputs, Readable, SharedPass, passes_of
 from diffusion_lens.identity import begins_run
@@ -170,8 +170,7 @@ def _require_memory(
         entries: Number of steps, layers and heads of the result.
     """
     cfg, (batch, pos), (n_steps, n_layers, n_heads) = model.cfg, shape, entries
-    # Scores, their softmax and the pattern, beside the states of a block.
-    one_pass = batch * (3 * cfg.n_heads * pos * pos * max(4, cfg.dtype.itemsize) + row_bytes(cfg, pos, 0))
+    one_pass = reserved(cfg, batch * row_bytes(cfg, pos, 0, explicit=True))
     # Beside the attention: equal attention, numbers of queries, canvases and two flags, and the canvases of the passes.
     needed = n_steps * batch * pos * (4 * n_layers * n_heads + _BYTES_OF_A_POSITION) + one_pass
     if needed > max_bytes:

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.analysis.batching import row_bytes
+from diffusion_lens.analysis.batching import reserved, row_bytes
 from diffusion_lens.analysis.by_step.positions import Positions, check_positions, nothing_selected, select
 from diffusion_lens.analysis.by_step.ridge import LinearFits, Moments, RidgeSettings
 from diffusion_lens.analysis.by_step.time_probe_result import TimeProbe
@@ -238,7 +238,8 @@ def _samples_at_once(
     # Tokens and flags of all samples are kept, because times are permuted before anything is read.
     kept = sum(len(PARTS) * 8 * width * width for width in widths) + 16 * samples * sum(map(len, texts))
     n_read = n_pos if model.cfg.causal_block is None else 2 * n_pos
-    one_sample = row_bytes(model.cfg, n_read, 0) + n_pos * max(widths) * (8 + model.cfg.dtype.itemsize)
+    states = n_pos * max(widths) * (8 + model.cfg.dtype.itemsize)
+    one_sample = reserved(model.cfg, row_bytes(model.cfg, n_read, 0) + states)
     needed = kept + max(_REGRESSION_MATRICES * matrix, 2 * matrix + one_sample)
     if needed > max_bytes:
         raise ValueError(

@@ -116,8 +116,7 @@ class Branches:
 
     def _fitting(self) -> int:
         run, n_pos = self.run, self.run.n_pos
-        by_bytes = self.max_bytes // run.loop_row_bytes()
-        return max(1, min(by_bytes, rows_at_once(run.model.cfg, n_pos, n_pos, self.max_bytes)))
+        return max(1, rows_at_once(run.model.cfg, n_pos, n_pos, self.max_bytes, run.loop_row_bytes()))
 
     def texts(self, numbers: Sequence[int]) -> Tokens:
         """The final text of each of these branches."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer
 from diffusion_lens.analysis.causal_tracing.restoration import Restoration, points_of
-from diffusion_lens.analysis.cells import Cell, CellRuns, Measure, Patch, cells_that_fit
+from diffusion_lens.analysis.cell_budget import CellBudget
+from diffusion_lens.analysis.cells import Cell, CellRuns, Measure, Patch
 from diffusion_lens.analysis.kept_run import NetworkInput, stream_entering
 from diffusion_lens.shapes import Resid
 
@@ -53,7 +54,7 @@ class RestoredRuns:
         restoration: States that a cell restores.
         layers: Layers around which states are restored.
         max_bytes: Memory to use in addition to the weights.
-        extra_row_bytes: Bytes that a row takes in addition to those of a plain forward pass.
+        least_by_row: Bytes that a row takes at least, after its pass.
 
     Raises:
         ValueError: `max_bytes` is too small for the two runs and one cell. Nothing has been run then.
@@ -65,7 +66,7 @@ class RestoredRuns:
         restoration: Restoration,
         layers: Sequence[int],
         max_bytes: int,
-        extra_row_bytes: int = 0,
+        least_by_row: int = 0,
     ) -> None:
         pair = pair.needed()
         self.n_layers, self.samples = pair.corrupted.model.cfg.n_layers, pair.corrupted.n_rows
@@ -85,7 +86,7 @@ class RestoredRuns:
         kept_bytes = len(clean_names) * pair.clean.stream_bytes + n_streams * pair.corrupted.stream_bytes
         kept_bytes += self.samples * pair.corrupted.past_bytes_by_row
         kept_bytes += pair.clean.logits_bytes + pair.corrupted.logits_bytes
-        self.cells_at_once = cells_that_fit(pair.corrupted, kept_bytes, max_bytes, extra_row_bytes)
+        self.budget = CellBudget.of(pair.corrupted, kept_bytes, max_bytes, least_by_row)
 
         # 2. Run both, and the first block of each span with every position restored.
         self.clean = pair.clean.run(clean_names)
@@ -105,7 +106,7 @@ class RestoredRuns:
         # Windows that are cut off at the first or last block may be the same for several layers.
         spans = list(dict.fromkeys(self.spans.values()))
         cells = [self._cell(position, span) for position in positions for span in spans]
-        engine = CellRuns(self.corrupted, measure, unchanged, self.cells_at_once)
+        engine = CellRuns(self.corrupted, measure, unchanged, self.budget)
         scores: Tensor = engine.scores(cells, progress).unflatten(0, (len(positions), len(spans)))
         return scores[:, [spans.index(span) for span in self.spans.values()]].cpu()
 

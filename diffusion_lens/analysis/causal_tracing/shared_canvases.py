@@ -136,8 +136,7 @@ def run_canvases(
 
     Args:
         canvases: One canvas, or several if they `can_share_beginnings`.
-        budget: Memory to use in addition to the weights, and bytes that a row takes in addition to those of a plain
-            forward pass.
+        budget: Memory to use in addition to the weights, and bytes that a row takes at least, after its pass.
         first: Index of the first of these canvases among all.
 
     Raises:

@@ -249,7 +249,8 @@ class _Grid:
         restored_steps = [RestoredStep.of(run, corrupted, step) for step in revealing]
         shares = can_share_beginnings(run)
         bundles = [restored_steps] if shares and restored_steps else [[each] for each in restored_steps]
-        budget = self.max_bytes, run.loop_row_bytes()
+        # The logits of cells are completed by those of the corrupted runs, and guided.
+        budget = self.max_bytes, run.proposal_bytes(copies=3)
         for bundle in bundles:
             canvases = [each.canvas for each in bundle]
             for runs in run_canvases(run, canvases, self.restoration, self.corruption, self.layers, budget):
@@ -265,6 +266,7 @@ class _Grid:
                         bar.update(len(members))
                 if run.model.cfg.grows:
                     branches.finish(runs.restored.corrupted)
+                del runs, begun  # their activations are freed before the next runs
         branches.finish()
         reached = numbers >= 0
         texts = branches.texts(numbers[reached].tolist())[:, list(run.query.answer_positions)].cpu()
@@ -276,7 +278,9 @@ class _Grid:
         for i, step in enumerate(steps):
             on_canvas = self._on_canvas(step)
             replays = Replays(run, self.corruption, corrupted, step)
-            restored = RestoredRuns(replays.pair(), self.restoration, self.layers, self.max_bytes, run.loop_row_bytes())
+            restored = RestoredRuns(
+                replays.pair(), self.restoration, self.layers, self.max_bytes, run.loop_row_bytes(copies=3)
+            )
             chosen = [self.positions[index] for index in on_canvas]
             self.by_sample[i, on_canvas] = restored.grid(chosen, replays.endings, run.written(corrupted).float())
             bar.update()

@@ -161,6 +161,7 @@ def trace_steps(
             for runs in run_canvases(run, inputs, restoration, corruption, layers, (max_bytes, 0)):
                 traced |= scored_steps(run, runs, canvases[runs.first :], positions, free)
                 bar.update(len(runs.canvases))
+                del runs  # their activations are freed before the next runs
 
     # 4. Average over the samples.
     by_step = [traced[step] for step in selected_steps]

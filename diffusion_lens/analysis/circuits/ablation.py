@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.batching import row_bytes
+from diffusion_lens.analysis.batching import reserved, row_bytes
 from diffusion_lens.analysis.circuits.circuit import Circuit
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part
 from diffusion_lens.analysis.circuits.result import EdgeScores, NodeScores
@@ -169,9 +169,14 @@ class _AblatedRuns:
         require_same_positions(clean, corrupted)
         self.graph, given = graph, clean.input
         written, cfg = given.stored_bytes(graph.writer_points), given.model.cfg
-        copies = given.stored_bytes(point.name for point in graph.reader_points[:4])  # those of one layer
-        one_block = given.n_rows * row_bytes(cfg, given.n_pos, len(given.read_rows)) // 3
-        one_circuit, stored = 2 * written + 4 * copies + one_block, 2 * written
+        # The streams that queries, keys and values of a block read, before and after their norm, and the last of them
+        # inside its norm, in float32 at least.
+        of_values = graph.reader_points[2].name
+        copies = 2 * given.stored_bytes(point.name for point in graph.reader_points[:3]) + 2 * given.stream_bytes
+        copies += given.stored_bytes([of_values]) * (1 if cfg.dtype.itemsize >= 4 else 8 // cfg.dtype.itemsize)
+        one_block = given.n_rows * row_bytes(cfg, given.n_pos, len(given.read_rows)) + 3 * given.stream_bytes
+        one_circuit = reserved(cfg, written + max(copies, one_block))
+        stored = written + 2 * given.stream_bytes
         self.circuits_at_once = (max_bytes - stored) // one_circuit
         if self.circuits_at_once < 1:
             raise ValueError(f"max_bytes={max_bytes:,} is too small: one circuit takes {stored + one_circuit:,} bytes")

@@ -34,7 +34,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Graph, by_part
-from diffusion_lens.analysis.circuits.passes import IntegrationPath, MovedRun, Passes, wide_bytes, wider
+from diffusion_lens.analysis.circuits.passes import IntegrationPath, MovedRun, Passes, wider
 from diffusion_lens.analysis.circuits.result import EdgeScores, NodeScores
 from diffusion_lens.analysis.circuits.sides import joined, require_plain_stream
 from diffusion_lens.analysis.kept_run import KeptRun
@@ -163,8 +163,9 @@ class _EdgePasses(Passes):
         return [point.name for point in self.graph.reader_points]
 
     def _copy_bytes(self) -> int:
-        # Each reader's copy and its gradient, and in float32 its norm and their product.
-        return 2 * (self.given.stored_bytes(self.gradient_points) + wide_bytes(self.given, self.gradient_points))
+        # Each reader's copy, in float32 at least too, and its norm before and after the product with the weights.
+        size, stored = self.given.model.cfg.dtype.itemsize, self.given.stored_bytes(self.gradient_points)
+        return (3 if size >= 4 else 3 + 4 // size) * stored
 
     def _store_change(self, clean: KeptRun, corrupted: KeptRun) -> None:
         written, before = (self.graph.written(run.activations) for run in (clean, corrupted))

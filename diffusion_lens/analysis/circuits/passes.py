@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens.analysis.batching import reserved
 from diffusion_lens.analysis.circuits.graph import Graph, by_part
 from diffusion_lens.analysis.circuits.sides import on_one_metric, require_same_positions
 from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput
@@ -77,7 +78,8 @@ class Passes(ABC):
     def __init__(self, graph: Graph, clean: Side, corrupted: Side, max_bytes: int) -> None:
         require_same_positions(clean, corrupted)
         self.graph, self.given = graph, corrupted.input
-        one_run, stored = self.given.graph_bytes + self._copy_bytes(), wide_bytes(self.given, self.writer_points)
+        one_run = reserved(self.given.model.cfg, self.given.graph_bytes + self._copy_bytes(), of_graph=True)
+        stored = wide_bytes(self.given, self.writer_points) + 2 * self.given.stream_bytes
         self.runs_at_once = (max_bytes - stored) // one_run
         if self.runs_at_once < 1:
             raise ValueError(f"max_bytes={max_bytes:,} is too small: one run takes {stored + one_run:,} bytes")

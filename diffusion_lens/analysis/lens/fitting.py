@@ -34,9 +34,6 @@ from diffusion_lens.scheduled_loss import noised
 from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices, whole_number, whole_numbers
 from diffusion_lens.shapes import PosMask, Tokens
 
-# Of the vocabulary's size, in `_gradient`: those of a reading, and what the backward pass stores and computes.
-VOCABULARY_TENSORS = 12
-
 
 @begins_run
 @torch.inference_mode(False)
@@ -101,7 +98,7 @@ def fit_translators(
     left = max_bytes - 4 * sum(x.nbytes for x in parameters)
     beside_clean = isinstance(data.source, CleanTexts) and cfg.causal_block is not None
     n_read = data.tokens.shape[1] * (2 if beside_clean else 1)
-    budget = Budget.of(cfg, len(picked) + 1, (n_rows, n_read), left, VOCABULARY_TENSORS)
+    budget = Budget.of(cfg, len(picked) + 1, (n_rows, n_read), left, n_rows * n_read)
 
     # 2. Descend on new samples in every iteration.
     losses = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.batching import CPU_LOGITS_BYTES, row_bytes
+from diffusion_lens.analysis.batching import logits_at_once, reserved, row_bytes
 from diffusion_lens.analysis.inputs import ForwardPass
 from diffusion_lens.analysis.lens.canvases import NOTHING
 from diffusion_lens.analysis.lens.translators import Translators
@@ -17,7 +17,9 @@ from diffusion_lens.model.hook_points import anything_listens
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 # Tensors of the vocabulary's size that are alive at once in `LayerReading.of`, those of the last layer included.
-VOCABULARY_TENSORS = 9
+VOCABULARY_TENSORS = 6
+# Those that turn log scores into logits of p(x_0), in addition.
+TENSORS_OF_SCORES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,21 +160,23 @@ class Budget:
         n_states: int,
         shape: tuple[int, int],
         max_bytes: int,
-        vocabulary_tensors: int = VOCABULARY_TENSORS,
+        entries: int,
     ) -> "Budget":
         """The division of `max_bytes`.
 
         Args:
             n_states: Number of layers whose states are stored.
             shape: Rows and positions of a pass.
-            vocabulary_tensors: Tensors [entry d_vocab_out] that are alive at once.
+            entries: Number of rows that are read in a pass, at most.
 
         Raises:
             ValueError: The memory does not suffice for one pass that reads one row.
         """
         wide = max(cfg.dtype.itemsize, 4)
-        stored, head = n_states * cfg.d_model * cfg.dtype.itemsize, vocabulary_tensors * cfg.d_vocab_out * wide
-        one_pass = shape[0] * row_bytes(cfg, shape[1], 0)
+        stored = n_states * cfg.d_model * cfg.dtype.itemsize
+        n_tensors = VOCABULARY_TENSORS + TENSORS_OF_SCORES * (cfg.head == "log_scores")
+        head = reserved(cfg, n_tensors * cfg.d_vocab_out * wide)
+        one_pass = reserved(cfg, shape[0] * row_bytes(cfg, shape[1], 0))
         # States are stored during the pass and unembedded after it.
         left = max_bytes - max(one_pass, head)
         if left < stored:
@@ -180,8 +184,8 @@ class Budget:
                 f"max_bytes leaves {max(max_bytes, 0):,} bytes for the passes of the lens, and a pass that reads one "
                 f"row takes {max(one_pass, head) + stored:,}: give more, or fewer rows at once"
             )
-        entries_per_pass = max(1, min(left, max_bytes // 2) // stored)
+        entries_per_pass = max(1, min(left // stored, max_bytes // 2 // stored, entries))
         at_once = (max_bytes - entries_per_pass * stored) // head
         if cfg.is_on_cpu:
-            at_once = min(at_once, CPU_LOGITS_BYTES // (cfg.d_vocab_out * wide))
+            at_once = min(at_once, logits_at_once(cfg, wide))
         return cls(entries_per_pass, max(1, at_once))

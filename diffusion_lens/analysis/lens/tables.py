@@ -61,7 +61,8 @@ class Tables:
         n_states = len({*self.layers, model.cfg.n_layers})
         n_pos = max(one.network_input.tokens.shape[1] for one in passes)
         left = max_bytes - sum(table.nbytes for table in self.tables.values())
-        budget = Budget.of(model.cfg, n_states, (len(self.targets), n_pos), left)
+        entries = max(int((one.rows != NOTHING).sum()) for one in passes)
+        budget = Budget.of(model.cfg, n_states, (len(self.targets), n_pos), left, entries)
         for one in tqdm(passes, desc="logit lens", unit="pass", disable=not progress):
             batch, selected = (one.rows != NOTHING).nonzero(as_tuple=True)
             if not len(batch):

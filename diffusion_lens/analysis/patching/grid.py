@@ -21,12 +21,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.answer import Answer
+from diffusion_lens.analysis.cell_budget import CellBudget
 from diffusion_lens.analysis.patching.attribution import EstimateError, run_with_gradients, sweep_by_gradient
 from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import AnswerProbability, Metric, Reading
 from diffusion_lens.analysis.patching.patch_settings import PatchSettings
 from diffusion_lens.analysis.patching.result import PatchGrid
-from diffusion_lens.analysis.patching.runs import Side, SidePair, fitting_cells, stored_points, sweep_exactly
+from diffusion_lens.analysis.patching.runs import Side, SidePair, cell_budgets, stored_points, sweep_exactly
 from diffusion_lens.analysis.patching.sites import CellPositions, PositionPairs, Sweep, resolve_sites
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -159,12 +160,12 @@ def patch_sites(
     sweeps = settings.sweeps(n_clean, n_corrupted, cfg)
 
     # 2. Refuse a budget that is too small, before anything is run.
-    fitting = [fitting_cells(clean, corrupted, sweeps, settings.method, max_bytes) for clean, corrupted in sides]
+    by_pair = [cell_budgets(clean, corrupted, sweeps, settings.method, max_bytes) for clean, corrupted in sides]
 
     # 3. Compute both sides once, then score every cell in the corrupted run.
     swept = [
-        _sweep_pair(clean, corrupted, sweeps, settings, cells_at_once, progress)
-        for (clean, corrupted), cells_at_once in zip(sides, fitting, strict=True)
+        _sweep_pair(clean, corrupted, sweeps, settings, budgets, progress)
+        for (clean, corrupted), budgets in zip(sides, by_pair, strict=True)
     ]
 
     # 4. Join the steps and make one grid per site.
@@ -185,11 +186,11 @@ def _sweep_pair(
     corrupted: Side,
     sweeps: Sequence[Sweep],
     settings: PatchSettings,
-    cells_at_once: Mapping[str, int],
+    budgets: Mapping[str, CellBudget],
     progress: bool,
 ) -> _SweptPair:
     """Compute both sides once, and score every cell of every site."""
-    pair = _run_both(clean, corrupted, sweeps, settings.method, cells_at_once)
+    pair = _run_both(clean, corrupted, sweeps, settings.method, budgets)
     by_site: list[tuple[Tensor, EstimateError | None]] = []
     for sweep in sweeps:
         cells = sweep.cells(clean.n_canvas, corrupted.n_canvas, corrupted.model.cfg.device)
@@ -234,7 +235,7 @@ def _grid(
 
 
 def _run_both(
-    clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, cells_at_once: Mapping[str, int]
+    clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, budgets: Mapping[str, CellBudget]
 ) -> SidePair:
     """Compute each side once."""
     points, names = stored_points(corrupted, sweeps, method)
@@ -253,7 +254,7 @@ def _run_both(
         gradients=gradients,
         clean_score=float(clean.reading(clean_run.logits.to(device))),
         corrupted_score=float(corrupted.reading(corrupted_run.logits)),
-        cells_at_once=cells_at_once,
+        budgets=budgets,
     )
 
 

@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.cells import Cell, CellRuns, Patch, cells_that_fit
+from diffusion_lens.analysis.batching import reserved
+from diffusion_lens.analysis.cell_budget import CellBudget
+from diffusion_lens.analysis.cells import Cell, CellRuns, Patch
 from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput, stream_entering
 from diffusion_lens.analysis.patching.block_ends import moved_to_block_end
 from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Reading
@@ -146,8 +148,10 @@ def stored_points(corrupted: Side, sweeps: Sequence[Sweep], method: str) -> tupl
     return points, points | entrances | set(corrupted.input.past_points) | embedding
 
 
-def fitting_cells(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, max_bytes: int) -> dict[str, int]:
-    """Number of cells of each site that fit into one pass.
+def cell_budgets(
+    clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, max_bytes: int
+) -> dict[str, CellBudget]:
+    """The memory for the cells of each site.
 
     Raises:
         ValueError: `max_bytes` does not suffice for both runs and one cell of each site, or for the backward pass of
@@ -158,17 +162,14 @@ def fitting_cells(clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method:
     kept_bytes = clean.input.stored_bytes(points) + given.stored_bytes(names) + given.logits_bytes
     kept_bytes += given.stored_bytes(points) if method == "attribution" else 0  # gradients
     kept_bytes += given.stream_bytes * max(len(s.layers) * s.site.moves_to_block_end for s in sweeps)
-    cfg, n_pos = corrupted.model.cfg, corrupted.n_pos
-    fitting = {
-        sweep.site.name: cells_that_fit(given, kept_bytes, max_bytes, sweep.site.written_out_bytes(cfg, n_pos))
-        for sweep in sweeps
-    }
-    if method == "attribution" and (needed := kept_bytes + given.graph_bytes) > max_bytes:
+    budgets = {s.site.name: CellBudget.of(given, kept_bytes, max_bytes, explicit=s.site.heads_first) for s in sweeps}
+    graph_bytes = reserved(corrupted.model.cfg, given.graph_bytes, of_graph=True)
+    if method == "attribution" and (needed := kept_bytes + graph_bytes) > max_bytes:
         raise ValueError(
             f"max_bytes={max_bytes:,} is too small: the backward pass of method='attribution' takes {needed:,} bytes "
             "with what is kept beside it; method='exact' needs none"
         )
-    return fitting
+    return budgets
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +183,7 @@ class SidePair:
         gradients: Gradients of the metric in the corrupted run, by hook point; empty for the exact method.
         clean_score: The metric of the clean run; NaN if its rows have another meaning there.
         corrupted_score: The metric of the corrupted run.
-        cells_at_once: Number of cells that fit into one pass, by name of the site.
+        budgets: Memory for the cells of one pass, by name of the site.
     """
 
     side: Side
@@ -191,7 +192,7 @@ class SidePair:
     gradients: Mapping[str, Tensor]
     clean_score: float
     corrupted_score: float
-    cells_at_once: Mapping[str, int]
+    budgets: Mapping[str, CellBudget]
 
     @property
     def _score_dtype(self) -> torch.dtype:
@@ -223,7 +224,7 @@ class SidePair:
             progress: Title of a progress bar; by default none is shown.
         """
         unchanged = torch.tensor(self.corrupted_score, dtype=self._score_dtype)
-        engine = CellRuns(self.corrupted, self._measure, unchanged, self.cells_at_once[site.name])
+        engine = CellRuns(self.corrupted, self._measure, unchanged, self.budgets[site.name])
         cells = [cell for layer, of_layer in selected for cell in self._cells(site, layer, of_layer)]
         scores = engine.scores(cells, progress).split([of_layer.n for _, of_layer in selected])
         return [

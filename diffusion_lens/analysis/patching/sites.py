@@ -47,13 +47,6 @@ class Site:
         """Full name of its hook point in a block."""
         return f"blocks.{layer}.{self.point}"
 
-    def written_out_bytes(self, cfg: DiffusionConfig, n_pos: int) -> int:
-        """Bytes to reserve for the attention of one row when a hook on the pattern rules out fused attention.
-
-        Four tensors as large as the pattern exist at once. Three times that is reserved, as in `batching.row_bytes`.
-        """
-        return 3 * 4 * cfg.n_heads * n_pos**2 * max(cfg.dtype.itemsize, 4) if self.heads_first else 0
-
     def pick_heads(self, heads: Iterable[Whole] | None, cfg: DiffusionConfig) -> list[int] | None:
         """Heads to sweep; `None` for a site without heads."""
         return pick_indices(f"{self.name} heads", heads, self.n_heads(cfg)) if self.n_heads else None

@@ -1,10 +1,7 @@
 """Node attribution against the sum of a writer's edges, writers patched one by one, and sums that must come out."""
 
-from functools import partial
-
 import pytest
 import torch
-from oracles.memory import peak_of_tensors
 from torch.testing import assert_close
 
 from diffusion_lens.analysis.circuits import (
@@ -120,29 +117,6 @@ def test_scores_of_steps_come_back_from_their_file(tiny, tmp_path):
     assert (again.writers, again.record) == (scores.writers, scores.record)
     edges = edge_attribution(tiny, *runs, logit, steps=[1, 3], ig_steps=2)
     assert_close(again.at_step(3).scores, edges.at_step(3).nodes, rtol=1e-3, atol=1e-4)
-
-
-def least_budget(run):
-    with pytest.raises(ValueError, match="is too small") as raised:
-        run(max_bytes=0)
-    return int(str(raised.value).split("takes ")[1].split(" bytes")[0].replace(",", ""))
-
-
-@pytest.mark.parametrize(("either", "n_runs"), [("mdm", 3), ("ar", 1)], indirect=["either"])
-def test_every_pass_takes_at_most_its_budget(either, n_runs):
-    """Tensors alone: the least budget, and one that several runs share."""
-    model, pair = either.model, (either.tokens[:1], either.tokens[1:2])
-    settings = dict(logits_at=[-1], metric=logit)
-    scores = edge_attribution(model, *pair, ig_steps=1, **settings)
-    for call in (
-        partial(edge_attribution, ig_steps=3),
-        partial(node_attribution, ig_steps=3),
-        partial(node_attribution, ig_steps=1, path="nodes"),
-        partial(faithfulness, edge_scores=scores, circuits=[1, 9, 20]),
-    ):
-        run = partial(call, model, *pair, **settings)
-        budget = n_runs * least_budget(run)
-        assert 0.25 * budget < peak_of_tensors(partial(run, max_bytes=budget)) <= budget
 
 
 def test_figures_show_the_scores():
