@@ -3,16 +3,16 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 from page_reader import PageFile
-from processes import hears_ctrl_c
+from processes import forked
 from typer.testing import CliRunner, Result
 
+from diffusion_lens.__main__ import main
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
 
@@ -73,26 +73,26 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
     assert "pip install 'diffusion-lens[explore]'" in result.output
 
 
-def test_the_page_is_served_until_ctrl_c() -> None:
-    command = [sys.executable, "-m", "diffusion_lens", "explore", "tiny-mdm", *ASK, "--steps", "2", "--no-browser"]
-    child = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=hears_ctrl_c,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    assert child.stdout is not None
-    try:
-        lines = [child.stdout.readline() for _ in range(3)]
-        assert lines[0] == "Explore tiny-mdm at\n"
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}\n", lines[1])
-        assert lines[2] == "Ctrl-C ends it.\n"
-        assert b"mountLive" in urllib.request.urlopen(lines[1].strip(), timeout=60).read()
-        child.send_signal(signal.SIGINT)
-        _, complaint = child.communicate(timeout=60)
-    finally:
-        child.kill()
-        child.wait()
-    assert (child.returncode, complaint) == (130, "Stopped.\n")
+def test_the_page_is_served_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, which gets a real signal."""
+    complaint, (said, says) = tmp_path / "complaint", os.pipe()
+
+    def work() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the child of a background job would ignore it
+        monkeypatch.setattr(sys, "stdout", os.fdopen(says, "w", buffering=1))
+        monkeypatch.setattr(sys, "stderr", complaint.open("w"))
+        asked = ["explore", "tiny-mdm", *ASK, "--steps", "2", "--no-browser"]
+        monkeypatch.setattr(sys, "argv", ["diffusion-lens", *asked])
+        main()
+
+    with forked(work) as child, os.fdopen(said) as lines:
+        os.close(says)
+        assert lines.readline() == "Explore tiny-mdm at\n"
+        address = lines.readline()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}\n", address)
+        assert lines.readline() == "Ctrl-C ends it.\n"
+        assert b"mountLive" in urllib.request.urlopen(address.strip(), timeout=60).read()
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGINT)
+        child.join(timeout=60)
+    assert (child.exitcode, complaint.read_text()) == (130, "Stopped.\n")

@@ -137,7 +137,7 @@ def test_two_modes_of_a_checkpoint_are_two_models_of_a_study(folder: Path, tmp_p
 
 def test_compare_takes_two_modes_of_a_checkpoint(folder: Path) -> None:
     modes = [f"{folder}@block", f"{folder}@ar"]
-    asked = ["--data", "toy", "--length", "14", "--block-size", "4", "--dry-run"]
+    asked = ["--data", "toy", "--length", "14", "--limit", "20", "--block-size", "4", "--dry-run"]
     result = invoke("compare", *modes, *asked)
     assert result.exit_code == 0, result.output
     result = invoke("compare", modes[1], modes[1], *asked[:4], "--dry-run")

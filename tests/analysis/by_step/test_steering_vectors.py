@@ -1,6 +1,7 @@
 """Differences of means equal stacked caches, and their hooks equal interventions written by hand."""
 
 from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
@@ -60,14 +61,19 @@ def model_tokens(model, seed):
     return torch.randint(3, 400, (3 + seed, 5), generator=torch.Generator().manual_seed(seed))
 
 
+@cache
+def two_cached_runs(model):
+    return two_runs(model, [NAME, OTHER])
+
+
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
 def test_vectors_are_the_difference_of_stacked_caches(several, positions):
     model = several.model
     if positions == "masked" and model.cfg.grows:
         with pytest.raises(ValueError, match=r"has no \[MASK\]: 'predicting' selects"):
-            difference_of_means(model, *two_runs(model, NAME)[0], NAME, positions="masked")
+            difference_of_means(model, *two_cached_runs(model)[0], NAME, positions="masked")
         return
-    runs, caches = two_runs(model, [NAME, OTHER])
+    runs, caches = two_cached_runs(model)
     vectors = difference_of_means(model, *runs, [NAME, OTHER], positions=positions)
     chosen = [chosen_by_hand(model, run, positions) for run in runs]
     for name in (NAME, OTHER):

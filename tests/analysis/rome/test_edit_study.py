@@ -282,7 +282,7 @@ def test_the_bundled_pair_learns_new_attributes_and_keeps_those_of_others(name):
     """Also with C = I; the moment of the corpus spares more of the subject's other attributes."""
     model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
     world = site_facts.load()
-    requests = edit_requests(world, world.facts("attribute")[7::720])
+    requests = edit_requests(world, world.facts("attribute")[7::1440])
     search = ValueSettings(steps=40, lr=0.2, stop_below=0.3, kl_factor=0.0)
     study = edit_study(model, requests, EditSettings(1, search, layout=CanvasLayout(16)))
     table = study.table()
