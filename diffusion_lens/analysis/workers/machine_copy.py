@@ -41,9 +41,11 @@ def shared_on_machine(load: Callable[[Path | None], M], source: str, sha256: str
     _close()
     if not _path(os.getpid(), 0).parent.is_dir():  # another system than Linux
         return load(None)
+    name = hashlib.sha256((source + sha256).encode()).hexdigest()[:16]
+    listed = Path(tempfile.gettempdir()) / f"diffusion-lens-{os.getuid()}-{name}.weights"
     with ExitStack() as until_written:
         try:
-            holders = until_written.enter_context(_listed(hashlib.sha256((source + sha256).encode()).hexdigest()))
+            holders = until_written.enter_context(_locked(listed))
         except OSError:
             return load(None)
         number = _opened(holders.read())
@@ -51,6 +53,7 @@ def shared_on_machine(load: Callable[[Path | None], M], source: str, sha256: str
             model = load(None)
             number = _written(model)
             if number is None:
+                listed.unlink(missing_ok=True)
                 return model
             del model
             holders.truncate(0)
@@ -69,9 +72,8 @@ def _close() -> None:
 
 
 @contextmanager
-def _listed(name: str) -> Iterator[IO[bytes]]:
-    """The list of processes with the numbers and inodes of their open files, for one process at a time."""
-    path = Path(tempfile.gettempdir()) / f"diffusion-lens-{os.getuid()}-{name[:16]}.weights"
+def _locked(path: Path) -> Iterator[IO[bytes]]:
+    """A list of processes with the numbers and inodes of their open files, which one process at a time has open."""
     with os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW, 0o600), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
