@@ -1,6 +1,7 @@
 """Run the examples for the gallery: `python run_examples.py OUT`.
 
-OUT/NAME.txt is what an example prints, and OUT/NAME.png the first figure that it writes.
+OUT/NAME.txt is what an example prints, and OUT/NAME.png the first figure that it writes. An `AssertionError` ends the
+run where an example prints or writes other than `tests/example_checks.py` expects.
 """
 
 import os
@@ -13,17 +14,21 @@ from pathlib import Path
 from runpy import run_path
 
 import torch
+from example_checks import check
+from figures import blank_figures
 from quick_examples import QUICKLY
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
 def run(example: Path, out: Path) -> None:
-    """Run one example in an empty folder, and keep what it prints and its first figure."""
+    """Run one example in an empty folder, check it, and keep what it prints and its first figure."""
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
-        with (out / f"{example.stem}.txt").open("w", encoding="utf-8") as printed, redirect_stdout(printed):
+        text = out / f"{example.stem}.txt"
+        with text.open("w", encoding="utf-8") as printed, redirect_stdout(printed), blank_figures(drawn="*.png"):
             run_path(str(example))["main"](QUICKLY.get(example.stem, []))
+        check(example.stem, text.read_text(encoding="utf-8"))
         figures = sorted(Path("out").glob("*.png"), key=lambda figure: figure.stat().st_mtime_ns)
         shutil.move(figures[0], out / f"{example.stem}.png")
         os.chdir(out)

@@ -11,7 +11,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @contextmanager
 def blank_figures(drawn: str | None = None) -> Iterator[None]:
-    """Saved figures are blank files, except the file of the name `drawn`. Each of their panels must show something."""
+    """Saved figures are blank files, except where a name matches `drawn`. Each of their panels must show something."""
     from matplotlib.figure import Figure
 
     draw = Figure.savefig
@@ -19,7 +19,7 @@ def blank_figures(drawn: str | None = None) -> Iterator[None]:
     def save(figure: Any, target: Any, **options: Any) -> None:
         assert figure.axes
         assert all(axes.has_data() for axes in figure.axes if axes.axison), "a panel shows nothing"
-        if isinstance(target, Path) and target.name == drawn:
+        if drawn is not None and isinstance(target, Path) and target.match(drawn):
             draw(figure, target, **options)
         else:
             (Path(target).write_bytes if isinstance(target, str | Path) else target.write)(PNG)

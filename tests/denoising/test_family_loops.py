@@ -57,13 +57,18 @@ def prompt_of(every):
     return every.tokens[:, :PROMPT] % 500
 
 
+def steps_of(cfg, steps):
+    """Of a run: by blocks the default number, unless the network is told the time, where it is 32 for each block."""
+    return steps if not cfg.opens_blocks else 8 if cfg.is_told_time else None
+
+
 @pytest.fixture(scope="module")
 def run(request, every):
     """A prompt of three rows, settings that the model understands, and the run."""
     cfg = every.model.cfg
     # Without [MASK] the default sampler of the noise, and no guidance; by blocks the default sampler and its steps.
     plain = {} if cfg.has_mask else {"sampler": None, "cfg_scale": 0.0}
-    by_blocks = {"sampler": None, "steps": None} if cfg.opens_blocks else {}
+    by_blocks = {"sampler": None, "steps": steps_of(cfg, 0)} if cfg.opens_blocks else {}
     prompt, options = prompt_of(every), {**RUNS[request.param], "length": LENGTH, **plain, **by_blocks}
     return prompt, options, every.model.denoise(prompt, **options)
 
@@ -127,7 +132,7 @@ def test_padded_prompts_give_what_they_give_alone(every, run):
 
 @of_each_noise
 def test_seeds_decide_the_run_row_by_row_and_vanish_with_the_temperature(every):
-    prompt, steps = every.tokens[:1, :2] % 500, None if every.model.cfg.opens_blocks else 5
+    prompt, steps = every.tokens[:1, :2] % 500, steps_of(every.model.cfg, 5)
 
     def tokens(rows=1, **options):
         return every.model.denoise(prompt.expand(rows, -1), length=9, steps=steps, **options).tokens
@@ -145,7 +150,7 @@ def test_seeds_decide_the_run_row_by_row_and_vanish_with_the_temperature(every):
 def test_masks_inside_a_prompt_are_filled_and_nothing_else(every):
     mask = every.model.cfg.blank
     given = torch.tensor([[mask, mask, 7, mask, 9, mask]])
-    run = every.model.denoise(given, length=12, steps=None if every.model.cfg.opens_blocks else 5)
+    run = every.model.denoise(given, length=12, steps=steps_of(every.model.cfg, 5))
     assert run.tokens[0, [2, 4]].tolist() == [7, 9]
     assert ((run.tokens >= 0) & (run.tokens != mask)).all()
 
@@ -191,7 +196,7 @@ def test_a_hook_at_a_step_changes_nothing_before_it(every, run):
 def test_confidence_is_the_probability_on_the_canvas_of_that_step(every):
     """Read where the network predicts: by hand, the row before in a shifted model."""
     model = every.model
-    steps = None if model.cfg.opens_blocks else 4
+    steps = steps_of(model.cfg, 4)
     trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=steps)
     for position in range(PROMPT, LENGTH, 2):
         # Under uniform noise the last step writes every position.
@@ -216,7 +221,7 @@ def test_guidance_is_the_formula(every):
         return
     model, seen = every.model, []
     look = ("denoise.hook_logits", lambda a, hook: seen.append(a))
-    steps = None if model.cfg.opens_blocks else 1
+    steps = steps_of(model.cfg, 1)
     trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=steps, cfg_scale=0.8, fwd_hooks=[look])
     canvas = trajectory.canvases[0]
     n_open = int((canvas >= 0).sum())

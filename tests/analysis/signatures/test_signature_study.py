@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -39,6 +40,17 @@ def pairs(tiny):
     return toy_facts.load().taught_pairs(tiny, "p2d")[:6]
 
 
+@pytest.fixture
+def plain(tiny):
+    """The study of the pairs, which no test changes."""
+    return study_of(tiny)
+
+
+@cache
+def study_of(model):
+    return reversal_signatures(model, toy_facts.load().taught_pairs(model, "p2d")[:6])
+
+
 def same(one, other):
     return one.ids == other.ids and all(
         torch.equal(getattr(one, name).nan_to_num(), getattr(other, name).nan_to_num()) for name in TENSORS
@@ -68,16 +80,16 @@ def test_the_isotropic_correlation_is_of_the_models_own_frequencies(tiny, pairs)
     for scaled in (None, scaling):
         cfg = replace(tiny.cfg, rotary_scaling=scaled, rotary_dtype=torch.float32)
         model = HookedDiffusionTransformer(cfg, tensors=tiny.state_dict().items())
-        found[scaled] = reversal_signatures(model, pairs).isotropic
-        for pair, correlation in zip(pairs, found[scaled], strict=True):
+        found[scaled] = reversal_signatures(model, pairs[:2]).isotropic
+        for pair, correlation in zip(pairs[:2], found[scaled], strict=True):
             between = pair.forward.source - pair.forward.row - (pair.reverse.source - pair.reverse.row)
             tables = model.positions.tables(abs(between) + 1, torch.device("cpu"), torch.full((1, width), abs(between)))
             assert correlation == pytest.approx(float((rotate(basis, tables) * basis).sum(-1).mean()), abs=1e-6)
     assert (found[scaling] - found[None]).min() > 0.05  # lower frequencies turn less
 
 
-def test_the_means_have_intervals_with_their_axes(tiny, pairs):
-    found = reversal_signatures(tiny, pairs)
+def test_the_means_have_intervals_with_their_axes(tiny, plain):
+    found = plain
     means = {
         "evidence_percentile": found.evidence_percentile,
         "evidence_reuse": found.evidence_reuse,
@@ -145,8 +157,8 @@ def test_pairs_of_one_person_are_resampled_together(tiny, pairs):
     assert not torch.equal(one.interval("probability", seed=1)[0], one.interval("probability", seed=2)[0])
 
 
-def test_curves_are_the_means_and_their_intervals(tiny, pairs):
-    found = reversal_signatures(tiny, pairs)
+def test_curves_are_the_means_and_their_intervals(tiny, pairs, plain):
+    found = plain
     curves = found.curves(level=0.9)
     for i, way in enumerate(("forward", "reverse")):
         for name, drawn in (
@@ -207,8 +219,7 @@ def test_padding_in_the_tokens_of_a_canvas_is_padding(own_pad):
     torch.testing.assert_close(one.cuts, other.cuts, rtol=1e-3, atol=1e-5)
 
 
-def test_hooks_of_the_caller_act_and_no_mode_is_changed(tiny, pairs):
-    plain = reversal_signatures(tiny, pairs)
+def test_hooks_of_the_caller_act_and_no_mode_is_changed(tiny, pairs, plain):
     with tiny.hooks(fwd_hooks=[("blocks.0.attn.hook_v", interventions.zero_ablate())]), torch.no_grad():
         ablated = reversal_signatures(tiny, pairs)
         assert not torch.is_grad_enabled()
@@ -227,14 +238,12 @@ def test_a_pair_of_the_other_model_is_refused():
         reversal_signatures(mdm, toy_facts.load().taught_pairs(ar))
 
 
-def test_inference_mode_changes_nothing(tiny, pairs):
-    plain = reversal_signatures(tiny, pairs)
+def test_inference_mode_changes_nothing(tiny, pairs, plain):
     with torch.inference_mode():
         assert same(plain, reversal_signatures(tiny, pairs))
 
 
-def test_flags_of_optional_hooks_change_nothing(tiny, pairs):
-    plain = reversal_signatures(tiny, pairs)
+def test_flags_of_optional_hooks_change_nothing(tiny, pairs, plain):
     flagged = copy.deepcopy(tiny)
     flagged.set_use_attn_result(True)
     flagged.set_use_split_qkv_input(True)
@@ -261,7 +270,7 @@ def test_a_step_that_rounding_would_hide_is_not_measured(tiny, pairs):
     assert (found.cosines[..., 0].mean(dim=0) - own).abs().mean() < 0.05
 
 
-def test_refusals(tiny, pairs, untyped):
+def test_refusals(tiny, pairs, plain, untyped):
     answer = pairs[0].reverse.answer_token
     twice = [pairs[0], TaughtPair(pairs[1].forward, pairs[1].reverse, pairs[0].id)]
     cases = [
@@ -292,11 +301,10 @@ def test_refusals(tiny, pairs, untyped):
         ({"parameters": ["embed.weight", "embed.weight"]}, "contain a name twice"),
     ]
     assert unrefused(lambda **options: gradient_alignment(tiny, pairs, **options), names) == []
-    found = reversal_signatures(tiny, pairs)
     with pytest.raises(ValueError, match="it must be one of evidence_percentile"):
-        found.interval("evidence")
+        plain.interval("evidence")
     with pytest.raises(ValueError, match="there is nothing to average"):
-        ReversalSignatures.of({}, found.record).interval("edge_cut")
+        ReversalSignatures.of({}, plain.record).interval("edge_cut")
     with pytest.raises(TypeError, match="the nearest is 'candidates'"):
         reversal_signatures(tiny, pairs, candidate=[1])
 
@@ -359,10 +367,10 @@ def test_a_pair_costs_what_the_plan_says(tiny, pairs, token_layers):
     assert counted[0] == (backward + 1) * len(pairs) * positions * tiny.cfg.n_layers
 
 
-def test_pairs_that_were_set_aside_are_on_record(tiny, pairs, tmp_path):
+def test_pairs_that_were_set_aside_are_on_record(tiny, pairs, plain, tmp_path):
     laid_out = LaidOutPairs(pairs, {"Ada": "A is too long"})
     found = reversal_signatures(tiny, laid_out, out=tmp_path)
     assert found.set_aside == ReversalSignatures.load(tmp_path).set_aside == {"Ada": "A is too long"}
-    assert same(found, reversal_signatures(tiny, pairs))
+    assert same(found, plain)
     with pytest.raises(ValueError, match="set_aside"):
         reversal_signatures(tiny, pairs, out=tmp_path)
