@@ -7,6 +7,9 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+# Pages whose Python takes longest. The build of the site runs it, and `make test` does not.
+LONG = {"api/logit_lens.md", "by_step.md", "dictionaries.md", "finetune.md", "tour.md"}
+
 
 @dataclass(frozen=True)
 class Block:

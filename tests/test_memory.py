@@ -21,11 +21,11 @@ from weight_conversion import (
 )
 from weight_conversion.registry import FAMILIES, recognise
 
-# Half of the 170M model's layers, an eighth of its words: 364 MB in float32.
+# Seven of the 170M model's 18 layers, an eighth of its words: 289 MB in float32.
 ARCHITECTURE = Architecture(
     family="lit_gpt",
-    name="half of 170M",
-    n_layers=9,
+    name="part of 170M",
+    n_layers=7,
     d_model=768,
     n_heads=12,
     n_key_value_heads=12,
@@ -112,7 +112,7 @@ def test_loading_takes_little_more_than_the_weights(checkpoints):
     }
     loads = measured_apart(*(partial(memory_of_loading, *arguments) for arguments in expected))
     for measured, weights in zip(loads, expected.values(), strict=True):
-        assert measured["weights"] == weights > 180e6
+        assert measured["weights"] == weights > 140e6
         assert LEAST * weights <= measured["growth"] <= MOST * weights, measured
 
 

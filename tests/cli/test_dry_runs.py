@@ -24,7 +24,7 @@ ASKED = {
     "rome": ["smdm-1028m", *ASK, "--layer", "0"],
     "recall": ["smdm-1028m-reverse"],
     "aie": ["llada-8b-base", "--data", "known-1000"],
-    "compare": ["smdm-1028m", "ar-1028m"],
+    "compare": ["smdm-1028m", "ar-1028m", "--limit", "20"],
     "signatures": ["smdm-1028m", "--against", "ar-1028m"],
     "finetune": ["smdm-1028m", "--out", "out"],
 }
@@ -83,7 +83,7 @@ def test_a_layer_may_be_counted_from_the_end() -> None:
 
 def test_a_comparison_prices_each_model_by_its_own_size() -> None:
     def priced(*models: str) -> dict[str, Any]:
-        asked = ["compare", *models, "--data", "toy", "--dry-run", "--flops", "1e12", "--json"]
+        asked = ["compare", *models, "--data", "toy", "--limit", "20", "--dry-run", "--flops", "1e12", "--json"]
         results: dict[str, Any] = json.loads(CliRunner().invoke(app, asked).stdout)["results"]
         return results
 
