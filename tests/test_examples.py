@@ -17,12 +17,16 @@ pytestmark = pytest.mark.usefixtures("undrawn_figures")
 
 # Loaded by path: a module whose name begins with a digit cannot be imported by name.
 EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py"))}
-# `make docs` runs every example for the gallery and fails where `check` does; these take more than a second each.
+# `make docs` runs every example for the gallery and fails where `check` does; these take longest.
 RUN_BY_THE_BUILD = {
+    "04_steer_at_chosen_steps",
     "07_trace_both_ways",
     "08_average_effect",
     "10_keys_and_values",
     "11_logit_lens_by_step",
+    "12_sparse_dictionary",
+    "13_probe_of_time",
+    "16_three_signatures",
     "17_one_layer",
     "18_two_sites",
     "19_edit_facts",
