@@ -109,6 +109,15 @@ def row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int, n_past: int = 0, ex
     return max(block, logits * size + max(3 * n_pos * cfg.d_model * size, logits * (converted + wide)))
 
 
+def key_value_row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int, n_past: int = 0) -> int:
+    """Bytes of the tensors of one row in the last block, if it computes keys and values alone where no row is read."""
+    size, wide = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4)
+    turned = 3 * wide + (wide if wide > size else 0)
+    d_key_value = (cfg.n_key_value_heads or cfg.n_heads) * cfg.d_head
+    keys_and_values = d_key_value * (2 * (n_past + n_pos) * size + n_pos * turned)
+    return max(n_pos * 3 * cfg.d_model * size + keys_and_values, row_bytes(cfg, n_read, n_read))
+
+
 def proposal_bytes(cfg: DiffusionConfig, n_read: int, n_logits: int, sampled: bool) -> int:
     """Bytes with which the denoising loop proposes tokens for one row: probabilities in float64, beside the logits.
 
@@ -120,7 +129,9 @@ def proposal_bytes(cfg: DiffusionConfig, n_read: int, n_logits: int, sampled: bo
     return n_read * cfg.d_vocab_out * (cfg.dtype.itemsize * n_logits + (32 if sampled else 16))
 
 
-def graph_row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int, learns: bool = True) -> int:
+def graph_row_bytes(
+    cfg: DiffusionConfig, n_pos: int, n_read: int, learns: bool = True, n_blocks: int | None = None
+) -> int:
     """Bytes of the tensors of one row of a pass with gradients, where the backward pass begins.
 
     The whole graph is alive, and beside it the gradients of the logits or those inside the last block. Each block keeps
@@ -130,6 +141,7 @@ def graph_row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int, learns: bool 
     Args:
         n_pos, n_read: The row, as in `row_bytes`.
         learns: Whether the weights of the model require gradients, even if none are computed.
+        n_blocks: Number of blocks that are computed; by default all.
     """
     assert cfg.d_mlp is not None
     size, wide, experts = cfg.dtype.itemsize, max(cfg.dtype.itemsize, 4), cfg.experts
@@ -146,7 +158,8 @@ def graph_row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int, learns: bool 
         mlp = routed if all(experts.layers) else max(mlp, routed)
     in_block = n_pos * (2 * cfg.d_model * size + _bytes_in_mlp(cfg))
     at_head = 4 * n_read * cfg.d_vocab_out * size
-    return n_pos * cfg.n_layers * (norms + attention + mlp) + max(in_block, at_head)
+    n_blocks = cfg.n_layers if n_blocks is None else n_blocks
+    return n_pos * n_blocks * (norms + attention + mlp) + max(in_block, at_head)
 
 
 def _bytes_in_mlp(cfg: DiffusionConfig) -> int:

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.batching import graph_row_bytes
+from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.denoising.activation_shapes import activation_shape
 from diffusion_lens.hook_names import resid_post
 from diffusion_lens.interventions import Hook
@@ -37,6 +38,12 @@ def stream_entering(block: int) -> str:
 def keys_and_values(block: int) -> tuple[str, str]:
     """The hook points of a block's rotated keys and of its values."""
     return f"blocks.{block}.attn.hook_rot_k", f"blocks.{block}.attn.hook_v"
+
+
+def stored_bytes(cfg: DiffusionConfig, names: Iterable[str], n_rows: int, n_pos: int) -> int:
+    """Bytes of the activations of a pass at these hook points."""
+    shapes = (activation_shape(name, cfg, n_rows, n_pos) for name in names)
+    return sum(math.prod(shape) * cfg.dtype.itemsize for shape in shapes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +132,7 @@ class NetworkInput:
 
     def stored_bytes(self, names: Iterable[str]) -> int:
         """Bytes of the activations at these hook points of the network."""
-        cfg = self.model.cfg
-        shapes = (activation_shape(name, cfg, self.n_rows, self.n_pos) for name in names)
-        return sum(math.prod(shape) * cfg.dtype.itemsize for shape in shapes)
+        return stored_bytes(self.model.cfg, names, self.n_rows, self.n_pos)
 
     @property
     def past_points(self) -> list[str]:

@@ -121,7 +121,7 @@ class TracedTrajectory:
         cfg, record = self.model.cfg, self.trajectory.record
         # Where the text grows, the loop reads one position.
         n_read = 1 if cfg.grows else self.n_pos - int(self.trajectory.given[0].sum())
-        sampled, guided = bool(record["temperature"]) or not cfg.has_mask, bool(record["cfg_scale"])
+        sampled, guided = bool(record["temperature"]) or cfg.rewrites, bool(record["cfg_scale"])
         return proposal_bytes(cfg, n_read, copies + guided, sampled)
 
     def loop_row_bytes(self, copies: int = 1) -> int:

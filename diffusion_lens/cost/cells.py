@@ -41,6 +41,7 @@ class Canvas:
         positions: Positions that are computed.
         read: Rows of the logits that are read.
         max_bytes: Memory to use in addition to the weights.
+        kept_bytes: Bytes of it that the stored runs keep.
     """
 
     cfg: DiffusionConfig
@@ -48,6 +49,7 @@ class Canvas:
     positions: int
     read: tuple[int, ...]
     max_bytes: int = 2**30
+    kept_bytes: int = 0
 
     @property
     def resumes(self) -> bool:
@@ -60,17 +62,12 @@ class Canvas:
         size = self.cfg.block_size
         return 0 if size is None else position // size * size
 
-    @property
-    def copies_at_once(self) -> int:
-        """Copies that share a pass."""
-        return max(1, rows_at_once(self.cfg, self.positions, len(self.read), self.max_bytes) // self.rows)
-
-    @property
-    def bytes_at_once(self) -> int:
-        """Bytes of the largest pass."""
-        return min(
-            self.max_bytes, self.copies_at_once * self.rows * row_bytes(self.cfg, self.positions, len(self.read))
-        )
+    def copies_from(self, offset: int) -> int:
+        """Copies that share a pass from this position on."""
+        n_positions, n_read = self.positions - offset, sum(row >= offset for row in self.read)
+        one_row = row_bytes(self.cfg, n_positions, n_read, offset)
+        left = self.max_bytes - self.kept_bytes
+        return max(1, rows_at_once(self.cfg, n_positions, n_read, left, one_row) // self.rows)
 
     def run(self, rows: int | None = None) -> Pass:
         """A pass over the whole canvas, which keeps its states."""
@@ -87,7 +84,8 @@ class Canvas:
         passes: Counter[Pass] = Counter()
         for (_, _, whole), members in groups.items():
             members.sort(key=lambda cell: cell.entry)
-            size = self.copies_at_once
+            first = self.seen_from(min(cell.position for cell in members)) if self.resumes else 0
+            size = self.copies_from(first)
             for start in range(0, len(members), size):
                 passes.update(self._batch(members[start : start + size], whole))
         return passes

@@ -18,6 +18,7 @@ from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.cost.cells import Canvas, CellAt
 from diffusion_lens.cost.devices import Number
 from diffusion_lens.cost.loop import denoising
+from diffusion_lens.cost.memory import kept_by_grid, kept_by_trace, widest
 from diffusion_lens.cost.passes import Cost, Pass, total
 from diffusion_lens.denoising.denoise_settings import DenoiseSettings
 from diffusion_lens.facts import Query
@@ -186,12 +187,13 @@ def patch_grid(
     canvas = Canvas(cfg, 1, n_positions, rows, max_bytes)
     passes = Counter({Pass(1, len(clean), 0, cfg.n_layers, len(rows), whole=True): 1})
     sweeps = settings.sweeps(len(clean), n_positions, cfg)
+    canvas = replace(canvas, kept_bytes=kept_by_grid(canvas, len(clean), sweeps, settings.method))
     if settings.method == "attribution":
         passes[replace(canvas.run(), gradient="states")] += 1
         n_exact = min(settings.check, n_positions)
         # The cells with the largest estimates may be anywhere: in the middle on average.
         passes[Pass(n_exact, n_positions, cfg.n_layers // 2, cfg.n_layers, len(rows))] += len(sweeps)
-        return Cost(cfg, passes, canvas.bytes_at_once, records=1)
+        return Cost(cfg, passes, canvas.kept_bytes + widest(cfg, passes), records=1)
     passes[canvas.run()] += 1
     # Where no position sees all others, nothing changes before the block of the first token that differs.
     first = canvas.seen_from(_first_difference(clean, corrupted)) if canvas.resumes else 0
@@ -219,7 +221,7 @@ def patch_grid(
                 of_layer = [CellAt(layer + 1, cell.position) for cell in of_layer]
             cells += of_layer
         passes.update(canvas.cells(cells))
-    return Cost(cfg, passes, canvas.bytes_at_once, records=1)
+    return Cost(cfg, passes, canvas.kept_bytes + widest(cfg, passes), records=1)
 
 
 def _first_difference(clean: Tensor, corrupted: Tensor) -> int:
@@ -243,6 +245,7 @@ def _grid(
     passes[canvas.run()] += 1
     touched = canvas.seen_from(subject[0]) if canvas.resumes else 0
     spans = dict.fromkeys(restoration.span(layer, depth) for layer in layers)
+    canvas = replace(canvas, kept_bytes=kept_by_trace(canvas, restoration, spans))
     if restoration.kind != "resid":
         # The first block of each span with every position restored.
         for start in dict.fromkeys(span.start for span in spans):
@@ -254,7 +257,7 @@ def _grid(
                 in_last = (span.stop == depth and len(span) > 1) or bool(restoration.severed)
                 cells.append(CellAt(span.start + 1, position, in_last and position in canvas.read))
     passes.update(canvas.cells(cells))
-    return Cost(cfg, passes, canvas.bytes_at_once, records=1)
+    return Cost(cfg, passes, canvas.kept_bytes + widest(cfg, passes), records=1)
 
 
 def _rows_read(cfg: DiffusionConfig, query: Query) -> tuple[int, ...]:

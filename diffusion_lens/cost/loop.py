@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion_lens.analysis.batching import row_bytes
+from diffusion_lens.analysis.batching import proposal_bytes, row_bytes
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.cost.passes import Cost, Pass
 from diffusion_lens.denoising.canvas import lay_out
@@ -49,10 +49,24 @@ def denoising(
     prompt = torch.zeros(rows, given, dtype=torch.long)
     hooks = [("hook_embed", lambda activation, hook: None)] if hooked else []
     denoise(stand_in, lay_out(stand_in, prompt, length), settings, fwd_hooks=hooks)
-    # The loop keeps the logits of every masked position in float64, under guidance those of two branches.
-    branches = 2 if settings.cfg_scale else 1
-    n_bytes = (1 + branches) * rows * row_bytes(cfg, length, length)
+    n_bytes = max(_bytes_at_once(cfg, each, settings) for each in stand_in.passes)
     return Cost(cfg, stand_in.passes, n_bytes, steps=sum(stand_in.passes.values()), records=1)
+
+
+def _bytes_at_once(cfg: DiffusionConfig, each: Pass, settings: DenoiseSettings) -> int:
+    """Bytes of a pass, or of the probabilities from which it proposes tokens, and of the keys and values that it keeps.
+
+    Under guidance both branches are in one pass, and tokens are proposed from one. Where the text grows, the logits of
+    the step before are as large.
+    """
+    n_read = round(each.rows * each.read) // (2 if settings.cfg_scale else 1)
+    sampled = bool(settings.temperature) or cfg.rewrites
+    kept = 0
+    if cfg.final_together is not None:
+        d_key_value = (cfg.n_key_value_heads or cfg.n_heads) * cfg.d_head
+        kept = 2 * cfg.n_layers * each.rows * (each.past + each.positions) * d_key_value * cfg.dtype.itemsize
+    of_pass = each.rows * row_bytes(cfg, each.positions, 0, each.past)
+    return kept + max(of_pass, proposal_bytes(cfg, n_read, 2 if cfg.grows else 1, sampled))
 
 
 class _StandIn(HookedDiffusionTransformer):

@@ -82,7 +82,7 @@ class Cost:
     Attributes:
         cfg: Config of the model: its sizes and dtype.
         passes: Number of times that each pass runs.
-        batch_bytes: Bytes that the job uses in addition to the weights, at most.
+        batch_bytes: Bytes of the tensors that the job has at once in addition to the weights, at most.
         weight_copies: Copies of the weights in memory, those of an optimizer included.
         float64_flops: Operations in float64 outside the network.
         outside_flops: Those in the dtype of the model, of products of many rows.
@@ -163,7 +163,7 @@ class Cost:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes in memory, at most."""
+        """Bytes of weights and other tensors at once, at most; an allocator takes more (`batching.reserved`)."""
         return self.weight_bytes + self.batch_bytes
 
     def seconds(self, device: Device, workers: int = 1, hashed: bool = False) -> Number:

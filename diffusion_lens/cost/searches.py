@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from diffusion_lens.analysis.batching import row_bytes
 from diffusion_lens.analysis.rome.search import ValueSettings
 from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.cost.memory import widest
 from diffusion_lens.cost.passes import Cost, Pass, total
 from diffusion_lens.cost.vectors import up_to
 from diffusion_lens.facts import Query
@@ -97,9 +97,7 @@ def _search(cfg: DiffusionConfig, canvases: Sequence[_Canvas], search: ValueSett
     above = Pass(rows, columns, layer + 1, depth, n_read / rows)
     passes[above] += 1
     passes[replace(above, gradient="states")] += search.steps - 1
-    # The graph of a search keeps the states of every block above the layer.
-    graph = rows * columns * (depth - layer) * (8 * cfg.d_model + 4 * (cfg.d_mlp or 0)) * cfg.dtype.itemsize
-    return Cost(cfg, passes, graph + len(canvases) * row_bytes(cfg, longest, 1), steps=search.steps)
+    return Cost(cfg, passes, widest(cfg, passes), steps=search.steps)
 
 
 def _packed(cfg: DiffusionConfig, lengths: Sequence[int]) -> tuple[int, int]:

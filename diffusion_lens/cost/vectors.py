@@ -9,6 +9,7 @@ from diffusion_lens.analysis.signatures.batches import pair_bytes
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.cost.devices import Number
 from diffusion_lens.cost.loop import denoising
+from diffusion_lens.cost.memory import widest
 from diffusion_lens.cost.passes import Cost, Pass, total
 from diffusion_lens.evaluation.batches import by_length
 from diffusion_lens.evaluation.recall_by_steps import RecallSettings
@@ -26,7 +27,10 @@ def forward(cfg: DiffusionConfig, rows: int, positions: int, read: int | None = 
     """
     n_read = positions if read is None else read
     passes = {Pass(rows, positions, 0, cfg.n_layers, n_read): 1}
-    return Cost(cfg, passes, rows * row_bytes(cfg, positions, n_read))
+    # The logits stand beside the stream before and after the last norm.
+    size = cfg.dtype.itemsize
+    at_head = n_read * cfg.d_vocab_out * size + 2 * positions * cfg.d_model * size
+    return Cost(cfg, passes, rows * max(row_bytes(cfg, positions, 0), at_head))
 
 
 def recall(cfg: DiffusionConfig, prompts: Sequence[int], settings: RecallSettings) -> Cost:
@@ -83,12 +87,14 @@ def second_moment(cfg: DiffusionConfig, lengths: Sequence[int], layer: int, batc
     """
     n_keys, width = sum(lengths), cfg.d_mlp or 0
     products = 2 * width * (n_keys * width + sum(length**2 for length in lengths))
-    sums = 3 * 8 * width**2
     read = up_to_layer(cfg, lengths, layer, batch_size)
+    # The sum stands beside a product of as many numbers and the keys, by text and joined, or beside a pass.
+    matrix, keys = 8 * width**2, max(each.rows * each.positions for each in read.passes) * width
+    summed = matrix + max(matrix + keys * (16 + cfg.dtype.itemsize), read.batch_bytes + keys * cfg.dtype.itemsize)
     return replace(
         read,
         float64_flops=products,
-        batch_bytes=read.batch_bytes + sums,
+        batch_bytes=summed,
         steps=-(-len(lengths) // batch_size),
         records=1,
     )
@@ -137,6 +143,4 @@ def training(cfg: DiffusionConfig, updates: int, rows: int, positions: int, part
     """
     per_part = -(-rows // parts)
     passes = Counter({Pass(per_part, positions, 0, cfg.n_layers, positions, gradient="weights"): updates * parts})
-    states = per_part * positions * cfg.n_layers * (10 * cfg.d_model + 4 * (cfg.d_mlp or 0)) * cfg.dtype.itemsize
-    logits = 3 * per_part * positions * cfg.d_vocab_out * cfg.dtype.itemsize
-    return Cost(cfg, passes, states + logits, weight_copies=4)
+    return Cost(cfg, passes, widest(cfg, passes), weight_copies=4)

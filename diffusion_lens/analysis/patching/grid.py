@@ -238,7 +238,7 @@ def _run_both(
     clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, budgets: Mapping[str, CellBudget]
 ) -> SidePair:
     """Compute each side once."""
-    points, names = stored_points(corrupted, sweeps, method)
+    points, names = stored_points(corrupted.input.past_points, sweeps, method)
     clean, corrupted = clean.through_head(), corrupted.through_head()
     clean_run = clean.input.run(points)
     gradients: dict[str, Tensor] = {}

@@ -139,13 +139,13 @@ def _with_block(model: DiffusionTransformer, n_pos: int) -> int:
     return n_pos - 1 + (model.cfg.block_size or 1)
 
 
-def stored_points(corrupted: Side, sweeps: Sequence[Sweep], method: str) -> tuple[set[str], set[str]]:
+def stored_points(past_points: Sequence[str], sweeps: Sequence[Sweep], method: str) -> tuple[set[str], set[str]]:
     """The hook points at which the clean run stores activations, and those at which the corrupted run does."""
     points = {sweep.site.hook_point(layer) for sweep in sweeps for layer in sweep.layers}
     entrances = {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
     entrances |= {stream_entering(i + 1) for sweep in sweeps if sweep.site.moves_to_block_end for i in sweep.layers}
     embedding = {"hook_embed"} if method == "attribution" else set()  # The gradients' pass starts there.
-    return points, points | entrances | set(corrupted.input.past_points) | embedding
+    return points, points | entrances | set(past_points) | embedding
 
 
 def cell_budgets(
@@ -157,7 +157,7 @@ def cell_budgets(
         ValueError: `max_bytes` does not suffice for both runs and one cell of each site, or for the backward pass of
             "attribution".
     """
-    points, names = stored_points(corrupted, sweeps, method)
+    points, names = stored_points(corrupted.input.past_points, sweeps, method)
     given = corrupted.input
     kept_bytes = clean.input.stored_bytes(points) + given.stored_bytes(names) + given.logits_bytes
     kept_bytes += given.stored_bytes(points) if method == "attribution" else 0  # gradients
