@@ -41,6 +41,7 @@ extensions = [
     "family_tables",
     "commands",
     "cost_tables",
+    "measured_tables",
     "gallery",  # before "make_pictures": the examples run beside the pages
     "make_pictures",
     "browser_pictures",

@@ -186,6 +186,7 @@ def patch_grid(
     rows = tuple(range(n_positions) if read is None else (row % n_positions for row in read))
     canvas = Canvas(cfg, 1, n_positions, rows, max_bytes)
     passes = Counter({Pass(1, len(clean), 0, cfg.n_layers, len(rows), whole=True): 1})
+    n_cells = 0
     sweeps = settings.sweeps(len(clean), n_positions, cfg)
     canvas = replace(canvas, kept_bytes=kept_by_grid(canvas, len(clean), sweeps, settings.method))
     if settings.method == "attribution":
@@ -221,7 +222,9 @@ def patch_grid(
                 of_layer = [CellAt(layer + 1, cell.position) for cell in of_layer]
             cells += of_layer
         passes.update(canvas.cells(cells))
-    return Cost(cfg, passes, canvas.kept_bytes + widest(cfg, passes), records=1)
+        n_cells += len(cells)
+    n_bytes = canvas.kept_bytes + widest(cfg, passes)
+    return Cost(cfg, passes, n_bytes, records=1, metrics=n_cells)
 
 
 def _first_difference(clean: Tensor, corrupted: Tensor) -> int:

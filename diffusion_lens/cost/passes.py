@@ -88,6 +88,7 @@ class Cost:
         outside_flops: Those in the dtype of the model, of products of many rows.
         steps: Steps of the denoising loop or of a search, and batches of texts.
         records: Number of results that name their network, by the hash of its weights.
+        metrics: Number of scores by a metric, each of which is taken to take the time around a block.
     """
 
     cfg: DiffusionConfig
@@ -98,6 +99,7 @@ class Cost:
     outside_flops: Number = 0
     steps: Number = 0
     records: Number = 0
+    metrics: Number = 0
 
     def __add__(self, other: "Cost") -> "Cost":
         """Both jobs, one after the other, on one model."""
@@ -116,12 +118,13 @@ class Cost:
             self.outside_flops + other.outside_flops,
             self.steps + other.steps,
             self.records + other.records,
+            self.metrics + other.metrics,
         )
 
     def __mul__(self, times: Number) -> "Cost":
         """The job done this many times."""
         passes = {each: of_each * times for each, of_each in self.passes.items()}
-        names = ("float64_flops", "outside_flops", "steps", "records")
+        names = ("float64_flops", "outside_flops", "steps", "records", "metrics")
         return replace(self, passes=passes, **{name: times * getattr(self, name) for name in names})
 
     @property
@@ -181,7 +184,7 @@ class Cost:
         dtype = self.cfg.dtype
         n_bytes = _sizes(self.cfg.architecture).weights * dtype.itemsize
         total = sum(times * self._of_pass(each, device) for each, times in self.passes.items())
-        total += self.steps * device.step_seconds
+        total += self.steps * device.step_seconds + self.metrics * device.block_seconds
         total += self.records * (self.cfg.n_layers * device.record_seconds + n_bytes / device.comparing)
         if self.float64_flops:
             total += self.float64_flops / device.peak(torch.float64)

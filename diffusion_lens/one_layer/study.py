@@ -195,7 +195,11 @@ def build(cell: Cell) -> HookedDiffusionTransformer:
 
 
 def seconds_per_training(depth: int, steps: int) -> float:
-    """Duration of a training on one thread of this machine: from a few steps, and measuring the network once."""
+    """Duration of a training on one thread of this machine: from a few steps, and measuring the network once.
+
+    The steps are timed instead of priced by `cost.training`, which knows the passes only: on a network this small the
+    optimizer, the loss and the batches take most of a step.
+    """
     cell = Cell("rotary", "mdm", "one-way", depth, seed=0)
     with torch_threads(1):
         model = build(cell)
