@@ -10,6 +10,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from weight_conversion.aligned_file import bytes_of
+
 _ROW, _ROWS = 1 << 13, 1 << 10  # 8-byte words in a row, which is summed into one; rows summed at once (64 MiB)
 # Bytes of weights below which threads cost more time than they save: in the first call, and in later ones.
 _SMALL, _SMALL_KNOWN = 1 << 24, 1 << 30
@@ -76,7 +78,7 @@ def _is_near(weight: Tensor) -> bool:
 
 
 def _bytes(weight: Tensor) -> Tensor:
-    return weight.detach().contiguous().view(-1).view(torch.uint8)
+    return bytes_of(weight.detach())
 
 
 def _n_threads(weights: Any, small: int) -> int:

@@ -52,7 +52,14 @@ def write_aligned(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
-            file.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            file.write(bytes_of(tensors[name].detach().cpu()).numpy().data)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, row by row."""
+    flat = tensor.contiguous()
+    # A view would keep the strides of a tensor with one element, which are arbitrary.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _rank(name: str, tensor: Tensor) -> tuple[bool, int, int, str]:

@@ -17,7 +17,12 @@ ALIGNED = {
     "empty": torch.zeros(0, 4),
 }
 # Behind these no other tensor is sure to be aligned.
-OTHERS = {"bias": torch.randn(5), "half": torch.randn(7).half(), "number": torch.tensor(2.5, dtype=torch.float64)}
+OTHERS = {
+    "bias": torch.randn(5),
+    "half": torch.randn(7).half(),
+    "number": torch.tensor(2.5, dtype=torch.float64),
+    "one_of_a_row": torch.randn(4)[::2][:1],
+}
 
 
 def begins(path):
