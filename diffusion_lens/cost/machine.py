@@ -1,5 +1,6 @@
 """The device on which a job will run: one of the table, this machine's GPU, or its CPU, which is measured."""
 
+import functools
 import hashlib
 import re
 import statistics
@@ -41,7 +42,7 @@ def find_device(name: str | None, cfg: DiffusionConfig) -> Device:
         return DEVICES[name.lower()]
     kind = kind_of_device(name)
     if kind == "cpu":
-        return this_machine(cfg)
+        return _this_cpu(cfg.architecture, cfg.dtype)
     if kind == "mps":
         return APPLE
     if kind != "cuda":
@@ -50,6 +51,12 @@ def find_device(name: str | None, cfg: DiffusionConfig) -> Device:
             "operations per second"
         )
     return _this_gpu(name)
+
+
+@functools.lru_cache
+def _this_cpu(architecture: Architecture, dtype: torch.dtype) -> Device:
+    """The CPU of this machine, measured once for each network of a command."""
+    return this_machine(DiffusionConfig.from_architecture(architecture, device="cpu", dtype=dtype), rounds=3)
 
 
 def _this_gpu(name: str | None) -> Device:
@@ -72,7 +79,7 @@ _LOGITS = 2**18
 
 
 def this_machine(cfg: DiffusionConfig, rounds: int = 5, clock: Callable[[], float] = time.perf_counter) -> Device:
-    """The CPU of this machine, measured in two or three seconds on blocks of a model's shapes.
+    """The CPU of this machine, measured on blocks of a model's shapes.
 
     Args:
         cfg: Config of the model. One wider than 1024 is measured at blocks of about that width.

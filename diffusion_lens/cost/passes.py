@@ -85,10 +85,11 @@ class Cost:
         batch_bytes: Bytes of the tensors that the job has at once in addition to the weights, at most.
         weight_copies: Copies of the weights in memory, those of an optimizer included.
         float64_flops: Operations in float64 outside the network.
-        outside_flops: Those in the dtype of the model, of products of many rows.
+        outside_flops: Those in the dtype of the model, of products with as many rows as the widest pass has positions.
         steps: Steps of the denoising loop or of a search, and batches of texts.
         records: Number of results that name their network, by the hash of its weights.
-        metrics: Number of scores by a metric, each of which is taken to take the time around a block.
+        metrics: Number of scores by a metric, and of weight gradients that are compared, each of which is taken to take
+            the time around a block.
     """
 
     cfg: DiffusionConfig
@@ -189,7 +190,7 @@ class Cost:
         if self.float64_flops:
             total += self.float64_flops / device.peak(torch.float64)
         if self.outside_flops:
-            total += self.outside_flops / device.peak(dtype)
+            total += self.outside_flops / device.rate(dtype, max(each.rows * each.positions for each in self.passes))
         return total / workers + (n_bytes / device.hashing if self.records and not hashed else 0)
 
     def _of_pass(self, each: Pass, device: Device) -> Number:

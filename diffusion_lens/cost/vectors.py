@@ -121,10 +121,10 @@ def signatures(cfg: DiffusionConfig, n_pairs: int, positions: int, together: int
         passes[Pass(together, 1, layer, layer + 1, past=positions - 1, patched=True)] = 2 * batches
         passes[Pass(together, positions, layer + 1, depth, 1, patched=True)] = 2 * batches
     passes[Pass(together, positions, 0, depth, 1, whole=True, gradient="states")] = 2 * batches
-    sides = sum(sum(shape) for name, shape in tensor_shapes(cfg.architecture).items() if _is_matrix(name, shape))
-    outer = 2 * together * positions**2 * sides * (together + 3)
+    matrices = [shape for name, shape in tensor_shapes(cfg.architecture).items() if _is_matrix(name, shape)]
+    outer = 2 * together * positions**2 * sum(map(sum, matrices)) * (together + 3)
     n_bytes = together * pair_bytes(cfg, positions, together, n_candidates)
-    return Cost(cfg, passes, n_bytes, outside_flops=outer * batches, records=1)
+    return Cost(cfg, passes, n_bytes, outside_flops=outer * batches, records=1, metrics=len(matrices) * batches)
 
 
 def _is_matrix(name: str, shape: Sequence[int]) -> bool:
