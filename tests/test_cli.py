@@ -100,7 +100,7 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The speed of this machine, so that dry runs do not measure it."""
     from diffusion_lens.cost import with_rate
 
-    monkeypatch.setattr("diffusion_lens.cost.machine.this_machine", lambda cfg: with_rate(1e10))
+    monkeypatch.setattr("diffusion_lens.cost.machine._this_cpu", lambda *_: with_rate(1e10))
 
 
 def test_the_command_is_installed() -> None:

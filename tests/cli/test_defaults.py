@@ -130,7 +130,7 @@ def cost(*more: str) -> dict[str, object]:
 
 def test_a_gpu_is_priced_by_its_own_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("diffusion_lens.cost.machine.this_machine", lambda cfg: with_rate(1.0))
+    monkeypatch.setattr("diffusion_lens.cost.machine._this_cpu", lambda *_: with_rate(1.0))
     full, half, named = (
         cost("--device", "cuda"),
         cost("--device", "cuda", "--dtype", "bfloat16"),
