@@ -156,7 +156,7 @@ def check_export(architecture: Architecture, path: str | Path, family: str | Non
 def export_size(architecture: Architecture) -> int:
     """Exact size in bytes of a published float32 safetensors file in the format of the architecture's family.
 
-    It is the size of a file that the safetensors library wrote. That of `export` may be up to 56 bytes larger.
+    It is the size of a file that the safetensors library wrote. A file of `export` has a header of another length.
     """
     architecture = unfolded_architecture(architecture)
     return safetensors_size(KeyMap(FAMILIES[architecture.family].rules, architecture).their_shapes)

@@ -198,16 +198,20 @@ def open_tensors(path: Path) -> TensorSource:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors under a temporary name, then rename the file: a reader never sees a partial file."""
-    with renamed_when_whole(path) as temporary:
-        write_aligned(tensors, temporary, metadata)
+    """Write tensors under a temporary name, then rename the file: a reader never sees a partial file.
+
+    Raises:
+        ValueError: A dtype is not in the format, or the metadata or the tensors are too many for its header.
+    """
+    with renamed_when_whole(path) as temporary, temporary.open("wb") as file:
+        write_aligned(tensors, file, metadata)
 
 
 def safetensors_size(shapes: Mapping[str, Shape], dtype: str = "F32") -> int:
     """Size in bytes of the file that the safetensors library writes of these tensors, without metadata.
 
     It is 8 for the length of the header, the header, which is compact JSON in order of names, padded with spaces to a
-    multiple of 8, and the data. `write_safetensors` pads to a multiple of 64.
+    multiple of 8, and the data. The header of `write_safetensors` has another order and other padding.
     """
     width = {"F32": 4, "BF16": 2, "F16": 2}[dtype]
     header: dict[str, Any] = {}

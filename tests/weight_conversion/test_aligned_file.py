@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES, load_file, save_file
 
-from weight_conversion import write_safetensors
+from weight_conversion import aligned_file, write_safetensors
 
 ALIGNED = {
     "b.weight": torch.randn(3, 16),
@@ -53,7 +53,55 @@ def test_the_library_reads_what_is_written_aligned(tmp_path, metadata):
     assert again.read_bytes() == path.read_bytes()
 
 
+# What the safetensors library writes itself.
+@pytest.mark.parametrize(
+    "dtype", sorted(set(_TYPES.values()), key=str), ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
+def test_every_dtype_of_the_format_is_written_as_the_library_writes_it(tmp_path, dtype):
+    tensor = torch.arange(64 * 16 // dtype.itemsize).remainder(2).to(dtype)
+    write_safetensors({"a": tensor}, tmp_path / "ours.safetensors")
+    save_file({"a": tensor}, tmp_path / "theirs.safetensors")
+    ours, theirs = (load_file(tmp_path / f"{name}.safetensors")["a"] for name in ("ours", "theirs"))
+    assert ours.dtype == theirs.dtype == dtype
+    assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
 def test_a_dtype_that_is_not_written_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"'a': torch.complex64"):
-        write_safetensors({"a": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"'a': torch.complex128"):
+        write_safetensors({"a": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "a.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_whose_sign_is_only_noted_are_written_with_it(tmp_path):
+    number = torch.tensor([1 + 2j])
+    tensors = {"conjugate": number.conj(), "part": number.conj().imag}
+    write_safetensors(tensors, tmp_path / "a.safetensors")
+    loaded = load_file(tmp_path / "a.safetensors")
+    assert (loaded["conjugate"].item(), loaded["part"].item()) == (1 - 2j, -2)
+
+
+@pytest.mark.parametrize(
+    ("n_tensors", "metadata", "says"),
+    [(2, {"facts": "x" * 900}, "shorten the metadata"), (20, {"a": "b"}, r"20 tensors .* write fewer tensors")],
+)
+def test_a_header_that_no_reader_would_accept_is_refused(tmp_path, monkeypatch, n_tensors, metadata, says):
+    tensors = {f"weights.{i}": torch.zeros(4) for i in range(n_tensors)}
+    path = tmp_path / "a.safetensors"
+    write_safetensors(tensors, path, metadata)
+    before = path.read_bytes()
+    length = int.from_bytes(before[:8], "little")
+    monkeypatch.setattr(aligned_file, "LONGEST_HEADER", length)
+    write_safetensors(tensors, path, metadata)
+    monkeypatch.setattr(aligned_file, "LONGEST_HEADER", length - 1)
+    with pytest.raises(ValueError, match=says):
+        write_safetensors({name: tensor + 1 for name, tensor in tensors.items()}, path, metadata)
+    assert (path.read_bytes(), [*tmp_path.iterdir()]) == (before, [path])
+
+
+def test_the_longest_header_is_that_of_the_library(tmp_path):
+    path = tmp_path / "a.safetensors"
+    for length in (aligned_file.LONGEST_HEADER, aligned_file.LONGEST_HEADER + 1):
+        path.write_bytes(length.to_bytes(8, "little") + b"{}")
+        with pytest.raises(SafetensorError) as refused:
+            load_file(path)
+        assert ("header too large" in str(refused.value).lower()) == (length > aligned_file.LONGEST_HEADER)
