@@ -63,7 +63,8 @@ def edge_cut(
     """log p(answer) that is lost by cutting the edge from reader to source in one head, in nats.
 
     The causal counterpart of `evidence`, with the arguments and errors of `routes`. A cut edge has the score -inf. NaN
-    where a causal model does not see the source.
+    where a causal model does not see the source. In bfloat16, a hook that changes nothing still moves cuts (by 0.08
+    where the largest was 1.27), because whole blocks are computed then and round differently; in float32 it does not.
     """
 
     def compute(forward: CanvasBatch, reverse: CanvasBatch) -> Tensor:
@@ -81,6 +82,8 @@ def routes(
 
     The counterfactual scores take queries and keys of the forward canvas, before their rotation, to the positions of
     the reverse canvas, which isolates what the positions do. NaN where a causal model does not see the source.
+    In bfloat16, a hook at the scores that changes nothing still moves them (by 0.04 where the largest was 8.9), because
+    hooked scores are rounded and others are computed in float32; in float32 it does not.
 
     Args:
         model: Masked diffusion model or causal model.

@@ -200,13 +200,30 @@ def test_values_of_the_first_layer_know_no_position(every):
     assert (found.reuses[:, 1:] < 0.9999).all()
 
 
-def test_a_hook_that_only_looks_changes_no_cut_and_no_route(several):
-    """With hooks, whole blocks are computed behind a cut, and scores are read from their hook point."""
-    model, pairs = several.model, random_pairs(several.model)
+def assert_cuts_are_those_of_whole_blocks(model, pairs):
+    """A hook that only looks makes cuts run whole blocks, and scores are read from their hook point."""
     cuts, scores = edge_cut(model, pairs), routes(model, pairs)
-    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_attn_scores", lambda scores, hook: None)]):
-        torch.testing.assert_close(edge_cut(model, pairs), cuts, rtol=1e-3, atol=2e-5, equal_nan=True)
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_attn_scores", lambda looked_at, hook: None)]):
+        torch.testing.assert_close(edge_cut(model, pairs), cuts, rtol=1e-3, atol=5e-5, equal_nan=True)
         torch.testing.assert_close(routes(model, pairs), scores, equal_nan=True)
+    assert cuts.nan_to_num().abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (6, 9)])
+def test_a_hook_that_only_looks_changes_no_cut_and_no_route(every, lengths):
+    assert_cuts_are_those_of_whole_blocks(every.model, random_pairs(every.model, n=2, lengths=lengths))
+
+
+def test_nor_on_canvases_with_padding_on_the_left(own_pad):
+    model, pairs = own_pad, random_pairs(own_pad, n=2, lengths=(6, 9))
+
+    def shifted(canvas):
+        padding = torch.full((3,), model.own_pad_id)
+        return TaughtCanvas(torch.cat([padding, canvas.tokens]), canvas.row + 3, canvas.answer_token, canvas.source + 3)
+
+    padded = [TaughtPair(shifted(pair.forward), shifted(pair.reverse)) for pair in pairs]
+    assert_cuts_are_those_of_whole_blocks(model, padded)
+    torch.testing.assert_close(edge_cut(model, padded), edge_cut(model, pairs), rtol=1e-3, atol=5e-5, equal_nan=True)
 
 
 def test_a_cut_edge_is_a_pattern_without_it(several):
