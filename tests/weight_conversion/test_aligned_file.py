@@ -1,6 +1,8 @@
 """Files that we write: the safetensors library reads them, and their tensors begin at multiples of 64 bytes."""
 
+import io
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES, load_file, save_file
 
 from weight_conversion import aligned_file, write_safetensors
+from weight_conversion.aligned_file import write_aligned
 
 ALIGNED = {
     "b.weight": torch.randn(3, 16),
@@ -78,6 +81,22 @@ def test_numbers_whose_sign_is_only_noted_are_written_with_it(tmp_path):
     write_safetensors(tensors, tmp_path / "a.safetensors")
     loaded = load_file(tmp_path / "a.safetensors")
     assert (loaded["conjugate"].item(), loaded["part"].item()) == (1 - 2j, -2)
+
+
+def test_tensors_are_emptied_one_by_one_as_they_are_written():
+    tensors = {name: torch.randn(n, 16) for name, n in (("a", 3), ("b", 5), ("c", 2))}
+    left = []
+
+    class File(io.BytesIO):
+        def write(self, data):
+            left.append(sum(tensor.nbytes for tensor in tensors.values()))
+            return super().write(data)
+
+    kept, emptied = io.BytesIO(), File()
+    write_aligned(tensors, kept)
+    write_aligned(tensors, emptied, emptied=True)
+    assert emptied.getvalue() == kept.getvalue()
+    assert sorted(before - after for before, after in pairwise([*left, 0])) == [0, 0, 2 * 64, 3 * 64, 5 * 64]
 
 
 @pytest.mark.parametrize(

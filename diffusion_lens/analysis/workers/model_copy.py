@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from diffusion_lens.analysis.workers.machine_copy import SMALLEST, shared_on_machine
+from diffusion_lens.analysis.workers.machine_copy import SMALLEST, close_shared, shared_on_machine
 from diffusion_lens.analysis.workers.own_gpu import own_device
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.identity import name_of, run_of
@@ -109,6 +109,7 @@ class ModelCopy:
         key = hashlib.sha256(pickle.dumps((self.source, self.device))).hexdigest()
         if key not in _LOADED:
             _LOADED.clear()
+            close_shared()
             _LOADED[key] = self._new(key)
         return _LOADED[key]
 
