@@ -76,7 +76,7 @@ def price_of_command(command: str, model: str) -> Price:
 
 def price_of_work(work: Cost) -> Price:
     """The price of work that no command does alone."""
-    return Price(work.peak_bytes, tuple(work.seconds(DEVICES[name]) for name in ON))
+    return Price(work.process_bytes, tuple(work.seconds(DEVICES[name]) for name in ON))
 
 
 def rows() -> list[tuple[str, ...]]:

@@ -13,10 +13,12 @@ Result = TypeVar("Result")
 
 # What an allocator takes for each byte of the tensors of a pass. Tensors of changing sizes leave holes: with Linux's C
 # library the resident memory of traces grew by up to 2.5 times these bytes, and that of passes whose graph is kept by
-# 1.2 times (measured). PyTorch's allocator on an accelerator fills holes with smaller tensors and rounds large tensors
-# up to 2 MiB, and products of matrices have a workspace of a few MiB; that a quarter suffices is an estimate.
+# 1.2 times (measured). The number for accelerators is an estimate, not measured on a GPU: PyTorch's caching allocator
+# rounds up to 512 bytes, takes segments of 2 MiB, of 20 MiB or of a multiple of 2 MiB, does not divide some remainders,
+# and may fragment; products of matrices have a workspace beside it.
 RESERVE_ON_CPU = 3.0
-RESERVE_FOR_A_GRAPH = RESERVE_ON_ACCELERATOR = 1.25
+RESERVE_FOR_A_GRAPH = 1.25
+RESERVE_ON_ACCELERATOR = 1.5
 
 CPU_TENSOR_BYTES = 6 * 2**20
 CPU_LOGITS_BYTES = 24 * 2**20

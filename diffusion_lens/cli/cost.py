@@ -124,7 +124,7 @@ def show(report: Report, work: Sequence[tuple[ModelChoice, Any]], flops: float |
             f"{cost.token_layers:,.0f} token-layers, {cost.flops:.3g} operations"
             + (f"; {cost.backward_passes:,.0f} passes with a backward pass" if cost.backward_passes else "")
         )
-    largest, needed = max(work, key=lambda each: each[1].peak_bytes)
+    largest, needed = max(work, key=lambda each: each[1].process_bytes)
     results: dict[str, Any] = {
         "forward_passes": round(sum(cost.forward_passes for _, cost in work)),
         "backward_passes": round(sum(cost.backward_passes for _, cost in work)),
@@ -135,16 +135,17 @@ def show(report: Report, work: Sequence[tuple[ModelChoice, Any]], flops: float |
         "workers": workers,
         "priced_for": device.name,
         "weights_bytes": needed.weight_bytes,
-        "memory_bytes": needed.peak_bytes,
+        "tensor_bytes": needed.batch_bytes,
+        "memory_bytes": needed.process_bytes,
     }
     of_largest = f" of {largest.name}" if len(work) > 1 else ""
     each = f" with {workers} workers" if workers > 1 else ""
     report.say(
         f"time: about {readable(seconds)} on {device.name}{each} ({device.source})",
         f"memory: {needed.weight_bytes / 1e9:.2f} GB of weights{of_largest} ({largest.dtype}), about "
-        f"{needed.peak_bytes / 1e9:.2f} GB in all",
+        f"{needed.process_bytes / 1e9:.2f} GB in all, beside Python and its libraries",
     )
-    if device.memory is not None and needed.peak_bytes > device.memory:
+    if device.memory is not None and needed.process_bytes > device.memory:
         report.say(f"{device.name} has {device.memory / 1e9:.0f} GB: too little")
     # A dry run writes no files, so its report has no folder.
     Report(report.command, report.settings, None, report.as_json).finish(results)

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from diffusion_lens.analysis.batching import reserved
 from diffusion_lens.config import DiffusionConfig
 from diffusion_lens.cost.devices import Device, Number
 from weight_conversion import Architecture, tensor_shapes
@@ -167,8 +168,15 @@ class Cost:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of weights and other tensors at once, at most; an allocator takes more (`batching.reserved`)."""
+        """Bytes of weights and other tensors at once, at most."""
         return self.weight_bytes + self.batch_bytes
+
+    @property
+    def process_bytes(self) -> int:
+        """Bytes of the device that a process should be given: those of the weights, and what an allocator takes for the
+        other tensors (`batching.reserved`). Python and its libraries take memory of the host beside it."""
+        of_graph = bool(self.passes) and all(each.gradient for each in self.passes)
+        return self.weight_bytes + reserved(self.cfg, self.batch_bytes, of_graph)
 
     def seconds(self, device: Device, workers: int = 1, hashed: bool = False) -> Number:
         """Time on a device, or on several that share the work equally.

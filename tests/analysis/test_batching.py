@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from small_networks import small_architecture
 
-from diffusion_lens import Query
+from diffusion_lens import DiffusionConfig, Query
 from diffusion_lens.analysis import causal_trace
-from diffusion_lens.analysis.batching import in_batches, row_bytes
+from diffusion_lens.analysis.batching import RESERVE_ON_ACCELERATOR, in_batches, reserved, row_bytes
 
 # What PyTorch's CPU allocator says when memory ends, on Linux and on Windows.
 ON_LINUX = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
@@ -138,3 +139,11 @@ def test_the_reserve_grows_with_the_positions_and_with_the_rows_read(either):
     cfg = either.model.cfg
     assert row_bytes(cfg, 40, 1) == 2 * row_bytes(cfg, 20, 1)
     assert row_bytes(cfg, 4, 400) == pytest.approx(2 * row_bytes(cfg, 4, 200), rel=0.02)
+
+
+@pytest.mark.parametrize("of_graph", [False, True])
+def test_an_allocator_takes_more_than_the_tensors(of_graph):
+    cfg = DiffusionConfig.from_architecture(small_architecture(), device="cpu")
+    assert reserved(cfg, 10**6, of_graph) > 10**6
+    cfg.device = "cuda"  # A config alone needs no GPU.
+    assert reserved(cfg, 10**6, of_graph) == RESERVE_ON_ACCELERATOR * 10**6 >= 1.5 * 10**6

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,6 +10,7 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
+from diffusion_lens import cost
 from diffusion_lens.cli import app
 from diffusion_lens.cli.cost import check_layers
 from diffusion_lens.cli.load_model import ModelChoice
@@ -98,3 +100,20 @@ def test_layers_of_a_model_that_is_still_to_be_fetched_are_not_refused() -> None
     check_layers(ModelChoice("owner/nowhere"), [40])
     with pytest.raises(ValueError, match="layer=40"):
         check_layers(ModelChoice("tiny-mdm"), [40])
+
+
+@pytest.mark.parametrize(("device", "reserve"), [("cpu", 3.0), ("h100", 1.5)])
+def test_the_memory_is_what_an_allocator_takes(device: str, reserve: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = ["recall", "site-mdm", "--length", "16", "--limit", "10", "--dry-run", "--device", device]
+
+    def said(memory: int, *more: str) -> str:
+        known = replace(cost.DEVICES["h100"], memory=memory)
+        monkeypatch.setattr(cost, "find_device", lambda *given: known)
+        return CliRunner().invoke(app, [*ask, *more]).stdout
+
+    told = json.loads(said(10**12, "--json"))["results"]
+    needed = told["memory_bytes"]
+    assert needed == told["weights_bytes"] + reserve * told["tensor_bytes"] > told["weights_bytes"]
+    assert f"about {needed / 1e9:.2f} GB in all" in said(needed)
+    assert "too little" not in said(needed)
+    assert "too little" in said(needed - 1)

@@ -177,13 +177,13 @@ def test_a_dry_run_prices_the_canvases_and_the_batch() -> None:
     cfg = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu").cfg
     assert (told["forward_passes"], told["backward_passes"]) == (2 * 20 * (6 + 2), 2 * 20 * 2)
     assert told["positions"] == 14
-    assert told["memory_bytes"] - told["weights_bytes"] == 20 * pair_bytes(cfg, 14, 20, 20)
+    assert told["tensor_bytes"] == 20 * pair_bytes(cfg, 14, 20, 20)
     little = ["--max-bytes", str(5 * pair_bytes(cfg, 14, 5, 20))]
     told = json.loads(done(*ASKED, *little, "--dry-run", "--json", "--flops", "1e12").stdout)["results"]
-    assert told["memory_bytes"] - told["weights_bytes"] == 5 * pair_bytes(cfg, 14, 5, 20)
+    assert told["tensor_bytes"] == 5 * pair_bytes(cfg, 14, 5, 20)
     uneven = ["--limit", "5", "--batch-size", "4"]  # in batches of two and of three
     told = json.loads(done(*ASKED, *uneven, "--dry-run", "--json", "--flops", "1e12").stdout)["results"]
-    assert told["memory_bytes"] - told["weights_bytes"] == 3 * pair_bytes(cfg, 14, 3, 5)
+    assert told["tensor_bytes"] == 3 * pair_bytes(cfg, 14, 3, 5)
 
 
 def priced(*models: str) -> dict[str, Any]:
