@@ -728,7 +728,7 @@ def test_the_command_line_describes_what_was_never_downloaded():
     assert "unknown" in rows["illada-8b-base"]
     assert "causal" in rows["qwen2.5-7b"]
     question = ["--prompt", "x", "--subject", "x", "--answer", " y"]
-    dry = CliRunner().invoke(app, ["trace", "qwen3-0.6b-mdlm", *question, "--dry-run"])
+    dry = CliRunner().invoke(app, ["trace", "qwen3-0.6b-mdlm", *question, "--dry-run", "--flops", "1e12"])
     assert dry.exit_code == 0, dry.output
 
 
