@@ -19,8 +19,8 @@ one activation of each shape. The first pass over all of them is not measured.
 
 Targets, of the models with 8 layers: a rate of at least 70 %, and work of at most 1.1. On one thread times are those of
 the process, for a machine that others load; with `--threads 2` they are the clock's. Below the table are the time to
-start, and the time of a study on one and two worker processes. `--out docs/scaling.json` writes what the page "How it
-scales" shows, for which a trace is measured at several sizes.
+start, the search for v* beside ROME's (`rome.py`), and the time of a study on one and two worker processes.
+`--out docs/scaling.json` writes what the page "How it scales" shows, for which a trace is measured at several sizes.
 
     python benchmarks/floor.py [--rounds 5] [--threads 1] [--jobs trace,denoise] [--out docs/scaling.json]
 """
@@ -32,6 +32,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import rome
 import torch
 
 from diffusion_lens.cost import Device
@@ -105,8 +106,12 @@ def main(rounds: int = 5, threads: int = 1, chosen: str = "", out: Path | None =
                     show(row, targets=size == next(iter(SIZES)))
                     rows.append(row)
     print()
-    for name, seconds in starts(rounds):
+    started = dict(starts(rounds))
+    for name, seconds in started.items():
         print(f"{name}: {seconds:.2f} s of processor time")
+    print()
+    searches = rome.main(rounds, threads)
+    print()
     scaling = list(by_size(rounds)) if out is not None else []
     scaling += list(by_workers(rounds))
     for each in scaling:
@@ -115,6 +120,7 @@ def main(rounds: int = 5, threads: int = 1, chosen: str = "", out: Path | None =
             f"{1e3 * each['predicted']:.1f} ms"
         )
     table = {"torch": torch.__version__, "threads": threads, "rounds": rounds, "rows": rows, "scaling": scaling}
+    table |= {"starts": started, "searches": searches}
     if out is not None:
         out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return table
@@ -127,4 +133,6 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", default="", help="parts of the names of jobs, separated by commas; by default all")
     parser.add_argument("--out", type=Path, help="JSON file of the numbers, with the cost of a trace at several sizes")
     arguments = parser.parse_args()
+    if arguments.jobs and arguments.out:
+        parser.error("--out writes what a page shows of all jobs, so it goes without --jobs")
     main(arguments.rounds, arguments.threads, arguments.jobs, arguments.out)

@@ -10,52 +10,21 @@ medians and the median of the paired ratios; a ratio below 1 is faster than Llam
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
-from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-from weight_conversion import Architecture
 
 # tests/oracles holds what tests and benchmarks share.
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from oracles.hugging_face import hugging_face_llama
+from oracles.traced_shapes import Shape
+from table.operations import timed
 
 SHAPES = {
     "8 layers, d=512, vocab 32000, 4x52": (8, 512, 8, 2048, 32000, 4, 52),
     "16 layers, d=32, vocab 512, 4x52": (16, 32, 2, 64, 512, 4, 52),
 }
-
-
-def build(n_layers: int, d_model: int, n_heads: int, d_mlp: int, d_vocab: int) -> HookedDiffusionTransformer:
-    """A causal model with random weights."""
-    architecture = Architecture(
-        family="lit_gpt",
-        name="benchmark",
-        n_layers=n_layers,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_key_value_heads=n_heads,
-        d_head=d_model // n_heads,
-        d_mlp=d_mlp,
-        d_vocab=d_vocab,
-        d_vocab_out=d_vocab,
-        n_ctx=2048,
-        attention_dir="causal",
-        readout="shifted",
-        mask_token_id=None,
-    )
-    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
-
-
-def seconds(network: Callable[[Tensor], object], tokens: Tensor) -> float:
-    """Wall time of one forward pass in seconds."""
-    started = time.perf_counter()
-    network(tokens)
-    return time.perf_counter() - started
 
 
 @torch.no_grad()
@@ -66,11 +35,11 @@ def main(rounds: int = 40, threads: int | None = None) -> dict[str, float]:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {rounds} alternating rounds")
     ratios = {}
     for name, (n_layers, d_model, n_heads, d_mlp, d_vocab, batch, pos) in SHAPES.items():
-        model = build(n_layers, d_model, n_heads, d_mlp, d_vocab)
+        model = Shape("causal", n_layers, d_model, d_mlp, n_heads, d_vocab).build()
         llama = hugging_face_llama(model)
         tokens = torch.randint(d_vocab, (batch, pos), generator=torch.Generator().manual_seed(0))
         error = (model(tokens) - llama(tokens).logits).abs().max().item()
-        pairs = [(seconds(model, tokens), seconds(llama, tokens)) for _ in range(rounds)]
+        pairs = [(timed(partial(model, tokens)), timed(partial(llama, tokens))) for _ in range(rounds)]
         ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratios[name] = statistics.median(a / b for a, b in pairs)
         print(

@@ -11,7 +11,6 @@ in facts per minute.
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -20,14 +19,16 @@ from typing import Any
 
 import torch
 
-from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
+from diffusion_lens import HookedDiffusionTransformer, Query
 from diffusion_lens.analysis.rome import ValueResult, ValueSettings, optimize_value, optimize_values
-from weight_conversion import Architecture
 
 # tests/oracles holds what tests and benchmarks share.
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from oracles.plain_rome import plain_search
+from oracles.traced_shapes import Shape
+from table.operations import timed
 
+SIZES = {"n_layers": 12, "d_model": 512, "d_mlp": 2048, "n_heads": 8, "d_vocab": 32000}
 LAYER, N_FACTS = 4, 4
 PREFIXES, PROMPT, SUBJECT, OBJECT = (
     (0, 5, 10),
@@ -39,31 +40,10 @@ SETTINGS = ValueSettings(stop_below=0.0)  # Never stop early.
 Fact = tuple[list[Query], Query]  # A request and its essence prompt.
 
 
-def build(masked: bool) -> HookedDiffusionTransformer:
-    """A model with 12 layers, d=512, vocabulary 32000 and random weights."""
-    architecture = Architecture(
-        family="lit_gpt",
-        name="benchmark",
-        n_layers=12,
-        d_model=512,
-        n_heads=8,
-        n_key_value_heads=8,
-        d_head=64,
-        d_mlp=2048,
-        d_vocab=32000 + masked,
-        d_vocab_out=32000,
-        n_ctx=2048,
-        attention_dir="bidirectional" if masked else "causal",
-        readout="in_place" if masked else "shifted",
-        mask_token_id=32000 if masked else None,
-    )
-    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
-
-
 def random_fact(model: HookedDiffusionTransformer, seed: int) -> Fact:
     """A request of three random prompts, and its essence prompt."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(32000, (100,), generator=generator)
+    tokens = torch.randint(31999, (100,), generator=generator)  # without the id of [MASK]
     prompt, answer, before = tokens[:PROMPT], tokens[PROMPT : PROMPT + OBJECT], tokens[PROMPT + OBJECT :]
     mask = model.cfg.mask_token_id
     canvas = answer[:-1] if mask is None else torch.full((OBJECT,), mask)
@@ -88,16 +68,9 @@ def all_at_once(model: HookedDiffusionTransformer, facts: Sequence[Fact]) -> lis
     return optimize_values(model, requests, LAYER, essences=essences, settings=SETTINGS)
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Wall time of one call in seconds."""
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
 def compare(name: str, ours: Callable[[], Any], other: Callable[[], Any], rounds: int, n_facts: int = 1) -> float:
     """Print medians, facts per minute and the median of the paired ratios other/ours."""
-    pairs = [(seconds(ours), seconds(other)) for _ in range(rounds)]
+    pairs = [(timed(ours), timed(other)) for _ in range(rounds)]
     own, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(b / a for a, b in pairs)
     speeds = f"{60 * n_facts / own:5.1f} and {60 * n_facts / theirs:5.1f} facts/min"
@@ -113,7 +86,8 @@ def main(rounds: int = 3, threads: int | None = None) -> dict[str, float]:
     print("columns: ours, the other\n")
     ratios = {}
     for kind in ("diffusion", "AR baseline"):
-        model = build(masked=kind == "diffusion")
+        with torch.no_grad():
+            model = Shape("masked" if kind == "diffusion" else "causal", **SIZES).build()
         facts = [random_fact(model, seed) for seed in range(N_FACTS)]
         alone = partial(one_by_one, model, facts[:1])
         plain = partial(plain_search, model, *facts[0], LAYER, SETTINGS)

@@ -11,40 +11,24 @@ weights.
 
 import argparse
 import statistics
-import time
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import TaughtCanvas, TaughtPair, gradient_alignment
-from weight_conversion import Architecture
 
-N_POS, WAYS = 16, ("forward", "reverse")
+# tests/oracles holds what tests and benchmarks share.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from oracles.traced_shapes import Shape
+from table.operations import timed
 
-
-def build() -> HookedDiffusionTransformer:
-    """A masked diffusion model with 8 layers, d=512, vocabulary 4000 and random weights."""
-    architecture = Architecture(
-        family="lit_gpt",
-        name="benchmark",
-        n_layers=8,
-        d_model=512,
-        n_heads=8,
-        n_key_value_heads=8,
-        d_head=64,
-        d_mlp=1376,
-        d_vocab=4001,
-        d_vocab_out=4000,
-        n_ctx=128,
-        attention_dir="bidirectional",
-        readout="in_place",
-        mask_token_id=4000,
-    )
-    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
+N_POS, MASK, WAYS = 16, 4000, ("forward", "reverse")
 
 
 def random_pairs(n: int) -> list[TaughtPair]:
@@ -54,9 +38,9 @@ def random_pairs(n: int) -> list[TaughtPair]:
     for _ in range(n):
         canvases = []
         for reader, source in ((1, 9), (9, 1)):
-            tokens = torch.randint(4000, (N_POS,), generator=generator)
+            tokens = torch.randint(MASK, (N_POS,), generator=generator)
             answer = int(tokens[reader])
-            tokens[reader] = 4000
+            tokens[reader] = MASK
             canvases.append(TaughtCanvas(tokens, reader, answer, source))
         pairs.append(TaughtPair(*canvases))
     return pairs
@@ -100,12 +84,7 @@ def floor(model: HookedDiffusionTransformer, pairs: Sequence[TaughtPair]) -> Non
 def seconds(run: Callable[[], object], rounds: int) -> float:
     """Median time of a call, after one that is not counted."""
     run()
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return statistics.median(timed(run) for _ in range(rounds))
 
 
 def main() -> None:
@@ -115,7 +94,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, pairs = build(), random_pairs(args.facts)
+    with torch.no_grad():
+        model = Shape("masked", d_model=512, d_mlp=1376, n_heads=8, d_vocab=MASK + 1).build()
+    pairs = random_pairs(args.facts)
     names = gradient_alignment(model, pairs[:2]).parameters
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -27,7 +27,7 @@ from diffusion_lens.data import toy_facts
 USUAL = {"n_layers": 4, "n_pos": 24, "samples": 5}
 VALUES = {"n_layers": (2, 4, 8, 12), "n_pos": (12, 24, 36, 48), "samples": (1, 5, 10, 20)}
 LABELS = {"n_layers": "layers", "n_pos": "positions", "samples": "samples"}
-WORKERS, FACTS, LENGTH, ANSWER = (1, 2), 32, 24, 3
+WORKERS, FACTS, SAMPLES, LENGTH, ANSWER = (1, 2), 16, 40, 24, 3
 STARTS = {
     "import diffusion_lens": ["-c", "import diffusion_lens"],
     "from diffusion_lens import HookedDiffusionTransformer": [
@@ -79,7 +79,7 @@ def by_workers(rounds: int) -> Iterator[dict[str, Any]]:
     for name, kind in (("tiny-mdm", "MDM"), ("tiny-ar", "AR")):
         model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
         layout = CanvasLayout(None if model.cfg.grows else LENGTH)
-        noise = Corruption("gaussian", NOISE, samples=10)
+        noise = Corruption("gaussian", NOISE, samples=SAMPLES)
         settings = TraceSettings(layout, Restoration(), noise, False, Known.of("all"))
         queries = [settings.query(model, fact) for fact in facts]
         machine = replace(cost.this_machine(model.cfg), name="one core")
