@@ -1,4 +1,4 @@
-"""What benchmarks/floor.py measured: `{floor-table}` and `{cost-table}`. Its `--out` writes the JSON that they show."""
+"""What benchmarks/floor.py measured: `{floor-table}`, `{cost-table}` and `{single-numbers}`, from the JSON of its `--out`."""
 
 import json
 from pathlib import Path
@@ -47,6 +47,13 @@ def cost_lines(table: dict[str, Any]) -> list[str]:
     return markdown(("predicted over measured time", *sizes), rows)
 
 
+def single_lines(table: dict[str, Any]) -> list[str]:
+    """The time to start, and the search for v* beside another implementation."""
+    starts = [(f"`{name}`", f"{seconds:.2f} s of processor time") for name, seconds in table["starts"].items()]
+    searches = [(name.replace("v*", "v\\*"), f"{ratio:.2f} times as fast") for name, ratio in table["searches"].items()]
+    return markdown(("measured", ""), [*starts, *searches])
+
+
 class FloorTable(SphinxDirective):
     """`{floor-table}`."""
 
@@ -61,7 +68,15 @@ class CostTable(SphinxDirective):
         return parsed(self, cost_lines(measured()))
 
 
+class SingleNumbers(SphinxDirective):
+    """`{single-numbers}`."""
+
+    def run(self) -> list[nodes.Node]:
+        return parsed(self, single_lines(measured()))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("floor-table", FloorTable)
     app.add_directive("cost-table", CostTable)
+    app.add_directive("single-numbers", SingleNumbers)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
