@@ -1,4 +1,4 @@
-"""What benchmarks/floor.py measured: `{floor-table}`, `{cost-table}` and `{single-numbers}`, from the JSON of its `--out`."""
+"""Tables of what benchmarks/floor.py measured, from the JSON of its `--out`."""
 
 import json
 from pathlib import Path
