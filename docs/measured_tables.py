@@ -27,7 +27,7 @@ def floor_lines(table: dict[str, Any]) -> list[str]:
     return markdown((f"job, {first}", "time", "rate", "work", "memory"), rows)
 
 
-def cost_lines(table: dict[str, Any]) -> list[str]:
+def prediction_lines(table: dict[str, Any]) -> list[str]:
     """A row for each job, with the predicted over the measured time on each model."""
     priced = [row for row in table["rows"] if "ratio" in row]
     models = list(dict.fromkeys(row["model"] for row in priced))
@@ -61,11 +61,11 @@ class FloorTable(SphinxDirective):
         return parsed(self, floor_lines(measured()))
 
 
-class CostTable(SphinxDirective):
-    """`{cost-table}`."""
+class PredictionTable(SphinxDirective):
+    """`{prediction-table}`."""
 
     def run(self) -> list[nodes.Node]:
-        return parsed(self, cost_lines(measured()))
+        return parsed(self, prediction_lines(measured()))
 
 
 class SingleNumbers(SphinxDirective):
@@ -77,6 +77,6 @@ class SingleNumbers(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("floor-table", FloorTable)
-    app.add_directive("cost-table", CostTable)
+    app.add_directive("prediction-table", PredictionTable)
     app.add_directive("single-numbers", SingleNumbers)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
