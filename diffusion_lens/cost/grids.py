@@ -65,8 +65,7 @@ def trajectory_trace(
         canvases: Number of different canvases that are traced, from the step that reveals the answer's first token to
             the one that reveals the last. By default the number to expect if positions are revealed in random order.
     """
-    length = max(len(query.tokens), max(query.answer_positions) + 1)
-    given = _n_given(cfg, query)
+    length, given = _of_run(cfg, query)
     written = denoising(cfg, length, given, loop)
     whole = replace(query, tokens=torch.zeros(length, dtype=torch.long))
     if canvases is None:
@@ -114,9 +113,8 @@ def temporal_effect(
         loop: Settings of the run.
         steps: Steps at which states are restored; by default all.
     """
-    length = max(len(query.tokens), max(query.answer_positions) + 1)
-    given, samples = _n_given(cfg, query), corruption.rows
-    of_samples = denoising(cfg, length, given, loop, samples, hooked=True)
+    length, given = _of_run(cfg, query)
+    of_samples = denoising(cfg, length, given, loop, corruption.rows, hooked=True)
     cost = denoising(cfg, length, given, loop) + replace(of_samples, records=1)
     in_order = sorted(of_samples.passes, key=lambda each: -each.read)
     passes = [each for each in in_order for _ in range(round(of_samples.passes[each]))]
@@ -140,13 +138,9 @@ def average_effect(cfg: DiffusionConfig, queries: Sequence[Query], settings: Tra
     Raises:
         ValueError: There is no query.
     """
-    shapes = Counter(
-        (len(query.tokens), query.subject, query.answer_positions, _n_given(cfg, query)) for query in queries
-    )
-    examples = {
-        (len(query.tokens), query.subject, query.answer_positions, _n_given(cfg, query)): query for query in queries
-    }
-    return total(_of_fact(cfg, examples[shape], settings) * times for shape, times in shapes.items())
+    shapes = [(len(query.tokens), query.subject, query.answer_positions, _of_run(cfg, query)) for query in queries]
+    examples = dict(zip(shapes, queries, strict=True))
+    return total(_of_fact(cfg, examples[shape], settings) * times for shape, times in Counter(shapes).items())
 
 
 def _of_fact(cfg: DiffusionConfig, query: Query, settings: TraceSettings) -> Cost:
@@ -160,8 +154,7 @@ def _of_fact(cfg: DiffusionConfig, query: Query, settings: TraceSettings) -> Cos
     read = len(query.answer_positions)
     known = Cost(cfg, Counter({Pass(1, len(query.tokens), 0, cfg.n_layers, read): 1}))
     if settings.known.rule == "recalled" and loop is not None:
-        length = max(len(query.tokens), max(query.answer_positions) + 1)
-        known += denoising(cfg, length, _n_given(cfg, query), loop)
+        known += denoising(cfg, *_of_run(cfg, query), loop)
     traced = trace(cfg, query, settings.restoration, settings.corruption, selection, settings.max_bytes)
     return known + traced
 
@@ -269,9 +262,10 @@ def _rows_read(cfg: DiffusionConfig, query: Query) -> tuple[int, ...]:
     return tuple(rows)
 
 
-def _n_given(cfg: DiffusionConfig, query: Query) -> int:
-    """Number of positions that a prompt of the loop fills."""
+def _of_run(cfg: DiffusionConfig, query: Query) -> tuple[int, int]:
+    """Number of positions of a denoising run of the query, and of those that its prompt fills."""
+    length = max(len(query.tokens), max(query.answer_positions) + 1)
     if not cfg.has_mask:
-        return min(query.answer_positions)
+        return length, min(query.answer_positions)
     masked = query.tokens.eq(cfg.blank).sum().item()
-    return len(query.tokens) - max(int(masked), len(query.answer_positions))
+    return length, len(query.tokens) - max(int(masked), len(query.answer_positions))

@@ -226,7 +226,7 @@ def _of_patching(cfg: DiffusionConfig, device: Device, rounds: int, clock: Calla
     for positions in ([0], range(n_positions)):
         chosen = Selection(positions)
         cost = trace(model.cfg, query, *settings, chosen)
-        taken = _median(lambda: trace_query(model, query, *settings, chosen), rounds, clock)  # noqa: B023
+        taken = _median(functools.partial(trace_query, model, query, *settings, chosen), rounds, clock)
         seconds.append(taken - cost.seconds(device, hashed=True))
         n_patched.append(sum(times for each, times in cost.passes.items() if each.patched))
     return max(float(seconds[1] - seconds[0]) / (n_patched[1] - n_patched[0]), 0.0)
