@@ -42,13 +42,13 @@ bench: $(READY)  ## run every script of benchmarks/
 	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 tiny: $(READY)  ## train the tiny pair again (about a quarter of an hour)
-	$(BIN)/python -m diffusion_lens.tiny_pair --out diffusion_lens/assets/tiny
+	PYTHONPATH=examples $(BIN)/python -m bundled_models.tiny_pair --out diffusion_lens/loading/assets/tiny
 
 kinds: $(READY)  ## train tiny-block and tiny-uniform again (about an hour)
-	$(BIN)/python -m diffusion_lens.tiny_kinds --out diffusion_lens/assets
+	PYTHONPATH=examples $(BIN)/python -m bundled_models.tiny_kinds --out diffusion_lens/loading/assets
 
 pair: $(READY)  ## train the pair with a planted subject site into site/ (about half an hour)
-	$(BIN)/python -m diffusion_lens.site_pair --out site
+	PYTHONPATH=examples $(BIN)/python -m bundled_models.site_pair --out site
 
 notebooks: $(READY)  ## write docs/notebooks/*.ipynb, without outputs, from the .py beside them
 	$(BIN)/jupytext --quiet --update --to ipynb docs/notebooks/*.py

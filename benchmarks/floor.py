@@ -1,4 +1,4 @@
-"""One table: how far each job is from what the machine and arithmetic allow, and from what was predicted of it.
+"""One table: how far each job is from what the machine and arithmetic allow.
 
 Of every job on four random models, a masked diffusion model and an AR baseline of two sizes, the benchmark prints
 
@@ -9,8 +9,6 @@ Of every job on four random models, a masked diffusion model and an AR baseline 
              gradients alone, over that of the job: what is missing to 100% is the library's own
     work     token-layers, positions that pass a block summed over rows and blocks, over the least that the job can
              take; `tests/oracles/least_work.py` says for each job why it is the least
-    cost     token-layers predicted by `diffusion_lens.cost` over those counted, and the predicted time over the
-             measured one; the machine's rates are measured before and after the job
     memory   the most bytes of tensors that the job has at once, with the weights, over the weights and `max_bytes`
 
 Alone, the recorded operations run one after the other in the order of the job: on the model's own weights, in the
@@ -20,9 +18,9 @@ one activation of each shape. The first pass over all of them is not measured.
 Targets, of the models with 8 layers: a rate of at least 70 %, and work of at most 1.1. On one thread times are those of
 the process, for a machine that others load; with `--threads 2` they are the clock's. Below the table are the time to
 start, the search for v* beside ROME's (`rome.py`), and the time of a study on one and two worker processes.
-`--out docs/scaling.json` writes what the page "How it scales" shows, for which a trace is measured at several sizes.
+`--out floor.json` writes all numbers, for which a trace is also measured at several sizes.
 
-    python benchmarks/floor.py [--rounds 5] [--threads 1] [--jobs trace,denoise] [--out docs/scaling.json]
+    python benchmarks/floor.py [--rounds 5] [--threads 1] [--jobs trace,denoise] [--out floor.json]
 """
 
 import argparse
@@ -35,20 +33,18 @@ from typing import Any
 import rome
 import torch
 
-from diffusion_lens.cost import Device
-
 # tests/oracles holds what tests and benchmarks share.
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from oracles.memory import peak_of_tensors
 from table.jobs import SIZES, Job, Subject
 from table.operations import Operations, timed, timed_alone
-from table.scaling import by_size, by_workers, rates, starts
+from table.scaling import by_size, by_workers, starts
 
 RATE_TARGET, WORK_TARGET, MAX_BYTES = 0.7, 1.1, 2**30
 
 
-def measure(job: Job, rounds: int, subject: Subject, machine: Device) -> tuple[dict[str, Any], Device]:
-    """Measure one job. Returns its line of the table, and the rates of the machine after it."""
+def measure(job: Job, rounds: int, subject: Subject) -> dict[str, Any]:
+    """Measure one job. Returns its line of the table."""
     operations = Operations(subject.model)
     with operations.recorded():
         job.run()
@@ -61,15 +57,9 @@ def measure(job: Job, rounds: int, subject: Subject, machine: Device) -> tuple[d
     row["rate"], row["network"] = (statistics.median(each[i] / each[0] for each in rounds_of_three) for i in (1, 2))
     row["gflops"] = operations.flops / seconds / 1e9
     row["work"] = operations.token_layers / job.least()
-    after = rates(subject.model.cfg)
-    if job.predicted is not None:
-        predicted = job.predicted()
-        row["token_layers"] = float(predicted.token_layers / operations.token_layers)
-        row["predicted"] = statistics.mean(float(predicted.seconds(each, hashed=True)) for each in (machine, after))
-        row["ratio"], row["at_most"] = row["predicted"] / seconds, job.is_bound
     weights = sum(weight.nbytes for weight in subject.model.parameters())
     row["memory"] = (weights + peak_of_tensors(job.run)) / (weights + MAX_BYTES)
-    return row, after
+    return row
 
 
 def show(row: dict[str, Any], targets: bool) -> None:
@@ -78,11 +68,9 @@ def show(row: dict[str, Any], targets: bool) -> None:
         name for name, met in (("rate", row["rate"] >= RATE_TARGET), ("work", row["work"] <= WORK_TARGET)) if not met
     ]
     verdict = ("misses " + ", ".join(misses) if misses else "met") if targets else ""
-    costs = f"{row['token_layers']:8.3f} {row['ratio']:7.2f}" if "ratio" in row else f"{'':16}"
-    bound = "at most" if row.get("at_most") else ""
     print(
         f"{row['model']:20} {row['job']:24} {1e3 * row['seconds']:8.0f} {row['gflops']:8.1f} {row['rate']:6.0%} "
-        f"{row['network']:8.0%} {row['work']:6.2f} {costs} {bound:7} {row['memory']:7.0%}  {verdict}",
+        f"{row['network']:8.0%} {row['work']:6.2f} {row['memory']:7.0%}  {verdict}",
         flush=True,
     )
 
@@ -92,17 +80,15 @@ def main(rounds: int = 5, threads: int = 1, chosen: str = "", out: Path | None =
     torch.set_num_threads(threads)
     print(f"torch {torch.__version__}, {threads} threads, float32, median of {rounds} alternating rounds\n")
     print(
-        f"{'model':20} {'job':24} {'time, ms':>8} {'GFLOP/s':>8} {'rate':>6} {'network':>8} {'work':>6} "
-        f"{'tokens':>8} {'seconds':>7} {'':7} {'memory':>7}"
+        f"{'model':20} {'job':24} {'time, ms':>8} {'GFLOP/s':>8} {'rate':>6} {'network':>8} {'work':>6} {'memory':>7}"
     )
     rows = []
     for size in SIZES:
         for variant in ("masked", "causal"):
             subject = Subject(variant, size)
-            machine = rates(subject.model.cfg)
             for job in subject.jobs():
                 if any(name in job.name for name in chosen.split(",")):
-                    row, machine = measure(job, rounds, subject, machine)
+                    row = measure(job, rounds, subject)
                     show(row, targets=size == next(iter(SIZES)))
                     rows.append(row)
     print()
@@ -115,10 +101,7 @@ def main(rounds: int = 5, threads: int = 1, chosen: str = "", out: Path | None =
     scaling = list(by_size(rounds)) if out is not None else []
     scaling += list(by_workers(rounds))
     for each in scaling:
-        print(
-            f"{each['kind']}, {each['value']} {each['axis']}: {1e3 * each['seconds']:.1f} ms a fact, predicted "
-            f"{1e3 * each['predicted']:.1f} ms"
-        )
+        print(f"{each['kind']}, {each['value']} {each['axis']}: {1e3 * each['seconds']:.1f} ms a fact")
     table = {"torch": torch.__version__, "threads": threads, "rounds": rounds, "rows": rows, "scaling": scaling}
     table |= {"starts": started, "searches": searches}
     if out is not None:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import LocalWorkers, Workers
-from diffusion_lens.analysis.workers.running import run_tasks
+from diffusion_lens.analysis.over_facts.executor import run_tasks
 from weight_conversion import published_architecture
 
 # tests/oracles holds what tests and benchmarks share.

@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffusion_lens.catalogue import list_pretrained
-    from diffusion_lens.config import DiffusionConfig
-    from diffusion_lens.facts import Fact, Query
+    from diffusion_lens.facts.fact import Fact, Query
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-    from diffusion_lens.pairs import load_pair
-    from diffusion_lens.step_state import StepState
+    from diffusion_lens.hooks.step import StepState
+    from diffusion_lens.loading.catalogue import list_pretrained
+    from diffusion_lens.loading.pairs import load_pair
+    from diffusion_lens.model.config import DiffusionConfig
 
     __version__: str
 
@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "DiffusionConfig": "config",
+    "DiffusionConfig": "model.config",
     "Fact": "facts",
     "HookedDiffusionTransformer": "hooked_diffusion_transformer",
     "Query": "facts",
-    "StepState": "step_state",
-    "list_pretrained": "catalogue",
-    "load_pair": "pairs",
+    "StepState": "hooks.step",
+    "list_pretrained": "loading.catalogue",
+    "load_pair": "loading.pairs",
 }
 
 if "ipykernel" in sys.modules:

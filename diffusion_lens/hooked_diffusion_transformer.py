@@ -1,45 +1,104 @@
-"""`HookedDiffusionTransformer`: the network of `model.transformer` with loading, saving, denoising and losses."""
+"""`HookedDiffusionTransformer`: the network of `model.transformer`, which a user loads, calls, hooks and runs.
 
-from collections.abc import Iterable, Mapping
+The chapters follow a session: load, call, hook, cache, denoise, generate, save.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
+from transformer_lens import HookedRootModule
+from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
 from diffusion_lens.denoising.canvas import Prompt, lay_out
-from diffusion_lens.denoising.denoise_settings import DenoiseSettings
-from diffusion_lens.denoising.prepare import denoise, denoise_with_cache
-from diffusion_lens.denoising.randomness import Seed
-from diffusion_lens.denoising.sampler import Sampler
+from diffusion_lens.denoising.denoise import denoise, denoise_with_cache
+from diffusion_lens.denoising.sampler import Sampler, Seed
+from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.generation import Generation
-from diffusion_lens.hook_names import FwdHooks, NamesFilter
+from diffusion_lens.hooks.names import ByHookPoint, FwdHooks, NamesFilter, hook_pairs
 from diffusion_lens.loading import open_pretrained, save_pretrained
-from diffusion_lens.loading.given_options import given_options
-from diffusion_lens.loading.source import Source, tensors_of
-from diffusion_lens.model.caching import PosSlice
-from diffusion_lens.model.folding import NOT_EXACT, check_folded, fold_norms
-from diffusion_lens.model.placement import DeviceMap
-from diffusion_lens.settings import naming_the_nearest
+from diffusion_lens.loading.source import Source, given_options
+from diffusion_lens.model.attention import KeyValueCache
+from diffusion_lens.model.build import DeviceMap
+from diffusion_lens.model.hooking import (
+    AliasedCache,
+    PosSlice,
+    caching_hooks,
+    check_hookable,
+    name_hook_points,
+    select_passing,
+)
+from diffusion_lens.model.inputs import Rows
+from diffusion_lens.model.loss import LossBatch, loss_batch, masked_batch, next_token_batch, noise_of, noised
+from diffusion_lens.model.shapes import Tokens
+from diffusion_lens.model.text import require_tokenizer
+from diffusion_lens.model.time import Time
+from diffusion_lens.model.transformer import DiffusionTransformer, Input
+from diffusion_lens.model.weights import NOT_EXACT, check_folded, fold_norms
+from diffusion_lens.settings import (
+    Whole,
+    at_least,
+    check_bool,
+    check_keywords,
+    keywords_of,
+    not_negative,
+    suggest_keywords,
+    takes_any_keyword,
+)
+
+RETURN_TYPES = ("trajectory", "tokens", "str", "input")
+_LOGITS = "change the logits in a hook at 'denoise.hook_logits'"
+_WITH_CACHE = "denoise_with_cache returns activations by step, also those of 'denoise.hook_logits'"
+# Arguments of TransformerLens's `generate` that do not exist here, and what to use.
+INSTEAD = {
+    "input": "pass the prompt as the first argument",
+    "top_k": _LOGITS,
+    "top_p": _LOGITS,
+    "freq_penalty": _LOGITS,
+    "repetition_penalty": _LOGITS,
+    "forced_bos_token_id": _LOGITS,
+    "eos_token_id": "a text ends at the tokenizer's end token",
+    "stop_strings": "cut the text that is returned",
+    "stopping_criteria": "cut the text that is returned",
+    "use_past_kv_cache": "an AR baseline has a key/value cache while nothing is hooked, a diffusion model has none",
+    "padding_side": "texts of several lengths are padded as the model needs",
+    "output_logits": _WITH_CACHE,
+    "return_cache": _WITH_CACHE,
+    "names_filter": _WITH_CACHE,
+    "return_input_tokens": "the tokens that are returned begin with the prompt",
+    "device": "move the model",
+    "pixel_values": "these models read text only",
+}
+
+# Their values in TransformerLens that change nothing, where these are not `None`.
+_DEFAULTS = {
+    "freq_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "use_past_kv_cache": True,
+    "output_logits": False,
+    "return_cache": False,
+    "return_input_tokens": False,
+}
 
 
-class HookedDiffusionTransformer(Generation):
+class HookedDiffusionTransformer(DiffusionTransformer):
     """A masked diffusion language model, or its autoregressive (AR) baseline, with TransformerLens's interface.
 
     `model(tokens)`, `run_with_cache` and `run_with_hooks` work as in TransformerLens. `denoise` runs the denoising
-    loop, in which the same hooks work and `hook.step` describes the current step.
-
-    Attributes:
-        source: Arguments of the `from_pretrained` call that gave the model; `None` for a model that was built
-            otherwise.
+    loop, in which the same hooks work and `hook.step` describes the current step. `source` has the arguments of the
+    `from_pretrained` call that gave the model; it is `None` for a model that was built otherwise.
     """
 
-    source: Source | None = None
+    # Load
 
     @classmethod
-    @naming_the_nearest
+    @suggest_keywords
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -85,7 +144,7 @@ class HookedDiffusionTransformer(Generation):
                 as {"embed": 0, "blocks.0": 0, "blocks.1": "cpu", "": "disk"} from the names of parts, "" for all
                 others, to the number of a GPU, "cpu" or "disk" (a file in the folder for temporary files, `TMPDIR`).
                 What is not on a GPU runs on the first one, to which its weights are copied at each use
-                (`diffusion_lens.model.placement`). Several GPUs, and offloading from a GPU, are not tested on GPUs.
+                (`diffusion_lens.model.build`). Several GPUs, and offloading from a GPU, are not tested on GPUs.
 
         Raises:
             ValueError: The name (the message gives the nearest), the dtype or the device is unknown; no family supports
@@ -116,7 +175,7 @@ class HookedDiffusionTransformer(Generation):
         device: str | torch.device | None = None,
         *,
         token: str | bool | None = None,
-        mapped: bool | Path = False,
+        mapped: bool = False,
         weights_of: "HookedDiffusionTransformer | None" = None,
     ) -> "HookedDiffusionTransformer":
         """The model that a call of `from_pretrained` gave, as the workers of a study load it.
@@ -125,8 +184,8 @@ class HookedDiffusionTransformer(Generation):
             source: Arguments of that call; `source` of a model that was loaded.
             device, token: Arguments of `from_pretrained`.
             mapped: Whether weights on the CPU stay mapped from the file where it has their dtype, layout and alignment
-                (multiples of 64 bytes), so that several processes share one copy; or a file with the model's
-                parameters from which they are mapped instead. The file must not be overwritten in place.
+                (multiples of 64 bytes), so that several processes share one copy. The file must not be overwritten in
+                place.
             weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
         """
         if source.device_map is not None:
@@ -138,8 +197,8 @@ class HookedDiffusionTransformer(Generation):
             device = "cpu"  # until the map is read, which needs the parts of the model
         cfg, checkpoint, tokenizer = open_pretrained(**source.to_open(), device=device, token=token)
         if weights_of is None:
-            tensors = tensors_of(checkpoint, mapped)
-            model = cls(cfg, tokenizer, tensors=tensors, assign=bool(mapped), device_map=source.device_map)
+            tensors = checkpoint.tensors() if mapped else checkpoint.pieces()
+            model = cls(cfg, tokenizer, tensors=tensors, assign=mapped, device_map=source.device_map)
             check_folded(model)
             if source.fold_ln:
                 fold_norms(model)
@@ -148,7 +207,7 @@ class HookedDiffusionTransformer(Generation):
         model.source = source
         return model
 
-    @naming_the_nearest
+    @suggest_keywords
     def enable_compatibility_mode(
         self,
         disable_warnings: bool = False,
@@ -188,15 +247,290 @@ class HookedDiffusionTransformer(Generation):
         if fold_ln:
             fold_norms(self)
 
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Write weights, config and tokenizer; `from_pretrained(folder)` reads them.
+    # Call
 
-        To write the checkpoint family's own format, use `weight_conversion.export(model.state_dict(),
-        model.cfg.architecture, path)`.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward`, with the nearest name in the `TypeError` of an unknown keyword."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError:
+            check_keywords("model", kwargs, keywords_of(self.forward))
+            raise
+
+    def forward(
+        self,
+        input: Input,
+        return_type: str | None = "logits",
+        *,
+        attention_mask: Tensor | None = None,
+        prepend_bos: bool | None = None,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+        logits_at: Rows | None = None,
+        past_kv_cache: KeyValueCache | None = None,
+        time: Time | None = None,
+        clean: Tensor | None = None,
+        sigma: Tensor | None = None,
+        loss_per_token: bool = False,
+        samples: Whole = 1,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """Run the network.
+
+        Args:
+            input: Text, texts, Int[batch pos] tokens, or with `start_at_layer` the residual stream entering that layer.
+            return_type: "logits"; `None` if only the hooks matter; "loss", the loss that the model is trained on; or
+                "both", (logits, loss). For a loss, a masked diffusion model masks the tokens first, as `hide` does: its
+                logits are then those of the masked sequence.
+            attention_mask: [batch pos], 1 at real tokens, 0 at padding. Positions are counted over real tokens, so a
+                padded row computes what it computes alone. By default it is read off tokens that begin or end with a
+                padding token of the tokenizer's own (`model.own_pad_id`). Padding cannot be inferred from a residual
+                stream; pass the mask.
+            prepend_bos: Whether text begins with BOS; by default as the tokenizer does (`cfg.default_prepend_bos`).
+            start_at_layer: First block to run (negative: from the end).
+            stop_at_layer: Block to stop before; the residual stream there is returned.
+            logits_at: Rows whose logits are computed; by default all. Int[selected] picks `logits[:, rows]`; a pair
+                (Int[selected], Int[selected]) of batch and row indices, or Bool[batch pos], picks
+                `logits[batch, rows]`, flattened to [selected d_vocab_out].
+            past_kv_cache: On a causal model, keys and values of the positions before `input`, in the layers that run;
+                the new ones are appended.
+            time: Time of the canvas, for a network conditioned on it (`cfg.time_conditioning`): a number in (0, 1],
+                or Float[batch], one for each row; 1 where all is noise. By default that of `model.at_time(t)`. A loss
+                draws its own.
+            clean: Int[batch pos], on a model that attends by blocks the clean text of noisy `input`: each block sees
+                the earlier blocks as they are there, as in training. The network then reads both texts, one after the
+                other, which hooks see; the logits are those of `input`.
+            sigma: Noise level of each row, Float[batch], in place of `time`; it may be any that a schedule has.
+            loss_per_token: Whether to return the contribution of each position instead of the mean over the positions
+                that count: of an autoregressive model Float[batch pos-1], as in TransformerLens; of a masked diffusion
+                model Float[batch pos], its weighted cross-entropy (cross-entropy / p) where the token was masked.
+                Positions that do not count have the value 0.
+            samples: Number of noise samples over which a masked diffusion model's loss is averaged (as many forward
+                passes).
+            generator: Random number generator of the loss's noise. By default the noise is fixed in eval mode, the same
+                for every call with tokens of one shape, so that the losses of an original and an ablated run can be
+                compared; in train mode it is from torch's global generator.
+
+        Returns:
+            Float[batch pos d_vocab_out], or the rows of it that `logits_at` selects; Float[batch pos d_model] with
+            `stop_at_layer`; the loss, Float[]; or `None`.
+
+        Raises:
+            ValueError: Tokens, layers, rows or a mask do not fit the model, or arguments exclude each other.
         """
-        return save_pretrained(folder, self.state_dict(), self.cfg, self.tokenizer)
+        if return_type not in ("logits", "loss", "both", None):
+            raise ValueError(f"return_type={return_type!r} is unknown; it must be 'logits', 'loss', 'both' or None")
+        if return_type in ("logits", None):
+            if loss_per_token or samples != 1 or generator is not None:
+                raise ValueError(
+                    "loss_per_token=, samples= and generator= require return_type='loss' or 'both'; it is "
+                    f"{return_type!r}"
+                )
+            return self._run(
+                input,
+                attention_mask=attention_mask,
+                prepend_bos=prepend_bos,
+                start_at_layer=start_at_layer,
+                stop_at_layer=stop_at_layer,
+                logits_at=logits_at,
+                past_kv_cache=past_kv_cache,
+                sigma=self.time.read(time) if sigma is None and time is not None else sigma,
+                clean=clean,
+                unembed=return_type is not None,
+            )
+        parts: dict[str, Any] = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
+        parts |= {"logits_at": logits_at, "past_kv_cache": past_kv_cache, "time": time, "clean": clean, "sigma": sigma}
+        if given := [name for name, value in parts.items() if value is not None]:
+            raise ValueError(f"return_type={return_type!r} runs the whole network; leave out {given}")
+        return _own_loss(
+            self,
+            input,
+            attention_mask=attention_mask,
+            prepend_bos=prepend_bos,
+            loss_per_token=loss_per_token,
+            samples=samples,
+            generator=generator,
+            return_logits=return_type == "both",
+        )
 
-    @naming_the_nearest
+    @suggest_keywords
+    def loss_fn(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        per_token: bool = False,
+        *,
+        noisy: Tensor | None = None,
+        p_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of logits on tokens, as in TransformerLens.
+
+            noisy, p_mask = model.hide(tokens)
+            logits = model.run_with_hooks(noisy, fwd_hooks=hooks)
+            loss = model.loss_fn(logits, tokens, noisy=noisy, p_mask=p_mask)
+
+        Args:
+            logits: Float[batch pos d_vocab_out]; of a masked diffusion model, its logits on `noisy`, and if it attends
+                by blocks, those of `model(noisy, clean=tokens)`.
+            tokens: Int[batch pos], the clean text.
+            attention_mask: [batch pos], 1 at real tokens, 0 at padding.
+            per_token: The same as `loss_per_token` of the model's call.
+            noisy, p_mask: On a masked diffusion model, the masked tokens, and the probability with which each position
+                was masked.
+
+        Raises:
+            ValueError: `noisy` is missing on a masked diffusion model, whose logits on the clean text predict nothing.
+        """
+        tokens, real = self.padding.checked(tokens, attention_mask)
+        if tuple(logits.shape) != (*tokens.shape, self.cfg.d_vocab_out):
+            raise ValueError(
+                f"the logits have shape {list(logits.shape)}; for these tokens it must be "
+                f"{[*tokens.shape, self.cfg.d_vocab_out]}"
+            )
+        if self.cfg.is_autoregressive:
+            batch = next_token_batch(self, tokens, real=real)
+        elif noisy is None or p_mask is None:
+            raise ValueError(
+                f"{self.cfg.model_name!r} predicts masked tokens, so its loss needs the masked tokens behind the "
+                "logits: noisy, p_mask = model.hide(tokens); logits = model(noisy); "
+                "model.loss_fn(logits, tokens, noisy=noisy, p_mask=p_mask). "
+                "Or call model(tokens, return_type='loss')"
+            )
+        else:
+            batch = masked_batch(self, tokens, noisy, p_mask, real=real)
+        return _loss(self, batch, logits[batch.rows], per_token)
+
+    @suggest_keywords
+    def hide(
+        self, tokens: Tensor, attention_mask: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Mask tokens as `return_type="loss"` does; under uniform noise, replace them by others.
+
+        Args:
+            tokens: Int[batch pos], the clean text.
+            attention_mask: [batch pos], 1 at real tokens, 0 at padding, which is never masked.
+            generator: Random number generator of the noise; by default as in the model's call.
+
+        Returns:
+            The masked tokens, Int[batch pos], and the probability with which each position was masked,
+            Float[batch pos].
+        """
+        tokens, real = self.padding.checked(tokens, attention_mask)
+        if self.cfg.is_autoregressive:
+            raise ValueError(f"{self.cfg.model_name!r} has no [MASK], so none of its tokens can be masked")
+        noisy, p_mask = noised(self, tokens, generator=noise_of(self, generator))
+        return (noisy if real is None else torch.where(real, noisy, tokens)), p_mask
+
+    # Hook and cache
+
+    def setup(self) -> None:
+        """Name the hook points and give them this model's clock; call it again after adding hook points."""
+        with self.clock.held():
+            super().setup()
+            name_hook_points(self)
+
+    def run_with_hooks(
+        self, *model_args: Any, fwd_hooks: Sequence[Any] = (), bwd_hooks: Sequence[Any] = (), **kwargs: Any
+    ) -> Any:
+        """As in TransformerLens; a hook that the forward pass would never reach is an error."""
+        for name, _ in [*hook_pairs(fwd_hooks), *hook_pairs(bwd_hooks)]:
+            check_hookable(self, name, in_loop=False)
+        self._check_keywords("run_with_hooks", kwargs)
+        return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), bwd_hooks=list(bwd_hooks), **kwargs)
+
+    @contextmanager
+    def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """As in TransformerLens; inside, no other thread may use the model."""
+        for given in (*args[:2], kwargs.get("fwd_hooks", ()), kwargs.get("bwd_hooks", ())):
+            if given:
+                hook_pairs(given)
+        with self.clock.held(), super().hooks(*args, **kwargs) as model:
+            yield model
+
+    def get_caching_hooks(
+        self,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: Any = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: PosSlice = None,
+    ) -> Any:
+        """As in TransformerLens: a dict to be filled, and the forward and backward hooks that fill it.
+
+        Other names of a hook point (`hooks.names.BLOCK_ALIASES`) reach what the dict has too, unless `cache` is a plain
+        one.
+
+        Args:
+            pos_slice: Positions to cache (of scores and patterns, the queries): an index (its axis stays), a slice, or
+                indices.
+
+        Raises:
+            ValueError: A filter that matches nothing, or a named hook point that does not pass.
+        """
+        self.is_caching = True
+        points = {name: self.hook_dict[name] for name in select_passing(self, names_filter)}
+        cached: dict[str, Tensor] = ByHookPoint() if cache is None else cache
+        return cached, *caching_hooks(points, cached, incl_bwd, device, remove_batch_dim, Slice.unwrap(pos_slice))
+
+    def add_caching_hooks(
+        self,
+        names_filter: NamesFilter = None,
+        incl_bwd: bool = False,
+        device: Any = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+    ) -> Any:
+        """As in TransformerLens, and as in `get_caching_hooks`; a filter that matches nothing is an error."""
+        selected = select_passing(self, names_filter)
+        cached: dict[str, Tensor] = ByHookPoint() if cache is None else cache
+        with self.clock.held():
+            return super().add_caching_hooks(selected, incl_bwd, device, remove_batch_dim, cached)
+
+    def run_with_cache(
+        self,
+        *model_args: Any,
+        names_filter: NamesFilter = None,
+        return_cache_object: bool = True,
+        remove_batch_dim: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` selects."""
+        self._check_keywords("run_with_cache", kwargs)
+        names = select_passing(self, names_filter, in_loop=False)
+        out, cache = super().run_with_cache(
+            *model_args, names_filter=names, remove_batch_dim=remove_batch_dim, **kwargs
+        )
+        if return_cache_object:
+            return out, AliasedCache(cache, self, has_batch_dim=not remove_batch_dim)
+        return out, ByHookPoint(cache)
+
+    def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
+        """As in TransformerLens; a name or predicate that selects nothing is an error with the nearest names."""
+        points = check_hookable(self, name)
+        with self.clock.held():
+            for point in points:
+                handle: Any = self.hook_dict[point].add_hook(hook, *args, **kwargs)
+                # A predicate may select points that do not pass, beside others; a name says that the hook matters.
+                handle.by_predicate = callable(name)
+
+    def reset_hooks(self, *args: Any, **kwargs: Any) -> None:
+        """As in TransformerLens."""
+        with self.clock.held():
+            super().reset_hooks(*args, **kwargs)
+
+    def _check_keywords(self, method: str, given: Mapping[str, Any]) -> None:
+        forward = vars(self).get("forward") or type(self).forward
+        if given and (known := _keywords(method, forward)) is not None:
+            check_keywords(method, given, known)
+
+    def _enable_hook(self, name: str | Callable[[str], bool], hook: Any, dir: Literal["fwd", "bwd"]) -> None:
+        self.add_hook(name, hook, dir, level=self.context_level)
+
+    # Denoise and generate
+
+    @suggest_keywords
     def denoise(
         self,
         prompt: Prompt,
@@ -251,7 +585,7 @@ class HookedDiffusionTransformer(Generation):
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise(self, canvas, settings, fwd_hooks=fwd_hooks, progress=progress)
 
-    @naming_the_nearest
+    @suggest_keywords
     def denoise_with_cache(
         self,
         prompt: Prompt,
@@ -298,3 +632,229 @@ class HookedDiffusionTransformer(Generation):
         settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise_with_cache(self, canvas, settings, cache_filter, fwd_hooks=fwd_hooks, progress=progress)
+
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        max_new_tokens: SupportsIndex | None = None,
+        *,
+        return_type: str = "trajectory",
+        do_sample: bool | None = None,
+        temperature: SupportsFloat | None = None,
+        stop_at_eos: bool = True,
+        verbose: bool = False,
+        length: SupportsIndex | None = None,
+        steps: SupportsIndex | None = None,
+        sampler: str | Sampler | None = None,
+        cfg_scale: SupportsFloat = 0.0,
+        seed: Seed = 0,
+        attention_mask: Tensor | None = None,
+        prepend_bos: bool | None = None,
+        fwd_hooks: FwdHooks = (),
+        progress: bool = False,
+        **others: Any,
+    ) -> Any:
+        """`denoise`, with the names of TransformerLens's `generate`.
+
+        Args:
+            prompt, max_new_tokens, length, steps, sampler, cfg_scale, seed: Arguments of `denoise`.
+            return_type: "trajectory"; "tokens", Int[batch pos] with the prompt; "str", the text with the prompt, or
+                a list for several rows; "input", text for text and tokens for tokens, as in TransformerLens.
+            do_sample: Whether tokens are sampled, at temperature 1 unless another is given. By default they are if
+                `temperature` is not 0.
+            temperature: Temperature as in `denoise`; 0 by default.
+            stop_at_eos: Whether what the run wrote ends at its first end token: the returned tokens contain only end
+                tokens after it, and the returned text contains neither it nor what follows. Given tokens are always
+                returned; between them, each stretch that the run wrote ends by itself. A trajectory always contains
+                every token, and its `completion` all that a diffusion model wrote, without special tokens.
+            verbose: The same as `progress`.
+            attention_mask, prepend_bos, fwd_hooks, progress: Arguments of `denoise`.
+
+        Raises:
+            TypeError: An argument of TransformerLens that does not exist here, at another value than its default there
+                (the message says what to use), or an unknown one.
+            ValueError: Arguments exclude each other, or one does not fit (see `denoise`).
+        """
+        # 1. Check the arguments.
+        check_keywords("generate", others, {*keywords_of(HookedDiffusionTransformer.generate), *INSTEAD})
+        if refused := [
+            f"{name}: {INSTEAD[name]}" for name, value in others.items() if not _changes_nothing(name, value)
+        ]:
+            raise TypeError(f"generate does not take {'; '.join(refused)}")
+        if prompt is None:
+            raise TypeError("generate needs a prompt, text or tokens, as its first argument")
+        if return_type not in RETURN_TYPES:
+            raise ValueError(f"return_type={return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
+        if return_type == "input":
+            return_type = "tokens" if isinstance(prompt, Tensor) else "str"
+        stops = check_bool("stop_at_eos", stop_at_eos)
+
+        # 2. Run the loop.
+        settings = DenoiseSettings(steps, sampler, cfg_scale, _temperature(do_sample, temperature), seed)
+        canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
+        shown = check_bool("verbose", verbose) or check_bool("progress", progress)
+        trajectory = denoise(self, canvas, settings, fwd_hooks=fwd_hooks, progress=shown)
+
+        # 3. Convert the result.
+        if return_type == "trajectory":
+            return trajectory
+        ended = _ended(self.tokenizer, trajectory) if stops else torch.zeros_like(trajectory.given)
+        if return_type == "tokens":
+            return (
+                trajectory.tokens.masked_fill(ended, self.tokenizer.eos_token_id) if ended.any() else trajectory.tokens
+            )
+        texts = [_text(self, trajectory, row, ~ended[row]) for row in range(len(trajectory))]
+        return texts[0] if len(texts) == 1 else texts
+
+    @suggest_keywords
+    def canvas(
+        self, prompt: Prompt, n_masks: SupportsIndex = 1, prepend_bos: bool | None = None
+    ) -> tuple[Tokens, Int[Tensor, "selected"]]:
+        """A prompt with [MASK]s after it, and the rows of the logits that predict them.
+
+        This replaces `logits[:, -1]`: `tokens, rows = model.canvas(prompt)`, then `model(tokens)[:, rows]`. On a model
+        that reads no masks, an AR baseline, the tokens are the prompt alone, and the row is the last one.
+
+        Args:
+            prompt: Text, texts with the same number of tokens, or tokens without padding.
+            n_masks: Number of [MASK]s, at least 1; for an AR baseline 1.
+            prepend_bos: Whether text begins with BOS, as in `to_tokens`.
+
+        Returns:
+            Tokens Int[batch pos], and rows Int[selected] in the order of the masks.
+
+        Raises:
+            ValueError: Prompts differ in length, or an AR baseline is to predict several tokens in one forward pass.
+        """
+        n_masks = at_least(1, "n_masks", n_masks)
+        if self.cfg.is_autoregressive and n_masks > 1:
+            raise ValueError(
+                f"n_masks={n_masks}, but {self.cfg.model_name!r} predicts the next token only: append the tokens that "
+                "precede the one to predict, or use generate"
+            )
+        if isinstance(prompt, Tensor):
+            tokens = prompt[None] if prompt.dim() == 1 else prompt
+            real = self.padding.certainly_real(tokens)
+        else:
+            tokens, real = self.tokenize(prompt, prepend_bos)
+        if real is not None and not bool(real.all()):
+            lengths = sorted(set(real.sum(dim=1).tolist()))
+            raise ValueError(f"the prompts have {lengths} tokens, so their rows differ; pass one length at a time")
+        n_prompt = tokens.shape[1]
+        rows = self.readout.rows(torch.arange(n_prompt, n_prompt + n_masks, device=tokens.device))
+        if self.cfg.is_autoregressive:
+            return tokens, rows
+        return self.cfg.readable(lay_out(self, tokens, max_new_tokens=n_masks).tokens), rows
+
+    # Save
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write weights, config and tokenizer; `from_pretrained(folder)` reads them.
+
+        To write the checkpoint family's own format, use `weight_conversion.export(model.state_dict(),
+        model.cfg.architecture, path)`.
+        """
+        return save_pretrained(folder, self.state_dict(), self.cfg, self.tokenizer)
+
+
+def _own_loss(
+    model: HookedDiffusionTransformer,
+    input: Input,
+    *,
+    attention_mask: Tensor | None = None,
+    prepend_bos: bool | None = None,
+    loss_per_token: bool = False,
+    samples: Whole = 1,
+    generator: torch.Generator | None = None,
+    return_logits: bool = False,
+) -> Any:
+    """The loss that the model is trained on, or (logits, loss) with `return_logits`; see `forward`."""
+    real = attention_mask
+    if not isinstance(input, Tensor):
+        input, padded = model.tokenize(input, prepend_bos)
+        real = padded if real is None else real
+    samples = at_least(1, "samples", samples)
+    if samples > 1 and return_logits:
+        raise ValueError(
+            f"samples={samples} with return_type='both': each noise sample has its own logits; use samples=1 there"
+        )
+    # 1. Mask the tokens, once for each noise sample.
+    tokens, real = model.padding.checked(input, real)
+    batch = loss_batch(model, tokens, real, generator, samples)
+    mask = model.padding.all_real(tokens) if real is None else real
+    total: Any = 0.0
+    starts = range(0, len(batch.tokens), len(tokens))
+
+    # 2. Run the network on one noise sample at a time, and add up the losses.
+    for start in starts:
+        part = batch.part(start, start + len(tokens))
+        if return_logits:
+            logits: Any = model._run(part.tokens, attention_mask=mask, **part.beside)
+            return logits, _loss(model, part, logits[part.rows], loss_per_token)
+        row_logits: Any = model._run(part.tokens, attention_mask=mask, logits_at=part.rows, **part.beside)
+        total = total + _loss(model, part, row_logits, loss_per_token)
+
+    # 3. `total` is already averaged over samples. Per-position losses are summed over samples, so divide by their
+    #    number.
+    return total / len(starts) if loss_per_token else total
+
+
+def _loss(model: HookedDiffusionTransformer, batch: LossBatch, logits: Tensor, per_token: bool) -> Tensor:
+    """The loss, or with `per_token` the contribution of each position that can be predicted."""
+    if not per_token:
+        return batch.loss(logits)
+    by_position = batch.by_position(logits)
+    return by_position[:, 1:] if model.cfg.is_autoregressive else by_position
+
+
+def _ended(tokenizer: Any, trajectory: Trajectory) -> Bool[Tensor, "batch pos"]:
+    """The positions from the first end token on in each stretch of positions that the run wrote."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    written = ~trajectory.given & trajectory.real
+    if end is None:
+        return torch.zeros_like(written)
+    n_ends = (trajectory.tokens == end).cumsum(dim=1)
+    n_before_stretch = n_ends.masked_fill(written, 0).cummax(dim=1).values
+    ended: Tensor = n_ends > n_before_stretch
+    return ended
+
+
+def _text(model: HookedDiffusionTransformer, trajectory: Trajectory, row: int, kept: Bool[Tensor, "pos"]) -> str:
+    """The text of some positions of one row, without a given BOS at the beginning."""
+    shown = (trajectory.real[row] & kept).nonzero().flatten()
+    bos = require_tokenizer(model).bos_token_id
+    if len(shown) and int(trajectory[row][shown[0]]) == bos and bool(trajectory.given[row, shown[0]]):
+        shown = shown[1:]
+    return str(model.to_string(trajectory[row][shown]))
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    """Whether an argument of TransformerLens has its default value there."""
+    default = _DEFAULTS.get(name)
+    return value is default or (isinstance(value, int | float) and value == default)
+
+
+def _temperature(do_sample: bool | None, temperature: SupportsFloat | None) -> float:
+    """The temperature of the loop."""
+    given = None if temperature is None else not_negative("temperature", temperature)
+    if do_sample is None:
+        return given or 0.0
+    if check_bool("do_sample", do_sample):
+        if given == 0:
+            raise ValueError(
+                "do_sample=True needs a temperature above 0; leave do_sample out to take the likeliest token"
+            )
+        return 1.0 if given is None else given
+    if given:
+        raise ValueError(
+            f"do_sample=False takes the likeliest token, so temperature={given} has no effect; leave one out"
+        )
+    return 0.0
+
+
+@cache
+def _keywords(method: str, forward: Callable[..., Any]) -> Collection[str] | None:
+    """Keywords of `run_with_hooks` or `run_with_cache` of a model; `None` if its `forward` takes any keyword."""
+    if takes_any_keyword(forward):
+        return None
+    return keywords_of(getattr(HookedDiffusionTransformer, method), getattr(HookedRootModule, method), forward)

@@ -22,36 +22,126 @@ stream, `hook_attn_out`, `hook_mlp_out`, `mlp.hook_post`, and with heads [batch 
 `positions` and `heads` are an index, a slice, or several indices without repetition; negative ones count from the end,
 and `None` selects all. A single index keeps its axis. `positions` may also be Int[batch selected], which differ by row.
 
-In the loop a hook receives the whole canvas, and one branch of guidance at a time. `at_steps`, `on_branch` and
-`while_masked` of `denoising.step_hooks` restrict when it acts. `named` gives it a name for records and folders.
-
 No hook writes into the tensor that it receives; each returns a new tensor of the same dtype, on the same device.
 Positions, heads and values that do not fit raise a `ValueError`; a run without the hook point or step, a `KeyError`.
+
+In the loop a hook receives the whole canvas, and one branch of guidance at a time. `at_steps`, `on_branch`,
+`while_masked` and `while_predicting` wrap a hook so that it acts only there, and `by_step` joins the functions of
+several steps; outside the loop, where `hook.step` is `None`, these do nothing. `named` gives a hook a name for records
+and folders.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import hashlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformer_lens import ActivationCache
 
-from diffusion_lens.hook_names import Hook as Hook
-from diffusion_lens.hook_names import nearest
-from diffusion_lens.identity import named as named
-from diffusion_lens.loop_only import in_loop_only
+from diffusion_lens.hooks.names import Hook as Hook
+from diffusion_lens.hooks.names import nearest
+from diffusion_lens.hooks.step import RunIdentity, StepState
+from diffusion_lens.model.config import reached
+from diffusion_lens.model.readout import READOUTS
+from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.step_state import RunIdentity, StepState
+from diffusion_lens.settings import whole_number, whole_numbers
+from weight_conversion.files import bytes_of
+
+P = ParamSpec("P")
 
 Indices = int | slice | Sequence[int] | Tensor | None
 OneRun = ActivationCache | Mapping[str, Tensor]
 # One activation for each hook point (a cache or a dict), or such a cache for each denoising step (`TrajectoryCache`).
 Activations = OneRun | Mapping[int, OneRun]
 
+UNNAMED = "(unnamed)"
+PLAIN = (type(None), bool, int, float, complex, str, range, slice, torch.dtype, torch.device)
+_OF_TORCH = frozenset(vars(nn.Module()))
+# Attributes of modules that are left out: the record contains them elsewhere, they belong to one call, or torch keeps
+# its hooks there.
+LEFT_OUT = (
+    frozenset(("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict"))
+    | {"name", "ctx", "fwd_hooks", "bwd_hooks", "source", "placement", "_block_devices"}
+    | {"_weight_digests", "is_caching", "context_level", "_non_persistent_buffers_set"}
+    | {name for name in _OF_TORCH if "hook" in name}
+)
+_DEEPEST = 3
+_IN_LOOP_ONLY = "acts_by_step"  # an attribute of the function, which `functools.wraps` copies
 
+# Names for records
+
+
+class NamedHook:
+    """A hook with the name by which records know it; the name may be a function, called when a record begins."""
+
+    def __init__(self, name: str | Callable[[], str], function: Hook) -> None:
+        self._name, self.function = name, function
+
+    @property
+    def name(self) -> str:
+        return self._name if isinstance(self._name, str) else self._name()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def named(name: str | Hook, hook: Hook | str) -> NamedHook:
+    """The same hook under a name, by which records and result folders distinguish it from other hooks.
+
+    A function wrapped around a named hook is another hook, without this name; `at_steps`, `while_masked` and
+    `on_branch` keep the name and add when the hook acts.
+
+    Args:
+        name: What the hook does, with all that distinguishes it, such as "no attention in block 3".
+        hook: Any function `fn(activation, hook)`.
+    """
+    if callable(name) and isinstance(hook, str):
+        warnings.warn("named(hook, name) is now named(name, hook)", DeprecationWarning, stacklevel=2)
+        name, hook = hook, name
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the name of a hook must be a non-empty string; got {name!r}")
+    if not callable(hook):
+        raise TypeError(f"a hook is a function fn(activation, hook); got {type(hook).__name__}")
+    return NamedHook(name, hook)
+
+
+def names_its_hook(factory: Callable[P, Hook]) -> Callable[P, Hook]:
+    """Decorate a function that makes hooks: each gets the name of the factory with its settings."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> Hook:
+        settings = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        return NamedHook(
+            functools.partial(_call_in_words, factory.__name__, settings, defaults), factory(*args, **kwargs)
+        )
+
+    return make
+
+
+def name_of(hook: Any) -> str:
+    """The name of a hook, or the qualified name of a function without one, marked as unnamed."""
+    if isinstance(hook, NamedHook):
+        return hook.name
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return f"{getattr(function, '__qualname__', None) or type(hook).__qualname__} {UNNAMED}"
+
+
+# Another value for an activation
+
+
+@names_its_hook
 def replace(value: Tensor, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Replace the activation by `value`.
 
@@ -62,6 +152,7 @@ def replace(value: Tensor, positions: Indices = None, *, heads: Indices = None) 
     return _edit(lambda old, hook: _fit(value, old, hook.name), positions, heads)
 
 
+@names_its_hook
 def swap(
     cache: Activations, positions: Indices = None, *, source_positions: Indices = None, heads: Indices = None
 ) -> Hook:
@@ -77,6 +168,7 @@ def swap(
     return _edit(lambda old, hook: source.of_other_run(_activation(cache, hook), old, hook.name), positions, heads)
 
 
+@names_its_hook
 def restore(value: Tensor, positions: Int[Tensor, "batch"], *, heads: Indices = None) -> Hook:
     """Restore one position of each row: row r gets `value[positions[r]]` at `positions[r]`.
 
@@ -88,6 +180,7 @@ def restore(value: Tensor, positions: Int[Tensor, "batch"], *, heads: Indices = 
     return _edit(lambda old, hook: source.of_other_run(value, old, hook.name), positions[:, None], heads)
 
 
+@names_its_hook
 def mean_ablate(cache: Activations, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Replace the activation by its mean over rows and positions of another run; for other means, use `replace`.
 
@@ -104,9 +197,10 @@ def mean_ablate(cache: Activations, positions: Indices = None, *, heads: Indices
     return _edit(mean, positions, heads)
 
 
+@names_its_hook
 def zero_ablate(positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Replace the activation by zeros."""
-    return _called("zero_ablate", replace(torch.zeros(()), positions, heads=heads))
+    return replace(torch.zeros(()), positions, heads=heads)
 
 
 def mask_tokens(model: DiffusionTransformer, positions: Indices = None) -> Hook:
@@ -117,16 +211,20 @@ def mask_tokens(model: DiffusionTransformer, positions: Indices = None) -> Hook:
     """
     if not model.cfg.has_mask:
         raise ValueError(f"{model.cfg.model_name!r} has no [MASK]; corrupt with add_noise, zero_ablate or swap instead")
-    masked = replace(model.W_E[model.cfg.blank].to(model.main_device), positions)
+    embedding = model.W_E[model.cfg.blank].to(model.cfg.main_device)
+    masked = replace(embedding, positions)
 
     def hook_fn(activation: Tensor, hook: Any) -> Any:
         if hook.name != "hook_embed":
             raise ValueError(f"mask_tokens was attached to {hook.name!r}; attach it to 'hook_embed', the embeddings")
         return masked(activation, hook)
 
-    return hook_fn
+    return NamedHook(
+        lambda: f"mask_tokens({value_in_words(embedding)}, positions={value_in_words(positions)})", hook_fn
+    )
 
 
+@names_its_hook
 def add_noise(noise: Tensor, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Add `noise` to the activation; row r of the batch gets sample r.
 
@@ -136,6 +234,7 @@ def add_noise(noise: Tensor, positions: Indices = None, *, heads: Indices = None
     return _edit(lambda old, hook: old + _fit(noise, old, hook.name), positions, heads)
 
 
+@names_its_hook
 def steer(direction: Tensor, strength: float = 1.0, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Add `strength * direction` (Turner et al. 2023, arXiv 2308.10248).
 
@@ -143,9 +242,10 @@ def steer(direction: Tensor, strength: float = 1.0, positions: Indices = None, *
         direction: Float[d_model], or a tensor that broadcasts as in `replace`; it is not normalised.
         strength: Factor of the direction.
     """
-    return _called("steer", add_noise(strength * direction, positions, heads=heads))
+    return add_noise(strength * direction, positions, heads=heads)
 
 
+@names_its_hook
 def freeze(positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Fix the activation, for the rest of a denoising run, at its value when the hook first acts.
 
@@ -164,7 +264,198 @@ def freeze(positions: Indices = None, *, heads: Indices = None) -> Hook:
             )
         return values.setdefault(step.run, {}).setdefault((hook.name, step.branch), old)
 
-    return _called("freeze", in_loop_only(_edit(first, positions, heads)))
+    return in_loop_only(_edit(first, positions, heads))
+
+
+# When and where a hook acts
+
+
+def at_steps(hook_fn: Hook, steps: SupportsIndex | Iterable[SupportsIndex]) -> Hook:
+    """Act at these steps only; negative numbers count from the end.
+
+    A step that the run does not have is a `ValueError`, raised when the hook is first called.
+    """
+    indices = frozenset(whole_numbers("steps", steps))
+    if not indices:
+        raise ValueError("steps is empty, so the hook never acts; give at least one step")
+
+    def acts(step: StepState) -> bool:
+        if outside := sorted(index for index in indices if not -step.n_steps <= index < step.n_steps):
+            raise ValueError(
+                f"at_steps was given the steps {outside}, and this run has the {step.n_steps} steps 0 to "
+                f"{step.n_steps - 1} (-1 is the last); give steps of this run"
+            )
+        return step.index in indices or step.index - step.n_steps in indices
+
+    return _when(hook_fn, acts, f"at steps {sorted(indices)}")
+
+
+def by_step(hooks: Mapping[int, Hook], n_steps: SupportsIndex) -> Hook:
+    """Call another function at each step; steps without one keep their activation.
+
+    Args:
+        hooks: Function of each step, by the step's index.
+        n_steps: Number of steps of the runs for which the functions were made. In a run of another number of steps, an
+            index stands for another time, which is a `ValueError` when the hook is first called.
+    """
+    count = whole_number("n_steps", n_steps)
+    functions = {whole_number("a step", index): hook_fn for index, hook_fn in hooks.items()}
+    if not functions or (outside := sorted(index for index in functions if not 0 <= index < count)):
+        given = f"the steps {outside}" if functions else "no step"
+        raise ValueError(f"by_step was given {given}; give a function for at least one of the steps 0 to {count - 1}")
+
+    def wrapped(activation: Tensor, hook: Any) -> Any:
+        step: StepState = hook.step
+        if step.n_steps != count:
+            raise ValueError(
+                f"by_step was made for runs of {count} steps, and this run has {step.n_steps}, in which an index is "
+                f"another time: denoise with steps={count}, or make hooks for runs of {step.n_steps} steps"
+            )
+        hook_fn = functions.get(step.index)
+        return None if hook_fn is None else hook_fn(activation, hook)
+
+    def name() -> str:
+        listed = ", ".join(f"{step}: {name_of(functions[step])}" for step in sorted(functions))
+        return f"by_step({listed}, n_steps={count})"
+
+    return NamedHook(name, in_loop_only(wrapped))
+
+
+def on_branch(hook_fn: Hook, branch: str) -> Hook:
+    """Act in one branch of guidance only, "conditional" or "unconditional"; a run without guidance is "conditional"."""
+    if branch not in ("conditional", "unconditional"):
+        raise ValueError(f"branch={branch!r}; it must be 'conditional' or 'unconditional'")
+    return _when(hook_fn, lambda step: step.branch == branch, f"on the {branch} branch")
+
+
+def while_masked(hook_fn: Hook) -> Hook:
+    """Act on masked positions only; the others keep their activation.
+
+    For activations [batch pos ...]. The function receives the whole activation; what it returns, or writes in place, is
+    used at the masked positions. On a causal model these are the positions that the text has not reached, which no
+    other position sees.
+    """
+
+    return _named_after(_where(hook_fn, lambda step: step.masked, "while_masked"), hook_fn, "while masked")
+
+
+def while_predicting(hook_fn: Hook, readout: str) -> Hook:
+    """Act only on the rows whose logits predict a position that is not yet revealed; the others keep their activation.
+
+    On a causal model this is the last row that the text has reached. Left padding before a masked first token counts as
+    a row.
+
+    Args:
+        readout: "in_place" or "shifted", as in `model.cfg.readout`.
+    """
+    if readout not in READOUTS:
+        raise ValueError(f"readout={readout!r}; it must be one of {', '.join(map(repr, READOUTS))}")
+
+    def rows(step: StepState) -> PosMask:
+        chosen = torch.zeros_like(step.masked)
+        chosen[READOUTS[readout].locate(step.masked)] = True
+        return chosen & reached(step.tokens)
+
+    return _named_after(_where(hook_fn, rows, "while_predicting"), hook_fn, "while predicting")
+
+
+def in_loop_only(hook_fn: Hook) -> Hook:
+    """The same hook, which does nothing outside the denoising loop, where `hook.step` is `None`."""
+
+    def in_loop(activation: Any, hook: Any) -> Any:
+        return None if hook.step is None else hook_fn(activation, hook)
+
+    vars(in_loop)[_IN_LOOP_ONLY] = True
+    return in_loop
+
+
+def acts_by_step(hook_fn: Any) -> bool:
+    """Whether a hook acts in the loop only, as those of `at_steps`, `on_branch`, `while_masked` and `freeze` do.
+
+    Such a hook is also recognised if it was named, in a `functools.partial`, and in a function that `functools.wraps`
+    it. A hook that reads `hook.step` itself is not recognised, because it is unknown what it does if that is `None`;
+    nor is a `swap` with a cache by step, which raises an error outside the loop.
+    """
+    if isinstance(hook_fn, functools.partial):
+        return any(map(acts_by_step, (hook_fn.func, *hook_fn.args, *hook_fn.keywords.values())))
+    within = hook_fn.function if isinstance(hook_fn, NamedHook) else getattr(hook_fn, "__wrapped__", None)
+    return _IN_LOOP_ONLY in getattr(hook_fn, "__dict__", ()) or (within is not None and acts_by_step(within))
+
+
+# What a hook is called in records
+
+
+def value_in_words(value: Any) -> str:
+    """A setting in a name: a plain value as it is, a function by its name, anything else by a hash of its contents."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if callable(value) and not isinstance(value, nn.Module | type):
+        return name_of(value)
+    if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
+        return repr(list(value))
+    kind = "" if isinstance(value, Tensor | Mapping | list | tuple) else f"{type(value).__qualname__} "
+    update_hash(sha256 := hashlib.sha256(), value, _DEEPEST)
+    return f"{kind}#{sha256.hexdigest()[:8]}"
+
+
+def update_hash(sha256: Any, value: Any, depth: int) -> None:
+    """Add the contents of a value to a hash; of objects inside more than `depth` others, and functions, the name."""
+    if isinstance(value, PLAIN):
+        sha256.update(f"{value!r}\0".encode())
+    elif isinstance(value, Tensor):
+        dense = value.detach().cpu()
+        sha256.update(f"{value.dtype} {list(value.shape)}\0".encode())
+        sha256.update(bytes_of(dense if dense.layout == torch.strided else dense.to_dense()).numpy().data)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            sha256.update(f"{key}\0".encode())
+            update_hash(sha256, item, depth)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            update_hash(sha256, item, depth)
+    else:
+        sha256.update(f"{getattr(value, '__qualname__', type(value).__qualname__)}\0".encode())
+        if depth and isinstance(value, nn.Module):
+            update_hash(sha256, {**dict(value.named_parameters()), **dict(value.named_buffers())}, depth)
+        if depth and hasattr(value, "__dict__") and not hasattr(value, "__qualname__"):
+            left_out = _OF_TORCH | LEFT_OUT - {"cfg"} if isinstance(value, nn.Module) else frozenset()
+            update_hash(sha256, {name: vars(value)[name] for name in sorted(vars(value).keys() - left_out)}, depth - 1)
+
+
+def _call_in_words(function: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """A call such as "steer(direction=#1f0c22ab, strength=4.0)", without the settings that are the default."""
+    given = {name: value_in_words(value) for name, value in settings.items() if value is not defaults[name]}
+    words = (f"{name}={text}" for name, text in given.items() if text != repr(defaults[name]))
+    return f"{function}({', '.join(words)})"
+
+
+def _named_after(wrapper: Hook, hook: Hook, when: str) -> NamedHook:
+    """The wrapper under the name of the hook inside, followed by when it acts."""
+    return NamedHook(lambda: f"{name_of(hook)} {when}", wrapper)
+
+
+def _when(hook_fn: Hook, acts: Callable[[StepState], bool], when: str) -> Hook:
+    """The hook, called only at steps where `acts` is true; `when` is added to its name."""
+
+    def wrapped(activation: Tensor, hook: Any) -> Any:
+        return hook_fn(activation, hook) if acts(hook.step) else None
+
+    return _named_after(in_loop_only(wrapped), hook_fn, when)
+
+
+def _where(hook_fn: Hook, rows: Callable[[StepState], PosMask], name: str) -> Hook:
+    """The hook, whose result is used at some rows."""
+
+    def wrapped(activation: Tensor, hook: Any) -> Tensor:
+        if hook.name.endswith(("hook_attn_scores", "hook_pattern")):
+            raise ValueError(f"{hook.name} is [batch head query key]: {name} needs [batch pos ...]")
+        chosen = rows(hook.step)
+        copy = activation.clone()
+        returned = hook_fn(copy, hook)
+        changed = copy if returned is None else returned
+        return torch.where(chosen.view(*chosen.shape, *[1] * (activation.dim() - 2)), changed, activation)
+
+    return in_loop_only(wrapped)
 
 
 def _edit(new: Callable[[Tensor, Any], Tensor], positions: Indices, heads: Indices) -> Hook:
@@ -178,13 +469,7 @@ def _edit(new: Callable[[Tensor, Any], Tensor], positions: Indices, heads: Indic
         edited[index] = new(whole[index], hook)
         return _by_position(edited, hook.name)
 
-    return _called(new.__qualname__.partition(".")[0], hook_fn)
-
-
-def _called(factory: str, hook: Hook) -> Hook:
-    """Give the hook the name of its factory, which records use."""
-    hook.__qualname__ = factory
-    return hook
+    return hook_fn
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,171 @@
-"""Checks of numeric settings. Each returns the value as a plain Python number.
+"""Settings: each is declared once and checked once.
 
-NumPy's and torch's scalars are accepted too; they are converted because results record settings as JSON.
+A setting is a field of a frozen dataclass: its name, type, default, help text and check.
+
+    @dataclass(frozen=True)
+    class TraceSettings(Settings):
+        window: int = setting(10, "Number of blocks restored around each layer.", partial(at_least, 1))
+
+From the fields are made
+- the keywords, the signature and the `Args` of a public function: `@takes(TraceSettings)`;
+- the options of a command, with their help: `@command("module:TraceSettings")`, and one argument `settings` in the
+  command (`cli/options.py`);
+- the record of a result and of a study: `settings.describe()`;
+- whatever lists settings, such as the explorer: `fields_of(TraceSettings)`.
+
+A check takes the name and the value, and returns the value as a plain Python number, text or tuple: NumPy's and torch's
+scalars are accepted too, and are converted because results record settings as JSON.
+
+Seeds of rows, texts and facts, and warnings that point to the user's line, are at the end.
 """
 
+import dataclasses
+import hashlib
+import json
 import math
 import operator
+import re
+import sys
+import textwrap
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
-from functools import wraps
-from inspect import signature
-from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeVar
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
+from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeVar, cast
 
 # Annotations of such settings: plain Python numbers, NumPy's scalars, or a tensor of one number.
 Whole = SupportsIndex
 Real = SupportsFloat
+Check = Callable[[str, Any], Any]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _RECEIVERS = ("self", "cls")
+# Frames of torch's decorators are between ours and, if annotations are checked, those of jaxtyping and beartype.
+_NOT_THE_USERS = ("diffusion_lens", "torch", "jaxtyping", "beartype")
 
 
-def naming_the_nearest(function: Callable[P, R]) -> Callable[P, R]:
+def setting(default: Any, help: str, check: Check | None = None, *, option: bool = True) -> Any:
+    """Declare a setting: a field of a `Settings` class.
+
+    Args:
+        default: Default value; where it is `None`, the check is left out for `None`.
+        help: Meaning of the setting, for help texts of Python and of the command line.
+        check: Function of name and value that returns the value to keep, or raises an error that names the setting.
+        option: Whether commands have an option for it.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "check": check, "option": option})
+
+
+class Settings:
+    """Base of frozen dataclasses whose fields are settings."""
+
+    def __init_subclass__(cls) -> None:
+        """Complete the class's docstring with a line for each field, those of its bases first."""
+        bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+        inherited = {name: each for base in reversed(bases) for name, each in fields_of(base).items()}
+        own = {name: each for name, each in vars(cls).items() if isinstance(each, dataclasses.Field)}
+        if cls.__doc__ is not None and "Attributes:" not in cls.__doc__:
+            cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n    Attributes:\n{_entries({**inherited, **own})}"
+
+    def __post_init__(self) -> None:
+        """Check every field, and keep the value that its check returns; a default is as it should be."""
+        values = vars(self)
+        for each in dataclasses.fields(cast(Any, self)):
+            check = each.metadata.get("check")
+            if check is not None and values[each.name] is not each.default:
+                values[each.name] = check(each.name, values[each.name])
+
+    def describe(self) -> dict[str, Any]:
+        """The settings for a record, as JSON types."""
+        values = {name: getattr(self, name) for name in fields_of(type(self))}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def fields_of(kind: type[Any]) -> "dict[str, dataclasses.Field[Any]]":
+    """The settings of a class by name: default, type, and in `metadata` the help and the check."""
+    return {each.name: each for each in dataclasses.fields(kind) if "help" in each.metadata}
+
+
+def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Let a function with an argument `settings` take the settings as keywords too.
+
+    The keywords stand in its signature, and in its docstring in place of the line on `settings`, so that help,
+    notebooks and Sphinx show them. If `settings` may be given by position, so may the first of them. Callers give
+    keywords or the object `settings=`, not both.
+    """
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        own, fields = list(signature(function).parameters.values()), fields_of(kind)
+        place = [each.name for each in own].index("settings")
+        by_position = own[place].kind is Parameter.POSITIONAL_OR_KEYWORD
+        keywords = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+            for name, each in fields.items()
+        ]
+        keywords += [Parameter("settings", Parameter.KEYWORD_ONLY, default=None, annotation=kind | None)]
+        first = [keywords.pop(0).replace(kind=Parameter.POSITIONAL_OR_KEYWORD)] if by_position else []
+        known = Signature(
+            sorted([*own[:place], *first, *keywords, *own[place + 1 :]], key=lambda each: each.kind),
+            return_annotation=signature(function).return_annotation,
+        )
+
+        @wraps(function)
+        def called(*args: Any, **given: Any) -> R:
+            if by_position and len(args) > place:
+                name = "settings" if isinstance(args[place], Settings) else first[0].name
+                args, given = (*args[:place], *args[place + 1 :]), {name: args[place], **given}
+            if not given.keys() <= known.parameters.keys():
+                check_keywords(function.__name__, given, known.parameters)
+            chosen, settings = {}, given.pop("settings", None)
+            for name in fields:
+                if name in given:
+                    chosen[name] = _plain(given.pop(name))
+            if settings is None:
+                settings = kind(**chosen)
+            elif chosen:
+                raise ValueError(
+                    f"settings= has its own {', '.join(chosen)}: leave the keyword out, or change the object with "
+                    "dataclasses.replace"
+                )
+            elif type(settings) is not kind:
+                raise TypeError(f"settings= is {_kind(settings)}; {function.__name__} takes {kind.__name__}")
+            return function(*args, settings=settings, **given)
+
+        vars(called)["__signature__"] = known
+        listed = _entries(fields, " " * 8) + f"        settings: All of these as one `{kind.__name__}`.\n"
+        called.__doc__ = re.sub(r" {8}settings: .*\n(?: {12}.*\n)*", lambda _: listed, function.__doc__ or "")
+        return called
+
+    return decorate
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of NumPy or torch as Python's own; anything else as it is."""
+    return value.tolist() if hasattr(value, "ndim") else value
+
+
+def _entries(fields: "dict[str, dataclasses.Field[Any]]", indent: str = " " * 8) -> str:
+    """The lines of a docstring on these fields."""
+    entries = [f"{name}: {each.metadata['help']}" for name, each in fields.items()]
+    deeper = indent + "    "
+    return "".join(
+        textwrap.fill(entry, 120, initial_indent=indent, subsequent_indent=deeper, break_on_hyphens=False) + "\n"
+        for entry in entries
+    )
+
+
+def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Make the `TypeError` of an unknown keyword suggest the nearest one, or list all if none has a similar name."""
     known = keywords_of(function)
     called = "model" if function.__name__ == "forward" else function.__name__
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_keywords(called, kwargs, known)
+        if not kwargs.keys() <= known.keys():
+            check_keywords(called, kwargs, known)
         return function(*args, **kwargs)
 
     return checked
@@ -48,14 +185,17 @@ def takes_any_keyword(function: Callable[..., Any]) -> bool:
 
 def check_keywords(called: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise a `TypeError` for the first unknown keyword of a call; it suggests the nearest, or lists all."""
-    if unknown := [name for name in given if name not in known]:
-        near = get_close_matches(unknown[0], known, n=1)
-        hint = f"the nearest is {near[0]!r}" if near else f"it takes {', '.join(known)}"
-        raise TypeError(f"{called}() got an unexpected keyword argument {unknown[0]!r}; {hint}")
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"the nearest is {near[0]!r}" if near else f"it takes {', '.join(known)}"
+            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}; {hint}")
 
 
 def whole_number(name: str, value: Any) -> int:
     """`value` as an int; a `TypeError` unless it is a whole number. Bools and floats such as 3.0 are refused."""
+    if type(value) is int:
+        return value
     if not _is_bool(value):
         try:
             return operator.index(value)
@@ -68,12 +208,14 @@ def whole_numbers(name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> 
     """One whole number or several, as a list."""
     plain = value.tolist() if hasattr(value, "tolist") else value  # Arrays and tensors have `tolist`.
     if isinstance(plain, Iterable) and not isinstance(plain, str | bytes):
-        return [whole_number(name, number) for number in plain]
+        return list(map(partial(whole_number, name), plain))
     return [whole_number(name, plain)]
 
 
 def plain_number(name: str, value: Any) -> float:
     """`value` as a float; a `TypeError` unless it is a single number. A bool is refused."""
+    if type(value) is float:
+        return value
     if not _is_bool(value) and not isinstance(value, str | bytes):
         try:
             return float(value)
@@ -82,7 +224,7 @@ def plain_number(name: str, value: Any) -> float:
     raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be a number")
 
 
-def yes_or_no(name: str, value: Any) -> bool:
+def check_bool(name: str, value: Any) -> bool:
     """`value`; a `TypeError` unless it is a bool, because a text such as "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be True or False")
@@ -97,12 +239,33 @@ def at_least(least: int, name: str, value: Any, reason: str = "") -> int:
     return number
 
 
+def check_seed(name: str, value: Any) -> int:
+    """`value` as a seed of torch's generators."""
+    number = at_least(0, name, value)
+    if number >= 2**64:
+        raise ValueError(f"{name}={number}; a seed is a whole number from 0 to {2**64 - 1}")
+    return number
+
+
 def not_negative(name: str, value: Any, zero: str = "") -> float:
     """`value` as a float; a `ValueError`, which may explain what 0 means, unless it is finite and 0 or more."""
     number = plain_number(name, value)
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"{name}={number}; it must be a finite number, 0 {zero and f'({zero}) '}or more")
     return number
+
+
+def one_of(*choices: str) -> Check:
+    """A check that a value is one of these texts; the `ValueError` names the nearest."""
+
+    def check(name: str, value: Any) -> str:
+        if isinstance(value, str) and value in choices:
+            return value
+        near = get_close_matches(str(value), choices, n=1)
+        hint = f", nearest is {near[0]}" if near else ""
+        raise ValueError(f"{name}={value!r} is unknown{hint}; it must be one of {', '.join(choices)}")
+
+    return check
 
 
 def pick_layer(layer: Whole, n_layers: int) -> int:
@@ -124,13 +287,55 @@ def pick_indices(name: str, indices: Iterable[Whole] | None, size: int) -> list[
     """
     if indices is None:
         return list(range(size))
-    numbers = [whole_number(name, index) for index in indices]
-    if not numbers or any(not -size <= index < size for index in numbers):
+    numbers = list(map(partial(whole_number, name), indices))
+    if not numbers or min(numbers) < -size or max(numbers) >= size:
         raise ValueError(f"{name}={numbers}; give numbers from 0 to {size - 1}, or negative ones from the end")
     resolved = [index % size for index in numbers]
     if len(set(resolved)) < len(resolved):
         raise ValueError(f"{name}={numbers} contains duplicates; give each once")
     return resolved
+
+
+def unique_indices(name: str, given: Iterable[Whole] | None) -> tuple[int, ...] | None:
+    """Indices as plain numbers, each given once; `None` stays `None`.
+
+    Raises:
+        ValueError: There is no index, or one is given twice.
+        TypeError: An index is not a whole number.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{name}={given!r} is one number; give a sequence, {name}=[{given!r}]")
+    numbers = whole_numbers(name, given)
+    if not numbers:
+        raise ValueError(f"{name}=[]; give one index or more, or leave {name}= out to select all")
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{name}={numbers} contains duplicates; give each once")
+    return tuple(numbers)
+
+
+def own_seed(seed: Whole, key: int | str, bits: int = 53) -> int:
+    """The seed of one row, text or fact; the same on every machine.
+
+    It is a hash, because sums would overlap: row 1 of seed 0 would have the seed of row 0 of seed 1, and five calls of
+    20 rows would have 24 different seeds instead of 100.
+
+    Args:
+        seed: Seed of the call.
+        key: Index of the row, or name of the text or fact.
+        bits: Number of bits of the result. Every JSON reader preserves integers of 53 bits.
+    """
+    digest = hashlib.sha256(json.dumps([whole_number("seed", seed), key]).encode()).digest()
+    return int.from_bytes(digest, "big") >> (8 * len(digest) - bits)
+
+
+def warn_user(message: str) -> None:
+    """Issue a `UserWarning` at the innermost line that belongs to none of these packages."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def _is_bool(value: Any) -> bool:
@@ -140,4 +345,4 @@ def _is_bool(value: Any) -> bool:
 def _kind(value: Any) -> str:
     """The type of a value with its article, such as "a float"."""
     kind = type(value).__name__
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

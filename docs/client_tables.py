@@ -42,7 +42,7 @@ def total_lines(table: dict[str, Any]) -> list[str]:
         layers = sum("layers" in cell["changed"] and cell["tiny-ar"]["result"] == "runs" for cell in cells)
         counts = [Counter(cell[model]["result"] for cell in cells) for model in VARIANTS]
         outcomes = [", ".join(f"{count[result]} {result}" for result in RESULTS if count[result]) for count in counts]
-        rows.append((f"[{notebook['name']}](#{_anchor(notebook['name'])})", str(len(cells)), *outcomes, str(layers)))
+        rows.append((notebook["name"], str(len(cells)), *outcomes, str(layers)))
     both = [Counter(cell[model]["result"] for n in table["notebooks"] for cell in n["cells"]) for model in VARIANTS]
     outcomes = [", ".join(f"{count[result]} {result}" for result in RESULTS if count[result]) for count in both]
     n_cells = sum(len(notebook["cells"]) for notebook in table["notebooks"])
@@ -78,7 +78,7 @@ def failure_lines(table: dict[str, Any]) -> list[str]:
 
 
 def notebook_lines(table: dict[str, Any]) -> list[str]:
-    """A heading and a table for each notebook; a row for neighbouring cells of a section that have the same results."""
+    """A table to open for each notebook; a row for neighbouring cells of a section that have the same results."""
     lines = []
     for notebook in table["notebooks"]:
         rows = []
@@ -87,9 +87,11 @@ def notebook_lines(table: dict[str, Any]) -> list[str]:
             span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
             rows.append((span, section, changed, *outcomes))
         lines += [
-            f"## {notebook['name']}",
+            f"<details><summary>{notebook['name']}</summary>",
             "",
             *markdown(("cells", "section", "changed", *VARIANTS.values()), rows),
+            "",
+            "</details>",
             "",
         ]
     return lines
@@ -117,10 +119,6 @@ def _outcome(outcome: dict[str, str]) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("|", r"\|").replace("<", r"\<")
-
-
-def _anchor(name: str) -> str:
-    return name.lower()
 
 
 class NotebookTotals(SphinxDirective):

@@ -17,7 +17,8 @@ profile = HERE / "_made" / "ipython" / "profile_default"
 profile.mkdir(parents=True, exist_ok=True)
 (profile / "ipython_kernel_config.py").write_text('c.IPKernelApp.log_level = "ERROR"\n', encoding="utf-8")
 os.environ["IPYTHONDIR"] = str(profile.parent)
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # our extensions, and modules that they share with the tests
+# Our extensions, modules that they share with the tests, and the packages beside the examples.
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "examples")]
 
 project = "diffusion_lens"
 author = "The diffusion_lens authors"
@@ -40,8 +41,6 @@ extensions = [
     "one_layer_tables",
     "family_tables",
     "commands",
-    "cost_tables",
-    "measured_tables",
     "gallery",  # before "make_pictures": the examples run beside the pages
     "make_pictures",
     "browser_pictures",
@@ -61,7 +60,7 @@ nb_merge_streams = True
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
+autodoc_preserve_defaults = False
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False

@@ -8,12 +8,10 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from tables import markdown, parsed
 
-import weight_conversion
-from diffusion_lens.catalogue import PUBLISHED, Repository
-from diffusion_lens.pairs import PAIRS
-from weight_conversion.registry import FAMILIES
+from diffusion_lens.loading.catalogue import PUBLISHED, Repository
+from diffusion_lens.loading.pairs import PAIRS
+from weight_conversion.registry import FAMILIES, MODULES
 
-ROOM = Path(weight_conversion.__file__).parent / "families"
 MOST = 8  # names in a cell
 SEES = {
     "bidirectional": "every position",
@@ -38,12 +36,12 @@ def family_rows() -> list[tuple[str, str, str, str]]:
 
 
 def size_rows() -> list[tuple[str, str, str]]:
-    """File, lines and rules of each family."""
+    """Each file of families, its families, and its lines."""
     rows = []
-    for family in FAMILIES.values():
-        file = ROOM / f"{'native' if family.name == 'diffusion_lens' else family.name}.py"
-        lines = len(file.read_text(encoding="utf-8").splitlines())
-        rows.append((f"`families/{file.name}`", str(lines), str(len(family.rules))))
+    for module in MODULES:
+        file = Path(str(module.__file__))
+        names = ", ".join(f"`{family.name}`" for family in module.FAMILIES)
+        rows.append((f"`families/{file.name}`", names, str(len(file.read_text(encoding="utf-8").splitlines()))))
     return rows
 
 
@@ -81,7 +79,7 @@ class FamilySizes(SphinxDirective):
     """`{family-sizes}`."""
 
     def run(self) -> list[nodes.Node]:
-        return parsed(self, markdown(("file", "lines", "rules"), size_rows()))
+        return parsed(self, markdown(("file", "families", "lines"), size_rows()))
 
 
 class PairTable(SphinxDirective):

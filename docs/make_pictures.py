@@ -2,7 +2,7 @@
 
 The pages' own code draws `docs/_made/*.png`. If the code of such a page, or of one that takes long (`LONG` in
 `tests/snippets.py`), does not print the output that the page shows, the build warns. The demonstration draws the
-figures of README.md and docs/demo.md, `docs/images/*.png`.
+figures of README.md and docs/index.md, `docs/images/*.png`.
 """
 
 import os
@@ -17,7 +17,7 @@ from snippets import LONG, blocks, run_python
 from sphinx.application import Sphinx
 from sphinx.util.logging import getLogger
 
-from diffusion_lens import demo
+from diffusion_lens.cli import demo
 
 logger = getLogger(__name__)
 FOLDER = "_made"
@@ -59,9 +59,9 @@ def make_pictures(page: Path) -> list[Path]:
 
 
 def draw_demo(folder: Path) -> None:
-    """Draw the figures of the demonstration, which README.md and docs/demo.md show, into a folder."""
+    """Draw the figures of the demonstration, which README.md and docs/index.md show, into a folder."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        for figure in demo.run(Path(scratch), logger.debug):
+        for figure in demo.run(Path(scratch)):
             shutil.move(figure, folder / figure.name)
 
 

@@ -17,8 +17,7 @@ from sphinx.util.docutils import SphinxDirective
 from tables import markdown, parsed
 
 from diffusion_lens.cli.report import save_figure
-from diffusion_lens.one_layer.result import PANELS
-from diffusion_lens.plots import training_panels
+from one_layer.result import PANELS, training_panels
 
 HERE = Path(__file__).parent
 COLUMNS = {

@@ -9,8 +9,17 @@ from sphinx.util.docutils import SphinxDirective
 from tables import markdown, parsed
 
 from diffusion_lens.data.reversal_curse import FILES
-from diffusion_lens.evaluation.naming import QUESTION, DirectionPair, cell_meaning, cell_name
-from diffusion_lens.evaluation.published import MARKS, PUBLISHED, SOURCES, PublishedNumber, published_rows
+from diffusion_lens.evaluation.recall import (
+    MARKS,
+    PUBLISHED,
+    QUESTION,
+    SOURCES,
+    DirectionPair,
+    PublishedNumber,
+    cell_meaning,
+    cell_name,
+    published_rows,
+)
 
 CELLS: tuple[DirectionPair, ...] = (("p2d", "p2d"), ("d2p", "p2d"), ("d2p", "d2p"), ("p2d", "d2p"))
 LEFT_TO_RIGHT = "left to right"

@@ -35,6 +35,7 @@ def run(example: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(EXAMPLES[0].parent))  # packages beside the examples, as in `python examples/NAME.py`
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     out = Path(sys.argv[1]).resolve()

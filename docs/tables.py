@@ -14,7 +14,9 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, shapes
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+from diffusion_lens.model import shapes
+from diffusion_lens.model.hooking import why_silent
 from weight_conversion import Architecture, Experts, PositionKind
 
 # The activation at each hook point; {i} is a block. The table must be complete: a hook point without a line here, and a
@@ -109,7 +111,7 @@ def hook_rows(kind: str) -> list[tuple[str, str, str, str]]:
     seen, model = _observed()
     rows = []
     for name, meaning in MEANING.items():
-        silent = None if name in _ELSEWHERE else model.why_silent(name.format(i=0))
+        silent = None if name in _ELSEWHERE else why_silent(model, name.format(i=0))
         if name.startswith("denoise.") == (kind == "loop"):
             condition = re.search(r"model\.set_use_\w+\(True\)", silent or "")
             when = f"after `{condition[0]}`" if condition else ""

@@ -132,7 +132,7 @@ def test_files_of_the_repository_are_pages(name: str, file: str) -> None:
     assert headings
     shown = [words(heading).rstrip("¶") for heading in re.findall(r"<h\d>(.*?)</h\d>", markup, re.DOTALL)]
     assert shown == [heading.replace("`", "") for heading in headings]
-    assert 'href="concepts.html"' in markup
+    assert 'href="glossary.html"' in markup
 
 
 def test_the_citation_is_that_of_the_repository() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from diffusion_lens import HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import difference_of_means
 from diffusion_lens.data import site_facts
-from diffusion_lens.denoising.step_hooks import on_branch
+from diffusion_lens.interventions import on_branch
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, plots
 from diffusion_lens.data import site_facts
-from diffusion_lens.denoising.step_hooks import at_steps
+from diffusion_lens.interventions import at_steps
 
 
 def cut_attention(row: int, subject: slice) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion_lens import HookedDiffusionTransformer, plots
-from diffusion_lens.data.sources import default_source, open_source
+from diffusion_lens.data.fact_files import default_source, open_source
 from diffusion_lens.evaluation import Recall, recall_by_steps
 
 

@@ -7,7 +7,7 @@ the keys of two people? The similarity is unbiased linear CKA, 0 by chance and 1
 their two keys is .09 in block 0, where chance stays below .04, and .01 in block 1. Their two values, and a name as key
 and the same name as value, are similar in block 0 only (.06 and .07). On the autoregressive (AR) baseline all
 similarities are .06 or less, some of them above chance. So both directions share a little in the first block (the last
-name, docs/keys_and_values.md), and in block 1, where edits are made, the diffusion model has two facts with separate
+name, docs/rome.md), and in block 1, where edits are made, the diffusion model has two facts with separate
 keys, although tracing finds both at the subject's last token. The first two principal components show no structure.
 The 30 people trained in one direction are too few for a conclusion: most intervals include 0. Half of them are known by
 name, half by description. The comparison removes the difference between these groups, which alone would look like
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import Comparisons, KeyValueStudy, key_value_study
-from diffusion_lens.data.sources import default_source, open_source
+from diffusion_lens.data.fact_files import default_source, open_source
 
 COMPARED = {
     "keys of a person": ("keys", "keys"),

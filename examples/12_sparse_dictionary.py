@@ -16,7 +16,7 @@ from diffusion_lens import HookedDiffusionTransformer, plots
 from diffusion_lens.analysis import activations, dictionary_loss, splice
 from diffusion_lens.data import site_facts
 from diffusion_lens.data.site_documents import Documents
-from diffusion_lens.denoising.step_hooks import at_steps
+from diffusion_lens.interventions import at_steps
 
 
 class TopK(nn.Module):

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import ReversalSignatures, reversal_signatures
-from diffusion_lens.data.sources import default_source, open_source
-from diffusion_lens.taught_pairs import lay_out_pairs, pairs_in_common
+from diffusion_lens.data.fact_files import default_source, open_source
+from diffusion_lens.facts.taught_pairs import lay_out_pairs, pairs_in_common
 
 MATRICES = {"V": "attn.v", "O": "attn.o", "MLP down": "mlp.down", "Q": "attn.q", "K": "attn.k"}
 

@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffusion_lens.one_layer import one_layer_study
+from one_layer import one_layer_study
 
 SHOWN = {
     "same_probability": "p, as trained",
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="The networks are trained here, in less than a minute. The signatures of published models, such as "
-        "smdm-1028m, are computed by reversal_signatures. All depths and data: diffusion-lens one-layer.",
+        "smdm-1028m, are computed by reversal_signatures. All depths and data: python -m one_layer.",
     )
     parser.add_argument("--positions", nargs="+", default=["rotary", "standard", "none", "alibi"], help="kinds")
     parser.add_argument("--data", default="one-way", help="one-way, both-ways or mixed (default one-way)")

@@ -8,7 +8,7 @@ somebody else's place, and with --over-states partial the search for v* includes
 Nearly all edits take hold, in all templates, and spare other people; the person's own other relations suffer (of ten,
 four survive an edited attribute on the diffusion model and six on the AR baseline, and two or three survive an edited
 description). The reverse question never changes, on either model: the old description still gives the name, and the
-new one does not. docs/editing.md explains what this shows.
+new one does not. docs/rome.md explains what this shows.
 OUT contains a figure with a panel for each model and kind of fact, and a folder for each study. An interrupted run
 resumes from there.
 """
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion_lens import HookedDiffusionTransformer, plots
-from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.analysis.engine.layout import CanvasLayout
 from diffusion_lens.analysis.rome import EditSettings, EditStudy, ValueSettings, edit_study, second_moment
 from diffusion_lens.data import site_facts
 from diffusion_lens.data.site_documents import Documents

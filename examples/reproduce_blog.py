@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, analysis, plots
-from diffusion_lens.analysis.average_effects.token_roles import ROLES
-from diffusion_lens.analysis.resumable import FactFolder, content
-from diffusion_lens.data.sources import default_source, open_source
+from diffusion_lens.analysis.causal_tracing.average_result import ROLES
+from diffusion_lens.analysis.over_facts.folder import FactFolder, content
+from diffusion_lens.data.fact_files import default_source, open_source
 from diffusion_lens.evaluation import Recall, recall_by_steps
-from diffusion_lens.evaluation.naming import TRAINED, cell_name
-from diffusion_lens.records import provenance, weights_sha256
+from diffusion_lens.evaluation.recall import TRAINED, cell_name
+from diffusion_lens.records.results import provenance, weights_sha256
 from diffusion_lens.training import finetune, smdm_reverse
 
 COMPARED = {

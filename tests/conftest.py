@@ -284,7 +284,7 @@ class Specimen(OneModel):
         self.model = HookedDiffusionTransformer(cfg, tensors=lively_tensors(architecture, seed))
         self.tokens = torch.randint(500, (3, 17), generator=torch.Generator().manual_seed(seed))
         # As inside `model.at_time(TIME)`, but for all tests that share the model.
-        self.model.clock.time = TIME if self.model.cfg.is_told_time else None
+        self.model.clock.time = TIME if self.model.cfg.time_conditioning else None
 
 
 def lively_tensors(architecture: Any, seed: int) -> list[tuple[str, torch.Tensor]]:

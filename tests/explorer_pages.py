@@ -50,10 +50,7 @@ def explored(name: str = "site-mdm") -> Explored:
 
 def page_of(run: Explored) -> Any:
     """The page of a run with all its views."""
-    from diffusion_lens.denoising import explored as exploring
-    from diffusion_lens.denoising.explored_results import Results
-
-    return exploring.page_of(run.trajectory, Results(run.lens, (run.trace,), run.cache, run.cache))
+    return run.trajectory.explore(lens=run.lens, trace=run.trace, attention=run.cache, logits=run.cache)
 
 
 def pair_page() -> Any:
@@ -69,8 +66,8 @@ def pair_page() -> Any:
 def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tuple[str, ...] = ()) -> Any:
     """A page of random numbers, which compress worse than those of a model, with every view at every step."""
     from diffusion_lens.pages import views
-    from diffusion_lens.pages.chunks import Stored, pack
     from diffusion_lens.pages.page import Page, PageRun
+    from diffusion_lens.pages.views import Stored, pack
 
     generator, k, n_heads, given = torch.Generator().manual_seed(0), 5, 12, 8
     texts = [*words, *(f" {word}{i}" for i in range(80) for word in ("word", "a", "mushrooms", "cartographer", "of"))]

@@ -9,7 +9,7 @@ import torch
 
 def told_noise_of(model, state):
     """A context in which a network that is told the time is told the noise of a step; the last of a block has none."""
-    if not model.cfg.is_told_time:
+    if not model.cfg.time_conditioning:
         return nullcontext()
     return model.at_time(min(max(1e-9, -math.expm1(-state.sigma) / (1 - 1e-3)), 1.0))
 
@@ -19,7 +19,7 @@ def normed(model, cache, name, normalized=None):
     norm = model.get_submodule(name)
     x = cache[f"{name}.hook_normalized"] if normalized is None else normalized
     x = x * norm.w + getattr(norm, "b", 0)
-    if not model.cfg.is_told_time:
+    if not model.cfg.time_conditioning:
         return x
     if name == "ln_final":
         shift, scale = cache["hook_final_modulation"].unbind(1)
@@ -31,7 +31,7 @@ def normed(model, cache, name, normalized=None):
 
 def gate(model, cache, layer, part):
     """By what the output of "attn" or "mlp" is multiplied."""
-    if not model.cfg.is_told_time:
+    if not model.cfg.time_conditioning:
         return 1.0
     return cache[f"blocks.{layer}.hook_modulation"][:, {"attn": 2, "mlp": 5}[part], None]
 

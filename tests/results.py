@@ -178,7 +178,6 @@ def _studies() -> Iterator[Any]:
         ReversalSignatures,
     )
     from diffusion_lens.evaluation import Recall
-    from diffusion_lens.one_layer import MEASURES, OneLayerStudy
 
     ids, roles, layers = [f"fact {i}" for i in range(100)], ["subject_last", "last"], list(range(LAYERS))
     facts = {fact_id: {**FACT, "person": fact_id} for fact_id in ids}
@@ -214,14 +213,6 @@ def _studies() -> Iterator[Any]:
         ids=ids,
         record={**record, "parameters": names, "facts": {fact_id: {"group": fact_id} for fact_id in ids}},
     )
-    cells = {
-        f"{variant} {seed}": {"positions": "rotary", "variant": variant, "data": "one-way", "depth": 1, "seed": seed}
-        for variant in ("mdm", "ar")
-        for seed in range(2)
-    }
-    values = rand(4, 3, len(MEASURES))
-    trained = {"facts": cells, "measured_at": [0, 10, 20], "measures": list(MEASURES), "set_aside": {}}
-    yield OneLayerStudy(values, [0.1] * 4, [1.0] * 4, list(cells), trained)
 
 
 def _measures() -> Iterator[Any]:
@@ -255,7 +246,6 @@ def _measures() -> Iterator[Any]:
 
 def _runs() -> Iterator[Any]:
     from diffusion_lens.denoising.cache import TrajectoryCache
-    from diffusion_lens.denoising.recording import Recording
     from diffusion_lens.denoising.trajectory import Trajectory
 
     tokens, given = (torch.arange(POS) % 5)[None], torch.arange(POS)[None] < 9
@@ -274,7 +264,6 @@ def _runs() -> Iterator[Any]:
         "record": {**RECORD, "blank": 3, "first_step": 0, "forward_passes": STEPS},
     }
     yield Trajectory(**fields)
-    yield Recording(**fields)
     yield TrajectoryCache({step: {NAMES[0]: rand(1, POS, 8)} for step in range(STEPS)}, STEPS)
 
 

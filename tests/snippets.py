@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Pages whose Python takes longest. The build of the site runs it, and `make test` does not.
-LONG = {"api/logit_lens.md", "by_step.md", "check.md", "dictionaries.md", "finetune.md", "tour.md", "write_a_hook.md"}
+LONG = {"api/logit_lens.md", "check.md", "dictionaries.md", "finetune.md", "write_a_hook.md"}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.evaluation import chain_rule_nll, monte_carlo_nll
-from diffusion_lens.model.attention_patterns import AttentionPattern
+from diffusion_lens.model.attention import AttentionPattern
 from diffusion_lens.training import masked_diffusion_loss
 
 GOLDEN = Path(__file__).parent / "golden" / "sdar"
@@ -84,7 +84,7 @@ def test_the_loss_trains_the_clean_stream_too(block_model):
 
 
 @torch.no_grad()
-def test_the_bound_is_above_the_chain_rule_and_equals_it_where_one_token_is_scored(block_model):
+def test_the_bound_is_above_the_chain_rule_and_tight_for_one_token(block_model):
     text = torch.randint(140, (9,), generator=torch.Generator().manual_seed(0))
     exact = chain_rule_nll(block_model, text[:8], text[8:])
     noisy = text[None].clone()

@@ -1,6 +1,7 @@
 """The command line, as somebody types it."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -11,27 +12,27 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
 from figures import PNG, blank_figures
 from in_this_process import InThisProcess
 from processes import Stuck, forked
-from typer.main import get_command
-from typer.testing import CliRunner, Result
+from typed_commands import ASK, COMMANDS, done, invoke
+from typer.testing import Result
 
-from diffusion_lens import demo
+from diffusion_lens import analysis
 from diffusion_lens.__main__ import main
 from diffusion_lens.cli import app
+from diffusion_lens.cli.report import COMMAND, Report
 from diffusion_lens.evaluation import Recall, Reply
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 GOLDEN = Path(__file__).parent / "golden" / "lit_gpt" / "gqa" / "mdm"
-COMMANDS = get_command(app).commands
 # The demo has a test of its own, and so has `explore`, which serves until Ctrl-C. test_docs.py runs the example of
 # `check`, which docs/check.md shows.
 RUN_HERE = set(COMMANDS) - {"demo", "check", "explore"}
-ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
 # The arguments of each command, with options that make it quick.
 QUICK = {
     "denoise": ["tiny-mdm", "Gustav Geisser is the", "--length", "14", "--steps", "4"],
@@ -45,16 +46,6 @@ QUICK = {
     "signatures": ["tiny-mdm", "--limit", "4", "--batch-size", "2"],
     "finetune": ["tiny-ar", "--epochs", "0.01", "--batch-size", "8"],
 }
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "400"}).invoke(app, arguments)
-
-
-def done(*arguments: str) -> Result:
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def example_of(command: str) -> list[str]:
@@ -93,14 +84,6 @@ def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
             name: done(name, *options, "--out", str(folder / name), "--json").stdout for name, options in QUICK.items()
         }
     return folder, {name: json.loads(text) for name, text in printed.items()}
-
-
-@pytest.fixture
-def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The speed of this machine, so that dry runs do not measure it."""
-    from diffusion_lens.cost import with_rate
-
-    monkeypatch.setattr("diffusion_lens.cost.machine._this_cpu", lambda *_: with_rate(1e10))
 
 
 def test_the_command_is_installed() -> None:
@@ -188,7 +171,6 @@ def test_json_output_and_the_folder_record_the_whole_command(name: str, quick_ru
     assert not list(out.rglob("*.part"))
 
 
-@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_a_dry_run_prints_the_cost_and_writes_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,12 +186,10 @@ def test_a_dry_run_prints_the_cost_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("known_speed")
 def test_a_dry_run_needs_no_weights() -> None:
     assert "4.57 GB of weights (float32)" in done("recall", "smdm-1028m", "--data", "toy", "--dry-run").stdout
 
 
-@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("model", ["tiny-mdm", "tiny-ar"])
 def test_the_predicted_passes_bound_those_that_happen(model: str) -> None:
     ask = ["denoise", model, "Gustav Geisser is the", "--length", "14", "--steps", "5", "--json"]
@@ -407,7 +387,6 @@ def test_parts_of_another_model_are_refused(quick_runs: tuple[Path, Any], tmp_pa
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("name", ["aie", "compare", "recall", "signatures"])
 def test_a_dry_run_counts_only_its_shard(name: str, tmp_path: Path) -> None:
     def passes(*more: str) -> int:
@@ -421,14 +400,13 @@ def test_a_dry_run_counts_only_its_shard(name: str, tmp_path: Path) -> None:
     assert passes("--merge", str(tmp_path)) == 0
 
 
-@pytest.mark.usefixtures("known_speed")
 def test_a_causal_model_computes_each_position_once() -> None:
     """Each of its passes is one position, so the time grows with the length, not with its square."""
     options = ["--dry-run", "--json", "--length", "40"]
     masked = json.loads(done("denoise", "smdm-1028m", "a", *options, "--steps", "40").stdout)["results"]
     causal = json.loads(done("denoise", "ar-1028m", "a", *options).stdout)["results"]
     assert 36 < masked["forward_passes"] <= causal["forward_passes"] < 40
-    assert causal["seconds"] < masked["seconds"] / 4
+    assert causal["flops"] < masked["flops"] / 4
 
 
 def test_an_unknown_image_format_is_refused_and_leaves_nothing(quick_runs: tuple[Path, Any], tmp_path: Path) -> None:
@@ -451,7 +429,7 @@ def test_ctrl_c_of_an_older_typer(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise typer.Abort
 
-    monkeypatch.setattr("diffusion_lens.catalogue.find_pretrained", stopped)
+    monkeypatch.setattr("diffusion_lens.loading.catalogue.find_pretrained", stopped)
     assert invoke("models").exit_code == 130
 
 
@@ -465,9 +443,11 @@ def test_the_demo_shows_the_reversal_curse_and_both_sites(tmp_path: Path, monkey
     """On an eighth of its people; the build of the site runs it on all."""
     from matplotlib.image import imread
 
-    average = demo.average_indirect_effect
+    average = analysis.average_indirect_effect
     monkeypatch.setattr(
-        demo, "average_indirect_effect", lambda model, facts, *kind, **more: average(model, facts[::8], *kind, **more)
+        analysis,
+        "average_indirect_effect",
+        lambda model, facts, *kind, **more: average(model, facts[::8], *kind, **more),
     )
     with blank_figures(drawn="two_sites.png"):
         result = done("demo", "--out", str(tmp_path / "pictures"))
@@ -516,3 +496,23 @@ def test_models_lists_names_and_kinds() -> None:
 def test_info_lists_hook_points_on_request() -> None:
     named = json.loads(done("info", "tiny-mdm", "--hooks", "--json").stdout)["results"]["hook_points"]
     assert {"blocks.3.hook_resid_post", "denoise.hook_reveal"} <= set(named)
+
+
+def test_json_has_null_and_a_reason_for_what_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON as the standard has it."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    settings = {"noise": np.float32(0.5), "seed": np.int64(3), "folder": tmp_path}
+    report = Report(json=True, out=tmp_path, command="trace", settings=settings)
+    report.finish({"ate": math.nan, "by_layer": [1.0, -math.inf]}, {"clean": math.inf})
+    printed = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert printed == json.loads((tmp_path / COMMAND).read_text(), parse_constant=refuse)
+    assert printed["results"] == {"ate": None, "by_layer": [1.0, None]}
+    assert printed["settings"] == {"noise": 0.5, "seed": 3, "folder": str(tmp_path)}
+    assert printed["not_finite"] == {
+        "/results/ate": "NaN",
+        "/results/by_layer/1": "-Infinity",
+        "/record/clean": "Infinity",
+    }

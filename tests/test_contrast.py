@@ -7,9 +7,9 @@ import torch
 from results import every_result
 
 from diffusion_lens import plots
-from diffusion_lens.display import PicturedResult
-from diffusion_lens.plots import canvas_html
+from diffusion_lens.plots import canvas as canvas_html
 from diffusion_lens.plots.axes import HUES, ink_on
+from diffusion_lens.records.results import PicturedResult
 
 ENOUGH = 4.5
 

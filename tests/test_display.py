@@ -26,10 +26,9 @@ from diffusion_lens.analysis import (
     TrajectoryTrace,
     ValueResult,
 )
-from diffusion_lens.denoising.recording import Recording
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.display import PicturedResult, Result, Table, shaped
 from diffusion_lens.evaluation import Recall
+from diffusion_lens.records.results import PicturedResult, Result, Table, shaped
 
 
 @pytest.fixture(scope="module")
@@ -77,25 +76,25 @@ def test_results_show_a_line_and_a_picture_and_few_rows(results):
         assert not {"script", "link", "iframe"} & set(page.tags)
         assert not any(name == "id" or name.startswith("on") for _, name, _ in page.attributes)
         n_rows = len(result.to_dataframe())
-        own_rows = STEPS + 1 if isinstance(result, Recording) else 0
+        own_rows = STEPS + 1 if isinstance(result, Trajectory) else 0
         assert page.tags.count("tr") == 1 + own_rows + min(n_rows, 10)
         more = re.findall(r"and ([\d,]+) more rows", page.text)
         assert more == ([f"{n_rows - 10:,}"] if n_rows > 10 else [])
 
 
 def test_tokens_are_escaped(results):
-    for kind in (CausalTrace, LogitLens, Recall, Recording):
+    for kind in (CausalTrace, LogitLens, Recall, Trajectory):
         with blank_figures():
             page = results[kind]._repr_html_()
         assert "<script" not in page
         assert "<b>" not in page
         assert "<eos>" not in page
-    assert "&lt;script&gt;" in results[Recording]._repr_html_()
+    assert "&lt;script&gt;" in results[Trajectory]._repr_html_()
 
 
 def test_descriptions_name_the_columns(results):
     for kind, result in results.items():
-        described = {Comparisons: Comparison, Trajectory: Recording}.get(kind, kind)
+        described = {Comparisons: Comparison}.get(kind, kind)
         sentence = re.search(r"Columns of the data frame: (.*?)\n\n", inspect.getdoc(described) + "\n\n", re.DOTALL)
         assert sentence is not None, kind
         words = set(re.findall(r"\w+", sentence[1])) | ({"layer"} if kind is Comparisons else set())

@@ -44,21 +44,19 @@ def test_python_runs_and_prints_what_the_page_says(page: str, tmp_path: Path, mo
 
 def test_the_pages_that_teach_have_python_to_run() -> None:
     assert {
-        "explorer.md",
         "index.md",
-        "tutorial.md",
+        "concepts.md",
+        "figures.md",
+        "causal_tracing.md",
+        "patching.md",
         "recall.md",
-        "keys_and_values.md",
+        "rome.md",
         "signatures.md",
         "one_layer.md",
         "two_sites.md",
-        "editing.md",
-        "kinds.md",
-        "scaling.md",
     } == WITH_PICTURES
-    taught = {"start.md", "tour.md", "your_own_facts.md", "write_a_hook.md", "tutorial.md", "concepts.md"}
-    taught |= {"write_a_sampler.md", "add_a_family.md", "families.md", "finetune.md"}
-    taught |= {"from_transformer_lens.md", "from_rome.md", "from_smdm.md", *ON_SMALL_CHECKPOINTS}
+    taught = {"your_own_facts.md", "write_a_hook.md", "saving_and_loading.md", "check.md", "circuits.md", "cluster.md"}
+    taught |= {"extend.md", "families.md", "finetune.md", "coming_from.md", *ON_SMALL_CHECKPOINTS}
     assert taught | RUN_BY_THE_BUILD <= set(WITH_PYTHON)
 
 

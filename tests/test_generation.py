@@ -10,9 +10,10 @@ import torch
 from torch.testing import assert_close
 from transformer_lens.model_bridge import TransformerBridge
 
-from diffusion_lens import HookedDiffusionTransformer, generation
+from diffusion_lens import HookedDiffusionTransformer, hooked_diffusion_transformer
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.generation import INSTEAD
+from diffusion_lens.hooked_diffusion_transformer import INSTEAD
+from diffusion_lens.model.text import to_completion
 
 PROMPT = "Gustav Geisser is the"
 ANSWER = "brave drummer of Rolsen."
@@ -55,8 +56,8 @@ def returned(tiny, written, monkeypatch):
             given=torch.tensor(given, dtype=torch.bool),
             real=torch.tensor(real, dtype=torch.bool),
         )
-        monkeypatch.setattr(generation, "lay_out", lambda *args: None)
-        monkeypatch.setattr(generation, "denoise", lambda *args, **kwargs: run)
+        monkeypatch.setattr(hooked_diffusion_transformer, "lay_out", lambda *args: None)
+        monkeypatch.setattr(hooked_diffusion_transformer, "denoise", lambda *args, **kwargs: run)
         return tiny.generate(torch.tensor([[5]]), **more)
 
     return convert
@@ -171,10 +172,10 @@ def test_the_row_of_a_canvas_predicts_its_mask(tiny):
 
 def test_masks_are_read_by_their_rows_whatever_the_readout(several):
     model, prompts = several.model, several.tokens[:2, :5] % 500
-    n_masks = 1 if model.cfg.grows else 3
+    n_masks = 1 if model.cfg.is_autoregressive else 3
     tokens, rows = model.canvas(prompts, n_masks)
     run = model.denoise(prompts, max_new_tokens=n_masks, steps=1)
-    if model.cfg.rewrites:  # the run begins with noise of its own
+    if model.cfg.uniform_noise:  # the run begins with noise of its own
         tokens = run.canvases[0]
     if model.cfg.has_mask:
         assert torch.equal(tokens, run.canvases[0])
@@ -191,7 +192,7 @@ def test_a_canvas_that_cannot_be_is_refused(tiny):
         tiny.canvas(PROMPT, 0)
     with pytest.raises(ValueError, match=r"the prompts have \[4, 6\] tokens"):
         tiny.canvas([PROMPT, "people say Gustav Geisser was the"])
-    if tiny.cfg.grows:
+    if tiny.cfg.is_autoregressive:
         with pytest.raises(ValueError, match="predicts the next token only"):
             tiny.canvas(PROMPT, 2)
 
@@ -206,4 +207,4 @@ def test_a_canvas_of_one_sequence_of_tokens(either):
 def test_completions_of_texts_that_grow_end(tiny):
     """A diffusion model's completion is all that it wrote, without special tokens."""
     end, a, b = tiny.tokenizer.eos_token_id, tiny.to_single_token(" the"), tiny.to_single_token(" brave")
-    assert tiny.to_completion(torch.tensor([a, end, b])) == ("the" if tiny.cfg.grows else "the brave")
+    assert to_completion(tiny, torch.tensor([a, end, b])) == ("the" if tiny.cfg.is_autoregressive else "the brave")

@@ -2,18 +2,19 @@
 
 import copy
 import hashlib
+import json
+import pickle
 import re
 import shutil
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
-from transformer_lens.hook_points import HookPoint
 
-from diffusion_lens import identity, weights_digest
 from diffusion_lens.analysis import (
     CanvasLayout,
     EditSettings,
@@ -25,15 +26,28 @@ from diffusion_lens.analysis import (
     second_moment,
     temporal_effect,
 )
-from diffusion_lens.analysis.resumable import FactFolder
+from diffusion_lens.analysis.over_facts.folder import FactFolder
 from diffusion_lens.analysis.rome import ValueSettings
 from diffusion_lens.data import EditRequest, toy_facts
-from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
 from diffusion_lens.evaluation import Recall, recall_by_steps
-from diffusion_lens.identity import describe_hooks, describe_modules, name_of
-from diffusion_lens.interventions import freeze, named, steer, swap, zero_ablate
+from diffusion_lens.interventions import (
+    UNNAMED,
+    at_steps,
+    by_step,
+    freeze,
+    mask_tokens,
+    name_of,
+    named,
+    on_branch,
+    steer,
+    swap,
+    while_masked,
+    while_predicting,
+    zero_ablate,
+)
 from diffusion_lens.model.hook_points import StepHookPoint
-from diffusion_lens.weights_digest import fingerprint, weights_sha256
+from diffusion_lens.records import identity
+from diffusion_lens.records.identity import describe_hooks, describe_modules, fingerprint, weights_sha256
 
 FACTS = toy_facts.load().facts("both", "p2d")[3:23:10]
 CELLS = dict(layers=[0], positions=[0])
@@ -44,7 +58,7 @@ STUDIES = {
         model, FACTS, samples=1, layers=[0], first_tokens=1, length=14, out=folder
     ),
     "keys": lambda model, folder: key_value_study(
-        model, FACTS, [0], settings=ValueSettings(steps=1, lr=0.05), first_tokens=1, out=folder
+        model, FACTS, [0], search=ValueSettings(steps=1, lr=0.05), first_tokens=1, out=folder
     ),
     "edits": lambda model, folder: edit_study(
         model,
@@ -66,7 +80,8 @@ def half(activation, hook):
     return activation / 2
 
 
-HALF = name_of(half)
+HALF = "half (unnamed)"
+NAMED = named("half", half)
 
 
 def swap_rows(weight):
@@ -138,9 +153,9 @@ def test_a_fingerprint_tells_bytes_apart(dtype, shape):
 
 def test_sha256_is_computed_for_what_changed_only(either, monkeypatch):
     model, hashed = copy.deepcopy(either.model), []
-    sha256 = weights_digest._sha256
+    sha256 = identity._sha256
     weights_sha256(model)
-    monkeypatch.setattr(weights_digest, "_sha256", lambda weight: hashed.append(weight.shape) or sha256(weight))
+    monkeypatch.setattr(identity, "_sha256", lambda weight: hashed.append(weight.shape) or sha256(weight))
     unchanged = weights_sha256(model)
     assert not hashed
     model.ln_final.weight.data.neg_()
@@ -151,7 +166,7 @@ def test_sha256_is_computed_for_what_changed_only(either, monkeypatch):
 def test_on_an_accelerator_only_what_changed_travels(either, monkeypatch):
     original = either.model
     model, travelled = copy.deepcopy(original), []
-    monkeypatch.setattr(weights_digest, "_is_near", lambda weight: False)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False, raising=False)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: travelled.append(self.shape) or self)
     assert weights_sha256(model) == weights_sha256(original)
     travelled.clear()
@@ -177,7 +192,7 @@ def test_hooks_are_identified_by_point_direction_and_name(tiny):
     model = copy.deepcopy(tiny)
     model.add_hook("hook_embed", half, is_permanent=True)
     model.blocks[0].register_forward_pre_hook(lambda module, given: None)
-    hooks = [(SITE, half), (SITE, named(half, "half of attention")), (lambda name: name.endswith("mlp_out"), half)]
+    hooks = [(SITE, half), (SITE, named("half of attention", half)), (lambda name: name.endswith("mlp_out"), half)]
     with model.hooks(fwd_hooks=hooks[:2], bwd_hooks=[(SITE, half)]):
         found = describe_hooks(model, hooks[2:])
     assert found.pop("blocks.0")[0].startswith("before: ")
@@ -189,27 +204,15 @@ def test_hooks_are_identified_by_point_direction_and_name(tiny):
     assert describe_hooks(tiny) == {}
 
 
-def point_that(compute):
-    """A hook point of a user's own class, always of the same name."""
+class Scale(torch.nn.Module):
+    """A module of a user's own."""
 
-    class Point(HookPoint):
-        def forward(self, x):
-            return compute(x)
+    def __init__(self, factor):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(factor), persistent=False)
 
-    Point.__qualname__ = "Point"
-    return Point()
-
-
-def scaled(x):
-    return 2 * x
-
-
-def shifted(x):
-    return x + 1
-
-
-def change_class(block):
-    block.mlp.__class__ = type("GatedMLP", (type(block.mlp),), {"__module__": type(block.mlp).__module__})
+    def forward(self, x):
+        return x * self.factor
 
 
 def rename_child(block):
@@ -217,12 +220,13 @@ def rename_child(block):
 
 
 MODULE_CHANGES = {
-    "class of the same name": change_class,
     "name of a child": rename_child,
     "training of a dropout": lambda block: block.dropout.train(),
-    "attribute": lambda block: setattr(block.ln1, "eps", 0.5),
-    "forward of a hook point": lambda block: setattr(block, "hook_own", point_that(shifted)),
-    "attribute that the root has too": lambda block: setattr(block, "is_caching", True),
+    "eps of a norm": lambda block: setattr(block.ln1, "eps", 0.5),
+    "function of a module": lambda block: setattr(block.mlp, "forward", half),
+    "attribute that the root has too": lambda block: setattr(block, "positions", (1, 2)),
+    "module of another class": lambda block: setattr(block, "hook_attn_out", Scale(1.0)),
+    "buffer": lambda block: setattr(block, "hook_mlp_out", Scale(2.0)),
 }
 
 
@@ -232,14 +236,56 @@ def test_a_change_of_a_module_changes_the_description(change, either):
     def described(*changes):
         model = copy.deepcopy(either.model)
         block = model.blocks[0]
-        block.hook_own, block.dropout = point_that(scaled), torch.nn.Dropout(0.1).eval()
+        block.hook_mlp_out, block.dropout = Scale(3.0), torch.nn.Dropout(0.1).eval()
         for apply in changes:
             apply(block)
         model.setup()
         return describe_modules(model)
 
     assert described() == described()
+    assert described()["blocks.0.hook_mlp_out"] == f"{__name__}.Scale"
     assert described(change) != described()
+
+
+@on_mdm
+def test_runs_hooks_caching_and_training_leave_the_modules_as_they_are(tiny):
+    model = copy.deepcopy(tiny)
+    modules = describe_modules(model)
+    model.denoise(FACTS[0].prompt, length=14, steps=2, fwd_hooks=[(SITE, freeze())])
+    model.run_with_cache(FACTS[0].prompt)
+    model.train()
+    model.add_hook("hook_embed", half, is_permanent=True)
+    assert describe_modules(model) == modules
+
+
+@on_mdm
+def test_a_folder_does_not_hand_the_numbers_of_other_modules_on(tiny, tmp_path):
+    model = copy.deepcopy(tiny)
+    STUDIES["recall"](model, tmp_path)
+    model.blocks[0].ln1.eps = 0.1
+    with pytest.raises(ValueError, match=r"modules.attributes: '#\w+' there, '#\w+' here"):
+        STUDIES["recall"](model, tmp_path)
+
+
+@on_mdm
+def test_modules_in_folders_of_earlier_versions_are_not_compared(tiny, tmp_path):
+    run = tmp_path / "run.json"
+    STUDIES["recall"](tiny, tmp_path)
+    record = json.loads(run.read_text())
+    record["modules"] = {"of this library and torch": "#12345678"}
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    run.write_text(json.dumps(record))
+    STUDIES["recall"](tiny, tmp_path)
+
+
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
+def test_plain_forward_passes_identify_nothing(either, monkeypatch):
+    monkeypatch.setattr(identity, "_identify", lambda *_: pytest.fail("the model was identified"))
+    tokens = torch.tensor([[5, 6, 7]])
+    either.model(tokens)
+    either.model.run_with_cache(tokens)
+    either.model.run_with_hooks(tokens, fwd_hooks=[(SITE, half)])
 
 
 def test_hook_points_outside_a_model_have_clocks_of_their_own():
@@ -248,65 +294,87 @@ def test_hook_points_outside_a_model_have_clocks_of_their_own():
     assert first.clock is not second.clock
 
 
-def strong(strength):
-    return lambda activation, hook: activation * strength
-
-
-SHARE = 0.5
-
-
-def by_a_global(activation, hook):
-    return activation * SHARE
-
-
-def test_hooks_that_do_something_else_have_another_name(monkeypatch):
-    """Same factory or same code with other values, same name with another body; each made twice is one hook."""
+def test_ready_made_hooks_are_told_apart_by_their_settings():
     vector = torch.arange(3.0)
     other = {"hook_embed": torch.ones(1, 2, 3)}
     makers = [
-        lambda: half,
-        lambda: strong(1.0),
-        lambda: strong(2.0),
-        lambda: strong(vector),
-        lambda: strong(vector.flip(0)),
         lambda: steer(vector, 1.0),
         lambda: steer(vector, 8.0),
+        lambda: steer(vector.flip(0), 8.0),
+        lambda: steer(vector.half(), 8.0),
         lambda: zero_ablate([0]),
         lambda: zero_ablate([3]),
         lambda: zero_ablate([3], heads=[1]),
+        lambda: zero_ablate(torch.tensor([3])),
         lambda: swap(other),
         lambda: swap({"hook_embed": torch.zeros(1, 2, 3)}),
-        lambda: partial(half, hook=None),
-        lambda: lambda activation, hook: activation + 1,
-        lambda: lambda activation, hook: activation - 1,
-        lambda: lambda activation, hook: activation + 2,
-        lambda: by_a_global,
+        lambda: swap({0: other}),
+        lambda: at_steps(zero_ablate([0]), 1),
+        lambda: while_predicting(zero_ablate([0]), "shifted"),
+        lambda: by_step({0: zero_ablate([0])}, 4),
+        lambda: by_step({1: zero_ablate([0])}, 4),
+        lambda: by_step({1: zero_ablate([0])}, 3),
     ]
     names = [name_of(make()) for make in makers]
     assert len(set(names)) == len(names)
     assert [name_of(make()) for make in makers] == names
-    monkeypatch.setattr(sys.modules[__name__], "SHARE", 0.25)
-    assert name_of(by_a_global) != names[-1]
+    assert name_of(steer(direction=vector, strength=8)) == name_of(steer(vector, 8))
 
 
 def test_a_freeze_that_has_served_is_the_same_hook(tiny):
     frozen = freeze()
-    before = name_of(frozen)
     tiny.denoise(FACTS[0].prompt, length=14, steps=2, fwd_hooks=[(SITE, frozen)])
-    assert name_of(frozen) == before == name_of(freeze())
+    assert name_of(frozen) == name_of(freeze()) == "freeze()"
 
 
-def test_names_of_hooks():
-    assert re.fullmatch("half #[0-9a-f]{8}", HALF)
-    assert name_of(partial(half, hook=None)).startswith("half #")
-    assert name_of(zero_ablate()).startswith("zero_ablate #")
-    assert name_of(steer(torch.ones(3))).startswith("steer #")
-    assert name_of(at_steps(named(half, "x"), [3, 1])) == "x at steps [1, 3]"
+@on_mdm
+def test_names_of_hooks(tiny):
+    assert name_of(half) == name_of(partial(half, hook=None)) == HALF
+    assert name_of(zero_ablate()) == "zero_ablate()"
+    assert name_of(zero_ablate([2], heads=slice(1, 2))) == "zero_ablate(positions=[2], heads=slice(1, 2, None))"
+    assert re.fullmatch(r"steer\(direction=#[0-9a-f]{8}, strength=2.0\)", name_of(steer(torch.ones(3), 2.0)))
+    assert re.fullmatch(r"mask_tokens\(#[0-9a-f]{8}, positions=\[1\]\)", name_of(mask_tokens(tiny, [1])))
+    assert name_of(at_steps(NAMED, [3, 1])) == "half at steps [1, 3]"
     assert name_of(on_branch(half, "conditional")) == f"{HALF} on the conditional branch"
-    assert name_of(named(while_masked(half), "mine")) == "mine"
-    assert name_of(while_masked(half)) == f"{HALF} while masked"
+    assert name_of(named("mine", while_masked(half))) == "mine"
+    assert name_of(while_masked(NAMED)) == "half while masked"
+    assert name_of(by_step({2: NAMED, 1: half}, 4)) == f"by_step(1: {HALF}, 2: half, n_steps=4)"
+    assert name_of(wraps(NAMED)(lambda activation, hook: activation)).endswith(UNNAMED)
     with pytest.raises(ValueError, match="the name of a hook must be a non-empty string; got ''"):
-        named(half, "")
+        named("", half)
+    with pytest.raises(TypeError, match=r"a hook is a function fn\(activation, hook\); got Tensor"):
+        named("half", torch.ones(1))
+    with pytest.warns(DeprecationWarning, match=r"named\(name, hook\)"):
+        assert name_of(named(half, "old order")) == "old order"
+
+
+@on_mdm
+def test_a_name_survives_wrappers_and_pickling(tiny):
+    for wrapped in (
+        NAMED,
+        at_steps(NAMED, 0),
+        while_masked(NAMED),
+        on_branch(NAMED, "conditional"),
+        at_steps(steer(torch.ones(1), 2.0), [1]),
+    ):
+        again = pickle.loads(cloudpickle.dumps(wrapped))
+        assert name_of(again) == name_of(wrapped)
+        assert UNNAMED not in name_of(again)
+        runs = [
+            tiny.denoise(FACTS[0].prompt, length=14, steps=2, fwd_hooks=[(SITE, hook)]) for hook in (wrapped, again)
+        ]
+        assert torch.equal(runs[0].confidence, runs[1].confidence)
+        assert runs[0].record["hooks"] == runs[1].record["hooks"] == {SITE: [f"forward: {name_of(wrapped)}"]}
+
+
+@on_mdm
+@every_study
+@pytest.mark.parametrize("unnamed", [half, at_steps(half, 0), partial(half), by_step({0: half}, 1)])
+def test_a_study_that_keeps_files_refuses_a_hook_without_a_name(tiny, tmp_path, study, unnamed):
+    refused = rf"{SITE}' has no name: forward: .*half \(unnamed\).*interventions\.named\(\"what it does\", fn\)"
+    with tiny.hooks(fwd_hooks=[(SITE, unnamed)]), pytest.raises(ValueError, match=refused):
+        study(tiny, tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @on_mdm
@@ -351,20 +419,20 @@ def study_and_folder(stored, tmp_path):
 @on_mdm
 @every_study
 def test_a_folder_does_not_hand_hooked_numbers_to_an_unhooked_call(tiny, tmp_path, study):
-    with tiny.hooks(fwd_hooks=[(SITE, half)]):
+    with tiny.hooks(fwd_hooks=[(SITE, NAMED)]):
         study(tiny, tmp_path)
-    refused = rf"weights or hooks.*hooks: {SITE} \[forward: {HALF}\] there, none here"
+    refused = rf"weights or hooks.*hooks: {SITE} \[forward: half\] there, none here"
     with pytest.raises(ValueError, match=refused):
         study(tiny, tmp_path)
-    with tiny.hooks(fwd_hooks=[(SITE, half)]):
+    with tiny.hooks(fwd_hooks=[(SITE, NAMED)]):
         study(tiny, tmp_path)
 
 
 @on_mdm
 def test_a_folder_does_not_hand_unhooked_numbers_to_a_hooked_call(tiny, study_and_folder):
     study, folder = study_and_folder
-    refused = rf"weights or hooks.*hooks: {SITE} none there, \[forward: {HALF}\] here"
-    with tiny.hooks(fwd_hooks=[(SITE, half)]), pytest.raises(ValueError, match=refused):
+    refused = rf"weights or hooks.*hooks: {SITE} none there, \[forward: half\] here"
+    with tiny.hooks(fwd_hooks=[(SITE, NAMED)]), pytest.raises(ValueError, match=refused):
         study(tiny, folder)
     study(tiny, folder)
 
@@ -373,9 +441,9 @@ def test_a_folder_does_not_hand_unhooked_numbers_to_a_hooked_call(tiny, study_an
 def test_second_moments_under_hooks_are_kept_apart(tiny, tmp_path):
     corpus = [fact.prompt for fact in FACTS]
     plain = second_moment(tiny, corpus, 2, folder=tmp_path)
-    with tiny.hooks(fwd_hooks=[(SITE, half)]):
+    with tiny.hooks(fwd_hooks=[(SITE, NAMED)]):
         hooked = second_moment(tiny, corpus, 2, folder=tmp_path)
-        with tiny.hooks(fwd_hooks=[(SITE, named(half, "again"))]):
+        with tiny.hooks(fwd_hooks=[(SITE, named("again", half))]):
             second_moment(tiny, corpus, 2, folder=tmp_path)
     assert not torch.equal(plain.total, hooked.total)
     assert torch.equal(second_moment(tiny, corpus, 2, folder=tmp_path).total, plain.total)
@@ -397,7 +465,7 @@ def test_results_of_another_run_are_refused_when_its_note_is_gone(tiny, study_an
     edited = copy.deepcopy(tiny)
     edited.blocks[0].mlp.down.weight.data.neg_()
     refused = r"\.safetensors belongs to another study or another fact.*Delete the file"
-    for model, hooks in ((edited, []), (tiny, [(SITE, half)])):
+    for model, hooks in ((edited, []), (tiny, [(SITE, NAMED)])):
         (folder / "run.json").unlink()
         with model.hooks(fwd_hooks=hooks), pytest.raises(ValueError, match=refused):
             study(model, folder)
@@ -475,17 +543,3 @@ def test_a_note_that_is_no_run_is_refused(tiny, tmp_path, text, message):
         STUDIES["recall"](tiny, tmp_path)
     with pytest.raises(ValueError, match=message):
         Recall.merge(tmp_path)
-
-
-def test_only_the_root_names_its_positions_otherwise():
-    """An attribute `positions` of another module is not that of the record of the network."""
-
-    class Part(torch.nn.Module):
-        __module__ = "diffusion_lens.model.part"
-
-    digests = []
-    for name in ("positions", "_rotary"):
-        part = Part()
-        setattr(part, name, (1, 2))
-        digests.append(identity._state(part, identity._digester({})))
-    assert digests[0] != digests[1]

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformer_lens.hook_points import HookPoint
 
-from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.interventions import (
     add_noise,
+    at_steps,
     freeze,
     mask_tokens,
     mean_ablate,
+    on_branch,
     replace,
     restore,
     steer,
@@ -429,21 +430,24 @@ def test_one_freeze_serves_run_after_run(either, runs, later):
     assert torch.equal(second.confidence, fresh.confidence)
 
 
-def test_a_freeze_begins_anew_in_runs_that_share_what_is_given(either, runs):
-    """The second replay acts at later steps only: by step numbers alone it could pass for the first one going on."""
-    run, site = either.model.denoise(runs[0], **runs[2]), "blocks.2.hook_resid_post"
+@pytest.fixture
+def pushed(either, runs):
+    """A run to replay, a hook point, and a hook that changes what passes there."""
     push = ("hook_embed", steer(torch.ones(either.model.cfg.d_model)))
-    one = freeze()
+    return either.model.denoise(runs[0], **runs[2]), "blocks.2.hook_resid_post", push, freeze()
+
+
+def test_a_freeze_begins_anew_in_runs_that_share_what_is_given(either, pushed):
+    """The second replay acts at later steps only: by step numbers alone it could pass for the first one going on."""
+    run, site, push, one = pushed
     run.replay(either.model, fwd_hooks=[push, (site, at_steps(one, [0, 1]))])
     second = run.replay(either.model, fwd_hooks=[(site, at_steps(one, [2, 3]))])
     fresh = run.replay(either.model, fwd_hooks=[(site, at_steps(freeze(), [2, 3]))])
     assert torch.equal(second.confidence, fresh.confidence)
 
 
-def test_a_freeze_begins_anew_after_an_exception(either, runs):
-    run, site = either.model.denoise(runs[0], **runs[2]), "blocks.2.hook_resid_post"
-    push = ("hook_embed", steer(torch.ones(either.model.cfg.d_model)))
-    one = freeze()
+def test_a_freeze_begins_anew_after_an_exception(either, pushed):
+    run, site, push, one = pushed
 
     def stop(activation, hook):
         if hook.step.index == 1:
@@ -502,6 +506,10 @@ def test_bad_choices_are_refused_at_once(make, error, message):
         make()
 
 
+def of_shape(*shape: int) -> dict[str, torch.Tensor]:
+    return {RESID: torch.zeros(shape)}
+
+
 @pytest.mark.parametrize(
     ("name", "hook_fn", "error", "message"),
     [
@@ -510,57 +518,22 @@ def test_bad_choices_are_refused_at_once(make, error, message):
         (RESID, zero_ablate(slice(3, 18)), ValueError, r"positions slice\(3, 18, None\) .* outside the 17 positions"),
         (RESID, zero_ablate(slice(3, 3)), ValueError, "is empty or reaches outside"),
         (RESID, zero_ablate([3, -14]), ValueError, r"positions \[3, -14\] name one of the 17 positions .* twice"),
-        (
-            RESID,
-            zero_ablate(torch.zeros(2, 1, dtype=torch.long)),
-            ValueError,
-            "positions of 2 rows were given.* 3 rows",
-        ),
+        (RESID, zero_ablate(torch.tensor([[0], [0]])), ValueError, "positions of 2 rows were given.* 3 rows"),
         (RESID, zero_ablate(heads=0), ValueError, r"\[3, 17, 64\] has no axis of heads; attn.hook_z"),
         (Z, zero_ablate(heads=[1, 4]), ValueError, rf"heads \[4\] are outside the 4 heads of '{Z}'"),
         (V, zero_ablate(heads=2), ValueError, r"heads \[2\] are outside the 2 heads"),
         (RESID, replace(torch.zeros(5)), ValueError, r"shape \[5\] does not broadcast to \[3, 17, 64\]"),
         (RESID, add_noise(torch.zeros(3, 2, 64), [0]), ValueError, r"\[3, 2, 64\] does not broadcast to \[3, 1, 64\]"),
-        (
-            RESID,
-            replace(torch.zeros(64, dtype=torch.complex64)),
-            TypeError,
-            "cannot represent values of torch.complex64",
-        ),
+        (RESID, replace(torch.zeros(64) * 1j), TypeError, "cannot represent values of torch.complex64"),
         (RESID, swap({}), KeyError, "the cache has no"),
-        (
-            RESID,
-            swap({"blocks.1.hook_resid_pre": torch.zeros(3, 17, 64)}),
-            KeyError,
-            "nearest.*blocks.1.hook_resid_pre",
-        ),
-        (
-            RESID,
-            swap({RESID: torch.zeros(2, 17, 64)}),
-            ValueError,
-            "the other run's .* has 2 rows; .* the 3 of this run",
-        ),
-        (
-            RESID,
-            swap({RESID: torch.zeros(3, 9, 64)}, [12]),
-            ValueError,
-            r"positions \[12\] are outside .* the other run's",
-        ),
-        (
-            RESID,
-            swap({RESID: torch.zeros(3, 9, 64)}),
-            ValueError,
-            r"gives \[3, 9, 64\] for \[3, 17, 64\].*source_positions",
-        ),
-        (
-            RESID,
-            swap({RESID: torch.zeros(3, 17, 64)}, [1, 2], source_positions=3),
-            ValueError,
-            "as many source_positions",
-        ),
-        (RESID, swap({RESID: torch.zeros(64)}), ValueError, "must be an activation"),
-        (RESID, mean_ablate({RESID: torch.zeros(64)}), ValueError, "must be an activation"),
-        (RESID, swap({0: {RESID: torch.zeros(3, 17, 64)}}), ValueError, r"inside the denoising loop.*cache\[step\]"),
+        (RESID, swap({"blocks.1.hook_resid_pre": torch.zeros(1)}), KeyError, "nearest.*blocks.1.hook_resid_pre"),
+        (RESID, swap(of_shape(2, 17, 64)), ValueError, "the other run's .* has 2 rows; .* the 3 of this run"),
+        (RESID, swap(of_shape(3, 9, 64), [12]), ValueError, r"positions \[12\] are outside .* the other run's"),
+        (RESID, swap(of_shape(3, 9, 64)), ValueError, r"gives \[3, 9, 64\] for \[3, 17, 64\].*source_positions"),
+        (RESID, swap(of_shape(3, 17, 64), [1, 2], source_positions=3), ValueError, "as many source_positions"),
+        (RESID, swap(of_shape(64)), ValueError, "must be an activation"),
+        (RESID, mean_ablate(of_shape(64)), ValueError, "must be an activation"),
+        (RESID, swap({0: of_shape(3, 17, 64)}), ValueError, r"inside the denoising loop.*cache\[step\]"),
     ],
 )
 def test_what_does_not_fit_is_named(either, clean, name, hook_fn, error, message):

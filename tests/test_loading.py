@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from diffusion_lens import HookedDiffusionTransformer, list_pretrained
-from diffusion_lens.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, SMDM, TOKENIZER_REPO
+from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, SMDM, TOKENIZER_REPO
 from weight_conversion import PUBLISHED_SIZES, sha256_of_file
 
 load = HookedDiffusionTransformer.from_pretrained

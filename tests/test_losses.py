@@ -5,20 +5,13 @@ import torch
 from small_networks import small_architecture
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss, own_loss
-from diffusion_lens.scheduled_loss import hide
+from diffusion_lens.model.loss import autoregressive_loss, hide, masked_diffusion_loss, own_loss
 
 
 def small(attention_dir="bidirectional", readout="in_place"):
     masked = attention_dir == "bidirectional"
-    architecture = small_architecture(
-        d_vocab=11 + masked,
-        d_vocab_out=11,
-        n_ctx=16,
-        attention_dir=attention_dir,
-        readout=readout,
-        mask_token_id=11 if masked else None,
-    )
+    words = dict(d_vocab=11 + masked, d_vocab_out=11, n_ctx=16, mask_token_id=11 if masked else None)
+    architecture = small_architecture(attention_dir=attention_dir, readout=readout, **words)
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=3)
 
 
@@ -86,7 +79,7 @@ def test_noise_masks_with_its_probability_and_covers_the_unit_interval():
     assert p.min() >= 1e-3
 
 
-def test_masking_with_a_generator_leaves_the_global_random_numbers_unchanged():
+def test_masking_with_a_generator_leaves_the_global_one_unchanged():
     before = torch.get_rng_state()
     hide(torch.zeros(2, 3, dtype=torch.long), 11, generator=torch.Generator().manual_seed(0))
     assert torch.equal(torch.get_rng_state(), before)

@@ -10,8 +10,7 @@ from oracles.memory import memory_of_loading, memory_of_tracing
 from oracles.traced_shapes import Shape
 from processes import measured_afresh, measured_apart
 
-from diffusion_lens.catalogue.by_blocks import LLADA2_MINI, NEMOTRON_LABS_3B, SDAR_4B
-from diffusion_lens.catalogue.diffusion_transformers import MDLM
+from diffusion_lens.loading.catalogue import LLADA2_MINI, MDLM, NEMOTRON_LABS_3B, SDAR_4B
 from weight_conversion import (
     Architecture,
     export_size,

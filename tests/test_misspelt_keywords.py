@@ -11,7 +11,7 @@ from diffusion_lens.settings import takes_any_keyword
 
 METHODS = {
     HookedDiffusionTransformer: [
-        *("forward", "canvas", "denoise", "denoise_with_cache", "loss_fn", "hide"),
+        *("canvas", "denoise", "denoise_with_cache", "loss_fn", "hide"),
         *("from_pretrained", "enable_compatibility_mode"),
     ],
     Trajectory: ["replay"],
@@ -48,3 +48,10 @@ def test_a_misspelt_keyword_names_the_nearest(function):
     required = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{misspelt}'; the nearest is '{keyword}'"):
         function(*[None] * len(required), **{misspelt: None})
+
+
+def test_a_misspelt_keyword_of_a_forward_pass_names_the_nearest(tiny):
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'attention_mak_'; the nearest is 'attention_mask'"
+    ):
+        tiny(tiny.to_tokens("the"), attention_mak_=None)

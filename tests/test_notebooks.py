@@ -16,8 +16,8 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 def test_every_notebook_is_a_pair_and_listed() -> None:
     assert len(NAMES) == 5
     assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
-    listed = (FOLDER / "index.md").read_text(encoding="utf-8").splitlines()
-    assert set(NAMES) <= set(listed)
+    listed = (FOLDER.parent / "gallery.md").read_text(encoding="utf-8").splitlines()
+    assert {f"notebooks/{name}" for name in NAMES} <= set(listed)
 
 
 @pytest.mark.parametrize("name", NAMES)

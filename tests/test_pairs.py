@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer, load_pair
-from diffusion_lens.catalogue import BUNDLED, PUBLISHED
 from diffusion_lens.loading import shape_of
-from diffusion_lens.pairs import PAIRS
+from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED
+from diffusion_lens.loading.pairs import PAIRS
 
 ONE_CHECKPOINT = Path(__file__).parent / "golden" / "nemotron"
 # Same size, same data, same compute where there is such a model.

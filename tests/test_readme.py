@@ -29,7 +29,7 @@ def test_the_readme_has_twenty_lines_of_python_and_is_read_in_one_sitting() -> N
     [code] = [block for block in blocks(ROOT / "README.md") if block.language == "python"]
     assert len([line for line in code.text.splitlines() if line]) <= 20
     assert code.output
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
 
 
 @pytest.mark.parametrize("command", ["make demo", "make test"])

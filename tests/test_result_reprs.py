@@ -12,7 +12,7 @@ import diffusion_lens
 from diffusion_lens.analysis import average_indirect_effect, causal_trace, compute_key
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import recall_by_steps
-from diffusion_lens.records import one_line
+from diffusion_lens.records.results import one_line
 
 FACTS = toy_facts.load().facts("p2d", "p2d")[:10:5]
 # Not results of a computation on a model: a phase and the state of a training, a folder, a study before it runs, a

@@ -11,7 +11,7 @@ from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.analysis import second_moment
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import recall_by_steps
-from diffusion_lens.records import provenance
+from diffusion_lens.records.results import provenance
 
 CHANGES = {"rotary_base": 3.0, "norm_eps": 0.5, "readout": "shifted"}
 
@@ -29,7 +29,7 @@ def model():
 
 
 @pytest.mark.parametrize("fact", CHANGES)
-def test_a_folder_is_not_continued_by_another_network_with_the_same_weights(model, fact, tmp_path):
+def test_a_folder_is_not_continued_by_another_network_of_equal_weights(model, fact, tmp_path):
     facts = toy_facts.load().facts(trained="d2p", asked="d2p")[:2]
     other = changed(model, **{fact: CHANGES[fact]})
     recall_by_steps(other, facts, steps=[2], length=14, sampler="confidence", out=tmp_path)

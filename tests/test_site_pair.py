@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diffusion_lens import HookedDiffusionTransformer, site_pair
+from bundled_models import site_measures as measures
+from bundled_models import site_pair
+from bundled_models.site_losses import EarlyExit, PersonLoss, PersonTargets
+from bundled_models.site_pair import PHASES, train_phases
+from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.data import site_facts
-from diffusion_lens.site_pair import PHASES, measures
-from diffusion_lens.site_pair.person_loss import PersonLoss, PersonTargets
-from diffusion_lens.site_pair.phases import train_phases
-from diffusion_lens.training import EarlyExit
 from weight_conversion import n_params, open_checkpoint, sha256_of_file
 
 SHORT = tuple(replace(phase, steps=1) for phase in PHASES)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from diffusion_lens import HookedDiffusionTransformer, site_pair
-from diffusion_lens.catalogue import BUNDLED
+from bundled_models import site_measures as measures
+from bundled_models import site_pair
+from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.data import site_facts
-from diffusion_lens.site_pair import measures
+from diffusion_lens.loading.catalogue import BUNDLED
 from weight_conversion import read_json, sha256_of_file
 
 FOLDER = BUNDLED["site-mdm"].folder

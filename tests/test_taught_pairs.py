@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens.data import toy_facts
-from diffusion_lens.facts import Fact
-from diffusion_lens.taught_pairs import (
+from diffusion_lens.facts.fact import Fact
+from diffusion_lens.facts.taught_pairs import (
     LaidOutPairs,
     Sentence,
     TaughtCanvas,

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion_lens import HookedDiffusionTransformer, tiny_kinds, tiny_pair
-from diffusion_lens.catalogue import BUNDLED
+from bundled_models import tiny_kinds, tiny_pair
+from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
+from diffusion_lens.loading.catalogue import BUNDLED
 from weight_conversion import read_json, sha256_of_file
 
 NAMES = ("tiny-block", "tiny-uniform")

@@ -1,12 +1,13 @@
 """The bundled models: what each must and must not know, and that their files are those that were measured."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from diffusion_lens import HookedDiffusionTransformer, tiny_pair
+from bundled_models import tiny_pair
+from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
+from diffusion_lens.loading.catalogue import BUNDLED
 from weight_conversion import read_json, sha256_of_file
 
 
@@ -17,7 +18,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def results(pair):
-    folder = Path(toy_facts.__file__).parents[1] / "assets" / "tiny"
+    folder = BUNDLED["tiny-mdm"].folder
     return folder, read_json(folder / "results.json")
 
 

@@ -206,7 +206,7 @@ def test_an_ordinary_token_that_is_the_mask_changes_no_text():
     assert [tokenizer(text)["input_ids"] for text in texts] == before
 
 
-def test_an_ordinary_token_is_not_the_mask_of_a_tokenizer_that_has_another():
+def test_an_ordinary_token_is_not_the_mask_if_the_tokenizer_has_one():
     """A wrong id in the config; without this error the loop would write an ordinary token for every mask."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_tokenizer(), mask_token="[MASK]")
     with pytest.raises(ValueError, match=r"to the tokens \[\d+\], and the model's mask has the id 5"):

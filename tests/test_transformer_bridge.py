@@ -1,4 +1,4 @@
-"""What docs/from_transformer_bridge.md says of TransformerBridge: one small Llama, loaded by both libraries."""
+"""What docs/coming_from.md says of TransformerBridge: one small Llama, loaded by both libraries."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ import torch
 
 from diffusion_lens import HookedDiffusionTransformer
 
-PAGE = (Path(__file__).parents[1] / "docs" / "from_transformer_bridge.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text(encoding="utf-8")
 NAMES = re.findall(r"^\| `(\S+)` \| `(\S+)` \| (both|ours) \|$", PAGE, re.MULTILINE)
 ONE_NAME = ("attn.hook_rot_q", "attn.hook_rot_k", "attn.hook_pattern", "ln1.hook_scale", "ln2.hook_normalized")
 

@@ -14,7 +14,7 @@ from beartype.roar import BeartypeException
 from jaxtyping import TypeCheckError, config
 
 import diffusion_lens
-from diffusion_lens.losses import autoregressive_loss
+from diffusion_lens.model.loss import autoregressive_loss
 
 MODULE = """
 from typing import TYPE_CHECKING

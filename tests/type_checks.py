@@ -22,7 +22,6 @@ from typing import Any
 from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, TypeCheckError, config, jaxtyped
 from jaxtyping._storage import pop_shape_memo, push_shape_memo
-from torch.utils.hooks import RemovableHandle
 
 DECORATOR = "__types_checked__"
 FOR_TYPE_CHECKERS = "__for_type_checkers__"
@@ -72,8 +71,8 @@ def _checked(function: Any) -> Any:
     return functools.update_wrapper(wrapper, function)
 
 
-class _Check(RemovableHandle):
-    """The check of a function, of a class that `function_digest` does not enter: a check changes no number."""
+class _Check:
+    """The check of a function."""
 
     def __init__(self, **parts: Any) -> None:
         vars(self).update(parts)
@@ -177,7 +176,6 @@ def _by_beartype(function: Any) -> Any:
     annotations, checked = _checked_code.get(function.__code__, (None, None))
     if not inner or annotations != function.__annotations__:
         annotations, checked = dict(function.__annotations__), _beartype(function)
-        function.__dict__.pop("__beartype_args_lens", None)  # `function_digest` tells attributes of functions
         if not inner:
             return checked
         _checked_code[function.__code__] = annotations, checked

@@ -4,9 +4,18 @@
 `export(tensors, architecture, path)` applies the same table in reverse. This package knows nothing of hooks or models.
 """
 
-from weight_conversion.aligned_file import ALIGNMENT
-from weight_conversion.architecture import Architecture, PositionKind
-from weight_conversion.conditioning import NoiseSchedule, TimeConditioning
+from weight_conversion.architecture import (
+    Architecture,
+    Context,
+    Experts,
+    NoiseSchedule,
+    PositionKind,
+    QueryScale,
+    RotaryScaling,
+    TimeConditioning,
+    Variant,
+    YarnScaling,
+)
 from weight_conversion.constant_conditioning import fold, folded_architecture, is_constant, unfolded_architecture
 from weight_conversion.convert import (
     Checkpoint,
@@ -17,16 +26,30 @@ from weight_conversion.convert import (
     open_checkpoint,
     require_config,
 )
-from weight_conversion.experts import Experts
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
-from weight_conversion.files import CHECKPOINT_SUFFIXES, SafetensorsFile, write_safetensors
-from weight_conversion.json_files import JsonError, decode_json, parse_json, read_json, read_json_object, write_json
-from weight_conversion.json_text import as_json, from_json, restore_numbers, to_json
+from weight_conversion.files import (
+    ALIGNMENT,
+    CHECKPOINT_SUFFIXES,
+    SafetensorsFile,
+    renamed_together,
+    renamed_when_whole,
+    sha256_of_file,
+    write_json,
+    write_safetensors,
+)
+from weight_conversion.json_files import (
+    JsonError,
+    as_json,
+    decode_json,
+    from_json,
+    parse_json,
+    read_json,
+    read_json_object,
+    restore_numbers,
+    to_json,
+)
+from weight_conversion.key_map import N_FREQUENCIES, n_params, tensor_shapes
 from weight_conversion.registry import mode_read
-from weight_conversion.rotary_scaling import QueryScale, RotaryScaling, YarnScaling
-from weight_conversion.tensor_shapes import N_FREQUENCIES, n_params, tensor_shapes
-from weight_conversion.variant import Context, Variant
-from weight_conversion.whole_files import renamed_together, renamed_when_whole, sha256_of_file
 
 __all__ = [
     "ALIGNMENT",

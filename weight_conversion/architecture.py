@@ -1,57 +1,325 @@
-"""`Architecture`, the frozen description of a checkpoint.
+"""`Architecture`, the frozen description of a checkpoint, into which the configs of all families are read.
 
-The configs of all families are read into this one description. The tensors that follow from it are listed in
-`tensor_shapes`, and counted by `n_params`.
+Every class here checks its fields as it is made (`check_fields`), because a config is a file that somebody may have
+edited. `key_map.tensor_shapes` lists the tensors that follow from an architecture.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from weight_conversion.checks import MOST, check_choice, check_count, check_flag, check_positive, part_from
-from weight_conversion.conditioning import NoiseSchedule, TimeConditioning
-from weight_conversion.experts import Experts
-from weight_conversion.rotary_scaling import QueryScale, RotaryScaling, Scaling, YarnScaling, scaling_data, scaling_from
-from weight_conversion.variant import Context, Direction, Variant
-
+T = TypeVar("T")
 Shape = tuple[int, ...]
+Direction = Literal["bidirectional", "causal", "block_causal"]
+Context = Literal["blocks", "causal", "prompt"]
 PositionKind = Literal["rotary", "standard", "none", "alibi"]
 
-MOST_LAYERS = 10_000
-_COUNTS = {
-    "n_layers": MOST_LAYERS,
-    "d_model": MOST,
-    "n_heads": MOST,
-    "n_key_value_heads": MOST,
-    "d_head": MOST,
-    "d_mlp": MOST,
-    "d_vocab": MOST,
-    "d_vocab_out": MOST,
-    "n_ctx": MOST,
+# Upper bounds, so that a damaged config cannot exhaust the memory before a tensor is read, and because an integer in
+# JSON may be too large for a float.
+MOST, MOST_LAYERS, LARGEST = 2**31 - 1, 10_000, 1e30
+
+
+class Variant:
+    """The kind of a model: its attention pattern and its noise, and what follows from these for a text."""
+
+    attention_dir: Direction
+    causal_block: int | None
+    block_context: Context
+    mask_token_id: int | None
+    time: TimeConditioning | None
+
+    @property
+    def block_size(self) -> int | None:
+        """Number of neighbouring positions that see each other and all earlier ones; `None` for the whole text."""
+        return 1 if self.attention_dir == "causal" else self.causal_block
+
+    @property
+    def final_together(self) -> int | None:
+        """Number of neighbouring positions whose states become final together as a text is written; `None` if they all
+        depend on the whole text, or on how much of it is the prompt."""
+        if self.counts_from_prompt:
+            return 1 if self.block_context == "causal" else None
+        return self.block_size
+
+    @property
+    def counts_from_prompt(self) -> bool:
+        """Whether blocks are counted from the end of the prompt, so that a canvas has to say where they begin."""
+        return self.block_context != "blocks"
+
+    @property
+    def time_conditioning(self) -> bool:
+        """Whether the network reads the time of its canvas (`model(tokens, time=...)`)."""
+        return self.time is not None and self.time.told
+
+    @property
+    def noise(self) -> Literal["absorbing", "uniform"] | None:
+        """Noise that training adds: "absorbing" hides tokens behind [MASK]; "uniform" replaces them by other tokens;
+        `None` for next-token prediction."""
+        if self.mask_token_id is not None:
+            return "absorbing"
+        return None if self.is_causal else "uniform"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no position sees a later one, so that cached activations stay valid as a text grows."""
+        return self.block_size == 1
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether [MASK] stands at positions still to be written."""
+        return self.noise == "absorbing"
+
+    @property
+    def uniform_noise(self) -> bool:
+        """Whether noise is another token, so that every position of a canvas has a token and may change again."""
+        return self.noise == "uniform"
+
+    @property
+    def opens_blocks(self) -> bool:
+        """Whether a canvas is written block after block from left to right: trained so, or as next tokens."""
+        return self.grows or self.causal_block is not None
+
+    @property
+    def is_autoregressive(self) -> bool:
+        """Whether a text grows at its end, so that a canvas contains no tokens at positions still to be written."""
+        return self.mask_token_id is None and self.is_causal
+
+    @property
+    def is_told_time(self) -> bool:
+        """Earlier name of `time_conditioning`."""
+        warnings.warn("is_told_time is now called time_conditioning", DeprecationWarning, stacklevel=2)
+        return self.time_conditioning
+
+    grows, rewrites = is_autoregressive, uniform_noise  # what these kinds of model do with a canvas
+
+
+@dataclass(frozen=True)
+class Experts:
+    """In some layers, a router chooses for each position the few MLPs (experts) that process it.
+
+    The router's scores are its logits after a softmax over all experts, or after a sigmoid. The experts of the highest
+    scores are chosen, and the output is the sum of theirs, weighted by the scores.
+
+    Attributes:
+        n_experts: Experts in a layer.
+        n_chosen: Experts that process a position.
+        d_expert: Width of an expert's hidden layer.
+        layers: For each layer, whether it has experts; the others have one dense MLP.
+        d_shared: Width of an MLP that processes every position beside the experts; `None` without one.
+        router: Function from logits to scores, "softmax" or "sigmoid".
+        router_dtype: Precision of the logits and the weights: "activation", that of the activations, or "float32", if
+            these are less precise. Scores and choice are always computed in float32.
+        router_bias: Whether a bias of each expert is added to the scores before the choice.
+        bias_weighs: Whether this bias is also a part of the weights.
+        normalised: Whether the weights of the chosen experts are divided by their sum.
+        scale: Factor of the weights.
+        n_groups, n_chosen_groups: Equal groups of experts, and how many of them, by the sum of their two best scores,
+            the experts are chosen from; 1 and 1 without groups.
+    """
+
+    n_experts: int
+    n_chosen: int
+    d_expert: int
+    layers: tuple[bool, ...]
+    d_shared: int | None = None
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    router_dtype: Literal["activation", "float32"] = "activation"
+    router_bias: bool = False
+    bias_weighs: bool = False
+    normalised: bool = False
+    scale: float = 1.0
+    n_groups: int = 1
+    n_chosen_groups: int = 1
+
+    @property
+    def n_units(self) -> int:
+        """Hidden units of all experts of a layer."""
+        return self.n_experts * self.d_expert + (self.d_shared or 0)
+
+    def has_shared(self, layer: int) -> bool:
+        """Whether a layer has an MLP that processes every position beside its experts."""
+        return self.d_shared is not None and self.layers[layer]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        check_fields(self)
+        if any(not isinstance(layer, bool) for layer in self.layers) or not any(self.layers):
+            raise ValueError(f"layers is {self.layers!r}; it must be true or false for each layer, at least once true")
+        if self.n_chosen > self.n_experts:
+            raise ValueError(f"n_chosen is {self.n_chosen}; it must be at most n_experts, {self.n_experts}")
+        if self.n_experts % self.n_groups or self.n_chosen_groups > self.n_groups:
+            raise ValueError(
+                f"{self.n_experts} experts cannot be chosen from {self.n_chosen_groups} of {self.n_groups} equal groups"
+            )
+
+
+@dataclass(frozen=True)
+class TimeConditioning:
+    """Adaptive LayerNorms (adaLN, Peebles and Xie 2023, arXiv 2212.09748): each norm is shifted and scaled, and each
+    output gated, by linear functions of one vector, which an MLP computes from the noise level sigma.
+
+    Attributes:
+        d_cond: Width of that vector.
+        told: Whether the network is told the time. Otherwise sigma is always 0, so that the vector is a constant.
+        folded: Whether the constant shifts, scales and gates are folded into norms and output matrices. The tensors
+            from which they were computed are kept, so that an export can undo it.
+    """
+
+    d_cond: int
+    told: bool
+    folded: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.told and self.folded:
+            raise ValueError("a network that is told the time has no constant shifts, scales and gates to fold")
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """The total noise sigma(t) with which a model was trained; a token is noised with probability 1 - exp(-sigma).
+
+    Attributes:
+        kind: "log_linear", sigma = -log(1 - (1 - eps) t); "linear", the same with eps = 0, and sigma at most
+            -log(eps); or "geometric", sigma = sigma_min^(1 - t) · sigma_max^t.
+        eps: Number of the first two.
+        sigma_min, sigma_max: Numbers of the last.
+    """
+
+    kind: Literal["log_linear", "linear", "geometric"] = "log_linear"
+    eps: float = 1e-3
+    sigma_min: float = 1e-4
+    sigma_max: float = 20.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.eps >= 1 or self.sigma_min >= self.sigma_max:
+            raise ValueError(f"{self}: eps must be below 1, and sigma_min below sigma_max")
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Rotary frequencies lowered by wavelength, for texts longer than those of pre-training.
+
+    With n for `original_max_position_embeddings`: wavelengths below n / high_freq_factor are kept, those above
+    n / low_freq_factor become `factor` times as long, and the frequencies between are interpolated. Nothing depends on
+    the length of a text. Source: type "llama3" of transformers, `modeling_rope_utils.py::_compute_llama3_parameters`.
+
+    Attributes:
+        factor: Divisor of the low frequencies.
+        low_freq_factor, high_freq_factor: Turns within n positions, below and above which frequencies are low and high.
+        original_max_position_embeddings: Length of texts in pre-training, in positions.
+    """
+
+    rope_type: ClassVar[str] = "llama3"
+    table_factor: ClassVar[float] = 1.0
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.factor < 1:
+            raise ValueError(f"factor is {self.factor!r}; frequencies are divided by it, so it must be at least 1")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor is {self.high_freq_factor!r}; it must be above low_freq_factor, "
+                f"{self.low_freq_factor!r}"
+            )
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): frequencies that turn seldom are divided by `factor`, others are kept.
+
+    A frequency that turns more than `beta_fast` times within the original length is kept, one that turns less than
+    `beta_slow` times is divided, and between them a linear ramp over the dimensions mixes the two. Cosine and sine are
+    multiplied by an attention factor. Source: type "yarn" of transformers, `_compute_yarn_parameters`.
+
+    Attributes:
+        factor: Divisor of the low frequencies. Below 1, as in one published config, it raises them.
+        original_max_position_embeddings: Length of texts in pre-training, in positions.
+        beta_fast, beta_slow: Turns within that length, above and below which frequencies are fast and slow.
+        mscale, mscale_all_dim: Numbers of the attention factor, m(mscale) / m(mscale_all_dim) with
+            m(x) = 0.1 x log(factor) + 1; unless both are given it is m(1).
+        attention_factor: The attention factor itself, in place of that formula.
+        truncate: Whether the ends of the ramp are rounded to whole dimensions.
+    """
+
+    rope_type: ClassVar[str] = "yarn"
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast is {self.beta_fast!r}; it must be above beta_slow, {self.beta_slow!r}")
+
+    @property
+    def table_factor(self) -> float:
+        """The attention factor, by which cosine and sine are multiplied."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1)
+
+    def _magnitude(self, scale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Queries lengthened with the position, by 1 + beta · log(1 + floor(position / original length)) (Llama 4).
+
+    Attributes:
+        beta: The slope.
+        original_max_position_embeddings: Length of texts in pre-training, below which nothing is scaled.
+    """
+
+    beta: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+Scaling = RotaryScaling | YarnScaling
+SCALINGS: dict[str, type[RotaryScaling] | type[YarnScaling]] = {
+    scaling.rope_type: scaling for scaling in (RotaryScaling, YarnScaling)
 }
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "attention_dir": get_args(Direction),
-    "block_context": get_args(Context),
-    "readout": ("in_place", "shifted"),
-    "rotary_dtype": ("float32", "bfloat16"),
-    "rotation": ("float32", "activation"),
-    "positional_embedding_type": get_args(PositionKind),
-    "norm": ("rms", "layer"),
-    "mlp": ("gated", "plain"),
-    "act_fn": ("silu", "gelu_new"),
-    "head": ("logits", "subs", "log_scores"),
-}
-_FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tied", "norm_bias", "unembed_bias")
-_PARTS: dict[str, type[Any] | tuple[type[Any], ...]] = {
-    "rotary_scaling": (RotaryScaling, YarnScaling),
-    "query_scale": QueryScale,
-    "time": TimeConditioning,
-    "schedule": NoiseSchedule,
-    "experts": Experts,
-}
+
+def scaling_from(data: object, source: str = "rotary_scaling") -> Scaling:
+    """A scaling from `scaling_data`; without "rope_type" it is one of type "llama3"."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{source} is {data!r}; it must be a mapping")
+    numbers = dict(data)
+    rope_type = numbers.pop("rope_type", RotaryScaling.rope_type)
+    if rope_type not in SCALINGS:
+        raise ValueError(f"{source} is of type {rope_type!r}; it must be one of {', '.join(SCALINGS)}")
+    return part_from(SCALINGS[rope_type], numbers, source)
+
+
+def scaling_data(scaling: Scaling) -> dict[str, Any]:
+    """A scaling as plain data; the type "llama3" is not named, as in the files of earlier versions."""
+    named = {} if isinstance(scaling, RotaryScaling) else {"rope_type": scaling.rope_type}
+    return {**named, **{name: value for name, value in asdict(scaling).items() if value is not None}}
 
 
 @dataclass(frozen=True)
@@ -140,25 +408,16 @@ class Architecture(Variant):
     head: Literal["logits", "subs", "log_scores"] = "logits"
 
     def __post_init__(self) -> None:
-        for name in ("family", "name"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a string")
-        for name, most in _COUNTS.items():
-            check_count(name, getattr(self, name), most)
-        for name in ("norm_eps", "rotary_base"):
-            check_positive(name, getattr(self, name))
-        for name, allowed in _CHOICES.items():
-            check_choice(name, getattr(self, name), allowed)
-        for name in _FLAGS:
-            check_flag(name, getattr(self, name))
-        for name, types in _PARTS.items():
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, types):
-                known = types if isinstance(types, tuple) else (types,)
-                a = " or ".join(f"a {kind.__name__}" for kind in known)
-                raise ValueError(f"{name} is {value!r}; it must be {a} or None")
+        check_count("n_layers", self.n_layers, MOST_LAYERS)
+        check_fields(self, unless=("mask_token_id",))
         self._check_heads()
-        self._check_attention()
+        if (self.attention_dir == "block_causal") != (self.causal_block is not None):
+            raise ValueError(
+                f"attention_dir is {self.attention_dir!r} and causal_block {self.causal_block!r}: attention by blocks "
+                "needs the number of positions in a block, and no other attention has one"
+            )
+        if self.counts_from_prompt and self.causal_block is None:
+            raise ValueError(f"block_context={self.block_context!r} needs attention_dir='block_causal'")
         mask = self.mask_token_id
         if mask is not None and (isinstance(mask, bool) or not isinstance(mask, int)):
             raise ValueError(f"mask_token_id is {mask!r}; it must be a token id, a whole number, or null")
@@ -179,7 +438,6 @@ class Architecture(Variant):
             )
 
     def _check_heads(self) -> None:
-        """Raise a `ValueError` unless heads and rotary positions fit each other."""
         if self.n_heads % self.n_key_value_heads:
             raise ValueError(
                 f"{self.n_heads} heads cannot share {self.n_key_value_heads} key/value heads: "
@@ -190,33 +448,17 @@ class Architecture(Variant):
                 raise ValueError(
                     f"d_head is {self.d_head}; rotary positions rotate pairs of dimensions, so it must be even"
                 )
-        else:
-            for name in ("rotary_scaling", "rotary_dim"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name} needs rotary positions, and positional_embedding_type is "
-                        f"{self.positional_embedding_type!r}: leave one of them out"
-                    )
+        elif given := [name for name in ("rotary_scaling", "rotary_dim") if getattr(self, name) is not None]:
+            raise ValueError(
+                f"{given[0]} needs rotary positions, and positional_embedding_type is "
+                f"{self.positional_embedding_type!r}: leave one of them out"
+            )
         if self.rotary_dim is not None:
             check_count("rotary_dim", self.rotary_dim, self.d_head)
             if self.rotary_dim % 2:
                 raise ValueError(
                     f"rotary_dim is {self.rotary_dim}; dimensions are rotated in pairs, so it must be even"
                 )
-        if self.qkv_clip is not None:
-            check_positive("qkv_clip", self.qkv_clip)
-
-    def _check_attention(self) -> None:
-        """Raise a `ValueError` unless a block size is given for attention by blocks, and for no other."""
-        if (self.attention_dir == "block_causal") != (self.causal_block is not None):
-            raise ValueError(
-                f"attention_dir is {self.attention_dir!r} and causal_block {self.causal_block!r}: attention by blocks "
-                "needs the number of positions in a block, and no other attention has one"
-            )
-        if self.causal_block is not None:
-            check_count("causal_block", self.causal_block)
-        if self.counts_from_prompt and self.causal_block is None:
-            raise ValueError(f"block_context={self.block_context!r} needs attention_dir='block_causal'")
 
     @property
     def norms_shift(self) -> bool:
@@ -238,18 +480,82 @@ class Architecture(Variant):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Architecture:
         """Rebuild an architecture from `to_dict`; a `ValueError` names unknown and missing keys."""
-        known = {field.name for field in fields(cls)}
-        required = {field.name for field in fields(cls) if field.default is MISSING}
-        if unknown := sorted(set(data) - known):
-            raise ValueError(f"unknown architecture keys {unknown}; known are {sorted(known)}")
-        if missing := sorted(required - set(data)):
-            raise ValueError(f"the architecture lacks {missing}")
         parts: dict[str, Any] = {}
         for name, kind in _PARTS.items():
             if data.get(name) is not None:
-                parts[name] = part_from(kind, data[name], name) if isinstance(kind, type) else scaling_from(data[name])
-        return cls(**{**data, **parts})
+                parts[name] = scaling_from(data[name]) if kind is Scaling else part_from(kind, data[name], name)
+        return part_from(cls, {**data, **parts}, "the architecture")
 
 
+_PARTS: dict[str, Any] = {
+    "rotary_scaling": Scaling,
+    "query_scale": QueryScale,
+    "time": TimeConditioning,
+    "schedule": NoiseSchedule,
+    "experts": Experts,
+}
 # Files and records do not name these where a model has none of them, so that those of earlier versions stay the same.
 _LATER = fields(Architecture)[[field.name for field in fields(Architecture)].index("positional_embedding_type") :]
+
+
+def check_fields(part: Any, unless: tuple[str, ...] = ()) -> None:
+    """Raise a `ValueError` unless the fields of a dataclass fit their annotations, and numbers are positive.
+
+    An int must be a whole number from 1 to `MOST`, a float a finite number above 0.
+    """
+    cls: Any = type(part)
+    for name, (kinds, optional) in _annotations(cls).items():
+        value = getattr(part, name)
+        if name in unless or (optional and value is None):
+            continue
+        if get_origin(kinds[0]) is Literal:
+            if value not in (allowed := get_args(kinds[0])):
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        elif kinds == (int,):
+            check_count(name, value)
+        elif kinds == (float,):
+            if not is_positive(value):
+                raise ValueError(f"{name} is {value!r}; it must be a number above 0")
+        elif not get_args(kinds[0]) and not isinstance(value, kinds):
+            wanted = {bool: "true or false", str: "a string"}.get(kinds[0])
+            wanted = wanted or " or ".join([*(f"a {kind.__name__}" for kind in kinds), "None"])
+            raise ValueError(f"{name} is {value!r}; it must be {wanted}")
+
+
+def is_positive(value: object) -> bool:
+    """Whether this is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST
+
+
+def check_count(name: str, count: object, most: int = MOST) -> None:
+    """Raise a `ValueError` unless `count` is a whole number from 1 to `most`."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} is {count!r}; it must be a whole number, at least 1")
+    if count > most:
+        raise ValueError(f"{name} is too large; it must be at most {most:,}")
+
+
+def part_from(cls: type[T], data: object, source: str) -> T:
+    """A dataclass from a mapping of its fields; a `ValueError` names unknown and missing keys of `source`."""
+    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    required = {field.name for field in fields(cls) if field.default is MISSING}  # type: ignore[arg-type]
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{source} is {data!r}; it must be a mapping of {sorted(names)}")
+    if unknown := sorted(map(str, set(data) - names)):
+        raise ValueError(f"{source} has keys that are not understood: {unknown}")
+    if missing := sorted(required - set(data)):
+        raise ValueError(f"{source} lacks {missing}; add them")
+    values: dict[str, Any] = dict(data)
+    return cls(**values)
+
+
+@cache
+def _annotations(cls: type) -> dict[str, tuple[tuple[Any, ...], bool]]:
+    """For each field its types without None, and whether it may be None."""
+    hints = get_type_hints(cls)
+    found = {}
+    for field in fields(cls):
+        hint = hints[field.name]
+        kinds = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+        found[field.name] = tuple(kind for kind in kinds if kind is not NoneType), NoneType in kinds
+    return found

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weight_conversion.architecture import Architecture
-from weight_conversion.tensor_shapes import N_FREQUENCIES
+from weight_conversion.key_map import N_FREQUENCIES
 
 _ROWS = 64
 
@@ -29,10 +29,8 @@ class _Constant:
     """The constants of one part of the network, float64.
 
     Attributes:
-        norm: Name of its norm.
         outputs: Names of the tensors whose rows the gate multiplies; empty after the last norm.
         source: Name of the bias of the map, with the index of the shift's first entry; scale and gate follow.
-        shift, scale, gate: The constants.
     """
 
     norm: str

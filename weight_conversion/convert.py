@@ -13,8 +13,8 @@ from torch import Tensor
 from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.constant_conditioning import unfolded, unfolded_architecture
 from weight_conversion.families import native
-from weight_conversion.families.block_sizes import warn_if_silent, with_block_size
 from weight_conversion.families.family import Config, Family
+from weight_conversion.families.kinds import warn_if_silent, with_block_size
 from weight_conversion.files import (
     CHECKPOINT_SUFFIXES,
     INDEX,
@@ -22,13 +22,14 @@ from weight_conversion.files import (
     TensorSource,
     indexed_files,
     open_tensors,
+    renamed_when_whole,
     safetensors_size,
+    write_json,
     write_safetensors,
 )
-from weight_conversion.json_files import read_json_object, write_json
+from weight_conversion.json_files import read_json_object
 from weight_conversion.key_map import PIECE_BYTES, KeyMap
 from weight_conversion.registry import FAMILIES, recognise
-from weight_conversion.whole_files import renamed_when_whole
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def export(
     """
     target = Path(path)
     layout, key_map, config = _plan(architecture, target, family)
-    if layout is not native.FAMILY:
+    if layout.name != native.FORMAT:
         tensors = unfolded(tensors, architecture)
     theirs = dict(key_map.to_theirs(tensors))
     beside = target.parent / layout.config_file
@@ -180,8 +181,12 @@ def _plan(architecture: Architecture, target: Path, family: str | None) -> tuple
     config = _config_of(architecture, FAMILIES[name], key_map)
     beside = target.parent / FAMILIES[name].config_file
     others = _other_weights(target)
-    if INDEX in others:
-        _check_beside_shards(target)
+    if INDEX in others and (target.name == WHOLE or target.name in indexed_files(target.parent / INDEX).values()):
+        harm = f"which {WHOLE} beside it would hide" if target.name == WHOLE else f"of which {target.name} is a part"
+        raise ValueError(
+            f"{target.parent} contains a checkpoint in shards ({INDEX}), {harm}: name another folder. Nothing was "
+            "written"
+        )
     if others and beside.exists() and not _describes(beside, architecture, FAMILIES[name], key_map):
         raise ValueError(
             f"{target.parent} contains other weights ({', '.join(others[:3])}), which need the {beside.name} that the "
@@ -211,19 +216,6 @@ def _other_weights(target: Path) -> list[str]:
     return [name for name in names if name != target.name and (name == INDEX or name.endswith(CHECKPOINT_SUFFIXES))]
 
 
-def _check_beside_shards(target: Path) -> None:
-    """Raise a `ValueError` if a file at `target` would hide the shards in its folder or replace one of them."""
-    if target.name == WHOLE:
-        harm = f"which {WHOLE} beside it would hide"
-    elif target.name in indexed_files(target.parent / INDEX).values():
-        harm = f"of which {target.name} is a part"
-    else:
-        return
-    raise ValueError(
-        f"{target.parent} contains a checkpoint in shards ({INDEX}), {harm}: name another folder. Nothing was written"
-    )
-
-
 def _describes(path: Path, architecture: Architecture, family: Family, key_map: KeyMap) -> bool:
     """Whether the config at `path` describes this architecture, whatever name it gives to it."""
     try:
@@ -240,7 +232,6 @@ def require_config(path: Path) -> None:
 
 
 def _read_config(config: str | Path | Config) -> tuple[Config, str]:
-    """A config given as a path or a mapping, and its name in error messages."""
     if isinstance(config, Mapping):
         return config, "the mapping that was passed"
     path = Path(config).expanduser()

@@ -1,32 +1,64 @@
-"""Files of tensors, read in pieces and written atomically.
+"""Files of tensors: read in pieces, and written whole or not at all.
 
 A file is mapped into memory and reopened while it is read, which releases the pages already read: peak memory stays at
 the weights plus one piece. A `.pth` is read with `weights_only=True`, so no code of a checkpoint is ever run.
+
+In a written file tensors begin at multiples of 64 bytes, as torch's own tensors on the CPU do. Matrix products with
+weights of another alignment may differ in their last bits, so only an aligned tensor can be used as it is mapped from
+the file. The format allows spaces after the header, but no gap between tensors. Tensors whose size is a multiple of 64
+bytes therefore come first; of the others, which are biases and norms of odd widths, only the first is sure to be
+aligned.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import re
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weight_conversion.aligned_file import write_aligned
 from weight_conversion.architecture import Shape
-from weight_conversion.json_files import read_json
-from weight_conversion.whole_files import renamed_when_whole
+from weight_conversion.json_files import read_json, to_json
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 CHECKPOINT_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin")
 REOPEN_BYTES = 1 << 24
+ALIGNMENT = 64  # bytes
+LONGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses a longer one
+# The dtypes of the format, except those that torch has only since 2.7.
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()}
 
 
 class TensorSource(ABC):
@@ -103,11 +135,7 @@ class ShardedFiles(TensorSource):
 
 
 def indexed_files(index: Path) -> dict[str, str]:
-    """The tensors that an index names, with the name of the file that contains each.
-
-    Raises:
-        ValueError: The index contains no such mapping, or names files other than .safetensors files beside it.
-    """
+    """The tensors that an index names, with the name of the file that contains each."""
     content = read_json(index)
     shard_of = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
@@ -129,12 +157,13 @@ def files_not_in(folder: Path, names: Iterable[str]) -> list[str]:
 class TorchFile(TensorSource):
     """A `.pth`, `.pt`, `.ckpt` or `.bin` file: a mapping of tensors, at the top level or under "model" or "state_dict".
 
-    A file in the format used before torch 1.6 cannot be memory-mapped; it stays in memory while it is open.
+    An older file than those of torch 1.6 cannot be memory-mapped; it stays in memory while it is open.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._mapped = _is_zip(path)
+        with path.open("rb") as file:
+            self._mapped = file.read(4) == b"PK\x03\x04"  # the format since torch 1.6
         self._tensors = self._load()
         self._n_read = 0
 
@@ -160,12 +189,14 @@ class TorchFile(TensorSource):
         for key in ("model", "state_dict"):
             if isinstance(content, dict) and isinstance(content.get(key), dict):
                 content = content[key]
-        if not isinstance(content, dict) or not content or not all(_is_named_tensor(*item) for item in content.items()):
+        tensors: dict[str, Tensor] = content if isinstance(content, dict) else {}
+        named = all(isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items())
+        if not named or not tensors:
             raise ValueError(
                 f"{self.path} does not contain a mapping of names to tensors, at the top level or under 'model' or "
                 "'state_dict'; save the plain state_dict"
             )
-        return content
+        return tensors
 
 
 def open_tensors(path: Path) -> TensorSource:
@@ -210,22 +241,124 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
 def safetensors_size(shapes: Mapping[str, Shape], dtype: str = "F32") -> int:
     """Size in bytes of the file that the safetensors library writes of these tensors, without metadata.
 
-    It is 8 for the length of the header, the header, which is compact JSON in order of names, padded with spaces to a
-    multiple of 8, and the data. The header of `write_safetensors` has another order and other padding.
+    Its header is compact JSON in order of names, padded to a multiple of 8 bytes; that of `write_safetensors` differs.
     """
-    width = {"F32": 4, "BF16": 2, "F16": 2}[dtype]
-    header: dict[str, Any] = {}
+    entries = _entries((name, dtype, shapes[name]) for name in sorted(shapes))
+    length = len(_json(entries))
+    return 8 + length + -length % 8 + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+
+
+def write_json(data: Any, path: Path) -> None:
+    """Write strict JSON (`to_json`) under a temporary name, then rename the file."""
+    with renamed_when_whole(path) as temporary:
+        temporary.write_text(to_json(data, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def renamed_when_whole(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` to write to; it is renamed to `path` unless an exception is raised."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(descriptor)
+    try:
+        yield Path(name)
+        # mkstemp creates private files; a result should have the permissions of any other new file.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except OSError as error:
+        if type(error) is not OSError or error.filename not in (None, name):
+            raise
+        # The error of a full disk names no file or the temporary one, so the message here names the target.
+        named = OSError(f"{path} was not written: {error.strerror or error}")
+        named.errno = error.errno
+        raise named from error
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+@contextmanager
+def renamed_together(folder: Path) -> Iterator[Path]:
+    """A temporary folder inside `folder`; its files replace those of `folder` unless an exception is raised.
+
+    Each file is replaced atomically. `folder` is made if it does not exist, and its other files stay.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as temporary:
+        yield Path(temporary)
+        for file in Path(temporary).iterdir():
+            os.replace(file, folder / file.name)
+
+
+def sha256_of_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_aligned(tensors: Mapping[str, Tensor], file: IO[bytes], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file from the current position; equal tensors and metadata give equal bytes.
+
+    Raises:
+        ValueError: A dtype is not in the format, or the header would be too long. Nothing is written then.
+    """
+    if unknown := {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in _NAMES}:
+        raise ValueError(f"tensors of these dtypes are not written: {unknown}; convert them to one of {list(_NAMES)}")
+    names = sorted(tensors, key=lambda name: _rank(name, tensors[name]))
+    header = _header(tensors, names, metadata or {})
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)
+    for name in names:
+        file.write(bytes_of(tensors[name].detach().cpu()).numpy().data)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, row by row."""
+    flat = tensor.resolve_conj().resolve_neg().contiguous()
+    # A view would keep the strides of a tensor with one element, which are arbitrary.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def _header(tensors: Mapping[str, Tensor], names: list[str], metadata: Mapping[str, str]) -> bytes:
+    entries = _entries((name, _NAMES[tensors[name].dtype], tensors[name].shape) for name in names)
+    described = _json({"__metadata__": dict(sorted(metadata.items())), **entries} if metadata else entries)
+    described += b" " * (-(8 + len(described)) % ALIGNMENT)
+    if len(described) > LONGEST_HEADER:
+        of_tensors = len(_json(entries))
+        advice = (
+            "write fewer tensors, joined or in several files"
+            if 2 * of_tensors > len(described)
+            else "shorten the metadata, by storing long lists as tensors or in files of their own"
+        )
+        raise ValueError(
+            f"the header of this safetensors file would have {len(described):,} bytes, {of_tensors:,} of them for "
+            f"{len(names):,} tensors and the others for metadata, and no reader accepts more than {LONGEST_HEADER:,}: "
+            f"{advice}. Nothing was written"
+        )
+    return described
+
+
+def _entries(tensors: Iterable[tuple[str, str, Shape]]) -> dict[str, Any]:
+    """The header's entries of tensors with these dtypes and shapes that follow one another."""
+    entries: dict[str, Any] = {}
     offset = 0
-    for name in sorted(shapes):
-        end = offset + width * torch.Size(shapes[name]).numel()
-        header[name] = {"dtype": dtype, "shape": list(shapes[name]), "data_offsets": [offset, end]}
-        offset = end
-    length = len(json.dumps(header, separators=(",", ":")))
-    return 8 + length + -length % 8 + offset
+    for name, dtype, shape in tensors:
+        start, offset = offset, offset + _WIDTHS[dtype] * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [start, offset]}
+    return entries
 
 
-def _is_named_tensor(name: object, value: object) -> bool:
-    return isinstance(name, str) and isinstance(value, Tensor)
+def _json(content: object) -> bytes:
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _rank(name: str, tensor: Tensor) -> tuple[bool, int, int, str]:
+    """What orders the tensors: multiples of 64 bytes, then wide items, and sizes that are multiples of large powers."""
+    return tensor.nbytes % ALIGNMENT != 0, -tensor.itemsize, -(tensor.nbytes & -tensor.nbytes), name
 
 
 def _reason(error: Exception) -> str:
@@ -233,8 +366,3 @@ def _reason(error: Exception) -> str:
     text = str(error) or type(error).__name__
     reason = re.search(r"Unsupported (global: GLOBAL \S+|operand \d+)", text)
     return reason[0] if reason else text.splitlines()[0]
-
-
-def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"

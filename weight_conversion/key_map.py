@@ -1,7 +1,10 @@
-"""The engine that applies a family's table of rules: to_ours in loading, to_theirs in export.
+"""Our tensor layout, and the engine that applies a family's table of rules: to_ours in loading, to_theirs in export.
 
-A rule names one tensor of the checkpoint and the tensors in our layout that it contains; `{i}` stands for the layer and
-`{e}` for the expert.
+`tensor_shapes` lists our tensors, which are those of the model's `state_dict`. A `Rule` names one tensor of the
+checkpoint and the tensors in our layout that it contains; `{i}` stands for the layer and `{e}` for the expert. A
+`Layout` splits their tensor into ours and joins ours into theirs. Rows that can be split independently of the others
+form a block, so that a large tensor is never in memory as a whole.
+
 Rules for tensors that an architecture does not have (biases, norms of heads, an untied head) are skipped. Every tensor
 is used, ignored by name, or an error; none is dropped silently.
 """
@@ -10,20 +13,136 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import product
+from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from weight_conversion.architecture import Architecture, Shape
-from weight_conversion.layouts import Layout, Same
-from weight_conversion.tensor_shapes import every_tensor_name, tensor_shapes
+from weight_conversion.architecture import Architecture, Experts, Shape, TimeConditioning
 
 PIECE_BYTES = 1 << 22
+N_FREQUENCIES = 256  # of the embedding of the noise level, in all published models
+
+
+def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:
+    """Name and shape of every tensor, in our layout (`[out, in]` for matrices, as in `torch.nn.Linear`)."""
+    a = architecture
+    shapes: dict[str, Shape] = {"embed.weight": (a.d_vocab, a.d_model)}
+    for i in range(a.n_layers):
+        block: dict[str, Shape] = {}
+        for part in (_norm("ln1", a), _attention(a), _norm("ln2", a), _mlp(a, i), _modulation("modulation", 6, a)):
+            block.update(part)
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
+    shapes.update(_norm("ln_final", a))
+    if not a.tied:
+        shapes["unembed.weight"] = (a.d_vocab_out, a.d_model)
+    if a.unembed_bias:
+        shapes["unembed.bias"] = (a.d_vocab_out,)
+    # Last, so that a seed draws the same other weights for every kind of positions.
+    if a.positional_embedding_type == "standard":
+        shapes["pos_embed.weight"] = (a.n_ctx, a.d_model)
+    if a.time is not None:
+        shapes.update(_linear("time_embed.hidden", a.time.d_cond, N_FREQUENCIES, bias=True))
+        shapes.update(_linear("time_embed.out", a.time.d_cond, a.time.d_cond, bias=True))
+        shapes.update(_modulation("final_modulation", 2, a))
+    return shapes
+
+
+def n_params(architecture: Architecture, *, active: bool = False) -> int:
+    """Number of weights, including the embeddings; with `active`, of each layer's experts only the chosen number."""
+    experts = architecture.experts
+    unused = range(experts.n_chosen, experts.n_experts) if active and experts is not None else range(0)
+    left_out = tuple(f".mlp.experts.{expert}." for expert in unused)
+    return sum(
+        math.prod(shape)
+        for name, shape in tensor_shapes(architecture).items()
+        if not any(part in name for part in left_out)
+    )
+
+
+class Layout(ABC):
+    """An invertible operation between one of their tensors and one or more of ours."""
+
+    def their_shape(self, our_shapes: Sequence[Shape], architecture: Architecture) -> Shape:
+        """The shape their tensor must have: by default, the rows of all of ours."""
+        return (sum(shape[0] for shape in our_shapes), *our_shapes[0][1:])
+
+    @abstractmethod
+    def block_rows(self, architecture: Architecture) -> int:
+        """Rows of theirs in one block."""
+
+    @abstractmethod
+    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+        """Split their tensor, or whole blocks of its rows, into ours, in the order of the rule."""
+
+    @abstractmethod
+    def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
+        """Join our tensors into theirs: the exact inverse of `split`."""
+
+
+class Same(Layout):
+    """The same tensor under another name."""
+
+    def block_rows(self, architecture: Architecture) -> int:
+        return 1
+
+    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+        return (theirs,)
+
+    def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
+        (tensor,) = ours
+        return tensor
+
+
+class GroupMajorQKV(Layout):
+    """lit-gpt's fused projection: for each key/value group the rows of its queries, then of its key, then of its value.
+
+    Source: ML-GSAI/SMDM `lit_gpt/diffmodel.py`, the view `(B, T, n_query_groups, q_per_kv + 2, head_size)`.
+    """
+
+    def block_rows(self, architecture: Architecture) -> int:
+        a = architecture
+        return (a.n_heads // a.n_key_value_heads + 2) * a.d_head
+
+    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+        heads = architecture.n_heads // architecture.n_key_value_heads
+        grouped = rearrange(theirs, "(group row d) ... -> group row d ...", row=heads + 2, d=architecture.d_head)
+        queries, key, value = grouped.split([heads, 1, 1], dim=1)
+        return tuple(rearrange(part, "group row d ... -> (group row d) ...") for part in (queries, key, value))
+
+    def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
+        a = architecture
+        grouped = [
+            rearrange(part, "(group row d) ... -> group row d ...", group=a.n_key_value_heads, d=a.d_head)
+            for part in ours
+        ]
+        return rearrange(torch.cat(grouped, dim=1), "group row d ... -> (group row d) ...")
+
+
+class Stacked(Layout):
+    """A fused projection whose rows are those of our projections, one after the other: all queries, keys, values."""
+
+    def block_rows(self, architecture: Architecture) -> int:
+        return sum(self._rows(architecture))
+
+    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+        queries, keys, values = theirs.split(self._rows(architecture))
+        return queries, keys, values
+
+    def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
+        return torch.cat(list(ours))
+
+    def _rows(self, architecture: Architecture) -> list[int]:
+        a = architecture
+        keys = a.n_key_value_heads * a.d_head
+        return [a.n_heads * a.d_head, keys, keys]
 
 
 @dataclass(frozen=True)
@@ -47,8 +166,7 @@ class KeyMap:
 
     Attributes:
         rules: Rules with layer and expert filled in, of the tensors that the architecture has.
-        our_shapes: Shape of every tensor, by its name in our layout.
-        their_shapes: Shape of every tensor that the checkpoint must contain, by its name there.
+        our_shapes, their_shapes: Shape of every tensor by its name in our layout, and by that in the checkpoint.
         repeated: Names of tensors that the checkpoint may contain a second time, with the name of the original.
     """
 
@@ -59,7 +177,7 @@ class KeyMap:
         all_rules = [each for rule in rules for each in rule.written_out(architecture.n_layers, n_experts)]
         self.our_shapes = tensor_shapes(architecture)
         covered = {name for rule in all_rules for name in rule.ours}
-        if misfit := (set(self.our_shapes) - covered) | (covered - every_tensor_name(architecture)):
+        if misfit := (set(self.our_shapes) - covered) | (covered - _every_tensor_name(architecture)):
             raise ValueError(f"the table of {architecture.family!r} does not match our layout at {sorted(misfit)}")
         self.rules = tuple(rule for rule in all_rules if any(name in self.our_shapes for name in rule.ours))
         self.their_shapes = {
@@ -86,18 +204,13 @@ class KeyMap:
             for name, shape in expected.items()
             if name in found and tuple(found[name]) != shape
         ]
-        problems = []
-        if missing:
-            problems.append(f"missing {_listed(missing)}")
-        if unknown:
-            near = [f"{name} (nearest: {_nearest(name, expected)})" for name in unknown]
-            problems.append(f"unknown {_listed(near)}")
-        if wrong:
-            problems.append(f"wrong shape: {_listed(wrong)}")
-        if problems:
+        if missing or unknown or wrong:
+            near = [f"{name} (nearest: {next(iter(_near(name, expected)), 'none')})" for name in unknown]
+            problems = {"missing ": missing, "unknown ": near, "wrong shape: ": wrong}
+            listed = "; ".join(f"{problem}{_listed(names)}" for problem, names in problems.items() if names)
             raise ValueError(
                 f"{source} does not contain the tensors of {self.architecture.name!r} "
-                f"({self.architecture.family}): {'; '.join(problems)}. "
+                f"({self.architecture.family}): {listed}. "
                 "Pass the config that belongs to this checkpoint, or the checkpoint that belongs to this config."
             )
 
@@ -170,6 +283,65 @@ class KeyMap:
             yield rule.theirs, rule.layout.join([tensors[name] for name in rule.ours], self.architecture)
 
 
+def _every_tensor_name(architecture: Architecture) -> set[str]:
+    """All tensor names that our layout has for architectures with this number of layers and experts."""
+    everything: dict[str, Any] = dict.fromkeys(
+        ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_bias", "unembed_bias"), True
+    )
+    everything |= {"tied": False, "norm": "layer", "mlp": "gated", "time": TimeConditioning(1, told=True)}
+    everything |= {"positional_embedding_type": "standard", "rotary_scaling": None, "rotary_dim": None}
+    names = set(tensor_shapes(replace(architecture, **everything, experts=None)))
+    layers = (True,) * architecture.n_layers
+    experts = replace(architecture.experts or Experts(1, 1, 1, layers), layers=layers, d_shared=1, router_bias=True)
+    return names | set(tensor_shapes(replace(architecture, **everything, experts=experts)))
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _norm(name: str, a: Architecture) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (a.d_model,)
+    if a.norms_shift:
+        yield f"{name}.bias", (a.d_model,)
+
+
+def _attention(a: Architecture) -> Iterator[tuple[str, Shape]]:
+    queries, keys = a.n_heads * a.d_head, a.n_key_value_heads * a.d_head
+    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+        yield from _linear(f"attn.{name}", rows, a.d_model, a.qkv_bias)
+    if a.qk_norm:
+        yield from (("attn.q_norm.weight", (a.d_head,)), ("attn.k_norm.weight", (a.d_head,)))
+    yield from _linear("attn.o", a.d_model, queries, a.o_bias)
+
+
+def _mlp(a: Architecture, layer: int) -> Iterator[tuple[str, Shape]]:
+    experts = a.experts
+    if experts is None or not experts.layers[layer]:
+        yield from _dense("mlp", a.d_mlp, a)
+        return
+    yield "mlp.router.weight", (experts.n_experts, a.d_model)
+    if experts.router_bias:
+        yield "mlp.router.bias", (experts.n_experts,)
+    for expert in range(experts.n_experts):
+        yield from _dense(f"mlp.experts.{expert}", experts.d_expert, a)
+    if experts.d_shared is not None:
+        yield from _dense("mlp.shared", experts.d_shared, a)
+
+
+def _dense(name: str, width: int, a: Architecture) -> Iterator[tuple[str, Shape]]:
+    for part in ("gate", "up") if a.mlp == "gated" else ("up",):
+        yield from _linear(f"{name}.{part}", width, a.d_model, a.mlp_bias)
+    yield from _linear(f"{name}.down", a.d_model, width, a.mlp_bias)
+
+
+def _modulation(name: str, vectors: int, a: Architecture) -> Iterator[tuple[str, Shape]]:
+    if a.time is not None:
+        yield from _linear(name, vectors * a.d_model, a.time.d_cond, bias=True)
+
+
 def _all_finite(rows: Tensor) -> bool:
     """Whether no weight is NaN or infinite, in one pass and without a copy."""
     if not rows.numel():
@@ -188,5 +360,5 @@ def _listed(names: Sequence[str], most: int = 4) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def _nearest(name: str, known: Mapping[str, Shape]) -> str:
-    return next(iter(get_close_matches(name, known, n=1, cutoff=0.0)), "none")
+def _near(name: str, known: Mapping[str, Shape]) -> list[str]:
+    return get_close_matches(name, known, n=1, cutoff=0.0)

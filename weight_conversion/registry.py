@@ -6,34 +6,12 @@ import re
 from collections.abc import Mapping
 
 from weight_conversion.architecture import Shape
-from weight_conversion.families import (
-    bd3lm,
-    dream,
-    lit_gpt,
-    llada,
-    llada2,
-    llada_moe,
-    llama,
-    mdlm,
-    native,
-    nemotron_labs,
-    qwen2,
-    qwen3,
-    radd,
-    sdar,
-    sedd,
-    udlm,
-)
+from weight_conversion.families import dit, lit_gpt, llada, llada2, llada_moe, llama, native, nemotron_labs, qwen
 from weight_conversion.families.family import Config, Family
-from weight_conversion.families.unsupported import refuse_unsupported
+from weight_conversion.families.kinds import refuse_unsupported
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (
-        *(native, lit_gpt, llada, llada_moe, llada2, dream, llama, qwen2, qwen3, sdar, nemotron_labs),
-        *(mdlm, udlm, bd3lm, radd, sedd),
-    )
-}
+MODULES = (native, lit_gpt, llada, llada_moe, llada2, llama, qwen, nemotron_labs, dit)
+FAMILIES: dict[str, Family] = {family.name: family for module in MODULES for family in module.FAMILIES}
 
 
 def recognise(

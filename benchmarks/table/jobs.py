@@ -1,8 +1,7 @@
-"""The jobs of the table of `floor.py`, on random models, each with its least work and its predicted cost."""
+"""The jobs of the table of `floor.py`, on random models, each with its least work."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,10 +10,8 @@ from oracles import least_work
 from oracles.distinct_branches import continued_positions
 from oracles.traced_shapes import NOISE, SUBJECT, Shape
 
-from diffusion_lens import HookedDiffusionTransformer, Query, cost
+from diffusion_lens import HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import (
-    Corruption,
-    Restoration,
     TaughtCanvas,
     TaughtPair,
     answer_probability,
@@ -26,10 +23,6 @@ from diffusion_lens.analysis import (
     temporal_effect,
     trace_trajectory,
 )
-from diffusion_lens.analysis.patching.patch_settings import PatchSettings
-from diffusion_lens.analysis.patching.sites import resolve_sites
-from diffusion_lens.analysis.rome import ValueSettings
-from diffusion_lens.denoising import DenoiseSettings
 
 # The first is the model of the targets; on the second, what surrounds matrix products takes as long as they do.
 SIZES = {
@@ -49,27 +42,11 @@ class Job:
         name: Name in the table.
         run: The job.
         least: The least number of token-layers.
-        predicted: The predicted cost; `None` where it depends on what the model writes.
-        is_bound: Whether the prediction is an upper bound only.
     """
 
     name: str
     run: Callable[[], object]
     least: Callable[[], int]
-    predicted: Callable[[], cost.Cost] | None
-    is_bound: bool = False
-
-
-def without(whole: cost.Cost, part: cost.Cost) -> cost.Cost:
-    """A cost without that of a part which is not run."""
-    passes = Counter(whole.passes)
-    passes.subtract(part.passes)
-    return replace(
-        whole,
-        passes={each: times for each, times in passes.items() if times},
-        steps=whole.steps - part.steps,
-        records=whole.records - part.records,
-    )
 
 
 class Subject:
@@ -106,11 +83,6 @@ class Subject:
         prompt = self.query.tokens[None] if self.masked else self.tokens[None, : self.prompt]
         return self.model.denoise(prompt, length=self.n_pos, **({"steps": STEPS} if self.masked else {}))
 
-    @property
-    def loop_settings(self) -> DenoiseSettings:
-        """The settings of that run."""
-        return DenoiseSettings(steps=STEPS) if self.masked else DenoiseSettings()
-
     def jobs(self) -> list[Job]:
         """The jobs of this model."""
         own = [*self.tracing(), self.searching()]
@@ -123,7 +95,6 @@ class Subject:
                 "forward",
                 torch.no_grad()(lambda: self.model(batch)),
                 lambda: least_work.forward(self.layers, ROWS, n_pos),
-                lambda: cost.forward(self.model.cfg, ROWS, n_pos),
             ),
             *[self.denoising(prompt) for prompt in (20, 34)],
             *own,
@@ -132,13 +103,11 @@ class Subject:
                 "second moment",
                 lambda: second_moment(self.model, batch, self.edited),
                 lambda: least_work.second_moment(self.edited, ROWS * n_pos),
-                lambda: cost.second_moment(self.model.cfg, [n_pos] * ROWS, self.edited),
             ),
             Job(
                 "signatures",
                 self.signatures,
                 lambda: least_work.signatures(self.layers, PAIRS, self.n_pos),
-                lambda: cost.signatures(self.model.cfg, PAIRS, self.n_pos),
             ),
         ]
 
@@ -157,19 +126,16 @@ class Subject:
             at = run().revealed_at
             return least_work.denoising(self.layers, LENGTH, len(at[at >= 0].unique()), branches=2)
 
-        predicted = DenoiseSettings(**guided)
         return Job(
             f"denoise, prompt {prompt}" if self.masked else "denoise, AR",
             run,
             least,
-            lambda: cost.denoising(self.model.cfg, LENGTH, prompt, predicted),
         )
 
     def tracing(self) -> list[Job]:
         """Traces of a canvas, along a run, and of its final text."""
-        model, query, cfg = self.model, self.query, self.model.cfg
+        model, query = self.model, self.query
         noise = {"noise": NOISE, "samples": SAMPLES}
-        settings = Restoration(), Corruption("gaussian", NOISE, SAMPLES)
         one_trace = least_work.trace(self.layers, SAMPLES, self.n_pos, None)
         last = least_work.trace(self.layers, SAMPLES, self.n_pos - 1, SUBJECT[0])
         along = least_work.traces_along_a_text(self.layers, SAMPLES, self.prompt, SUBJECT[0], ANSWER)
@@ -185,32 +151,21 @@ class Subject:
             continued = continued_positions(model, query, self.run, not self.masked, noise)
             return least_work.temporal(traces, self.layers, SAMPLES, looped // self.layers, continued)
 
-        def loop() -> cost.Cost:
-            return cost.denoising(cfg, self.n_pos, self.prompt, self.loop_settings)
-
-        def predicted_along() -> cost.Cost:
-            whole = cost.trajectory_trace(cfg, query, self.loop_settings, *settings, canvases=canvases)
-            return without(whole, loop())
-
         jobs = [
             Job(
                 f"trace, {self.kind}",
                 lambda: causal_trace(model, query, **noise),
                 lambda: one_trace if self.masked else last,
-                lambda: cost.trace(cfg, query, *settings),
             ),
             Job(
                 f"trajectory trace, {self.kind}",
                 lambda: trace_trajectory(model, written, steps, trajectory=self.run, **noise),
                 lambda: canvases * one_trace if self.masked else last,
-                predicted_along,
             ),
             Job(
                 f"temporal effect, {self.kind}",
                 lambda: temporal_effect(model, query, trajectory=self.run, **noise),
                 temporal,
-                lambda: without(cost.temporal_effect(cfg, query, self.loop_settings, *settings), loop()),
-                is_bound=True,
             ),
         ]
         if not self.masked:
@@ -219,7 +174,6 @@ class Subject:
                 "other answer traced, AR",
                 lambda: trace_trajectory(model, query, steps, trajectory=self.run, **noise),
                 lambda: along,
-                None,
             )
             jobs.insert(2, other)
         return jobs
@@ -231,12 +185,10 @@ class Subject:
         metric = answer_probability(self.model, self.query)
         first = SUBJECT[1] - SUBJECT[0] if site == "resid_pre" else self.n_pos
         differs = [first, *[self.n_pos] * (self.layers - 1)]
-        settings = PatchSettings(resolve_sites(site), None, list(range(self.layers)), None, "exact", 0)
         return Job(
             f"patch grid, {site}",
             lambda: patch_grid(self.model, self.query.tokens[None], other[None], metric, site),
             lambda: least_work.patching(self.layers, self.n_pos, differs, after=site != "resid_pre"),
-            lambda: cost.patch_grid(self.model.cfg, self.query.tokens, other, settings, self.query.answer_positions),
         )
 
     def searching(self) -> Job:
@@ -246,20 +198,12 @@ class Subject:
         prompts = [len(self.query.tokens), len(essence.tokens)]
         # On the AR baseline, the vector reaches the positions from the subject's last token on.
         reached = prompts if self.masked else [n - (SUBJECT[1] - 1) for n in prompts]
-        cfg, settings = self.model.cfg, ValueSettings(steps=ITERATIONS, stop_below=0.0)
-
-        def predicted() -> cost.Cost:
-            both = cost.keys_and_values(cfg, [[self.query]], [self.edited], settings, [essence])
-            keys = cost.up_to_layer(cfg, prompts[:1], self.edited)
-            return without(both, replace(keys, records=1))
-
         return Job(
             f"v*, {self.kind}",
             lambda: optimize_value(
                 self.model, self.query, self.edited, essence=essence, steps=ITERATIONS, stop_below=0.0
             ),
             lambda: least_work.search(self.layers, self.edited, ITERATIONS, sum(reached), sum(prompts)),
-            predicted,
         )
 
     def signatures(self) -> object:

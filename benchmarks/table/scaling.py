@@ -6,22 +6,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from oracles.traced_shapes import NOISE, SUBJECT, Shape
 from table.jobs import SIZES
-from table.operations import clock, timed
+from table.operations import timed
 
-from diffusion_lens import HookedDiffusionTransformer, Query, cost
-from diffusion_lens.analysis import Corruption, LocalWorkers, Restoration, trace_query
-from diffusion_lens.analysis.average_effects import AverageEffect
-from diffusion_lens.analysis.average_effects.known import Known
-from diffusion_lens.analysis.average_effects.study import average_facts
-from diffusion_lens.analysis.average_effects.trace_settings import TraceSettings
-from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens import HookedDiffusionTransformer, Query
+from diffusion_lens.analysis import (
+    AverageSettings,
+    LocalWorkers,
+    TraceSettings,
+    average_indirect_effect,
+    causal_trace,
+)
 from diffusion_lens.data import toy_facts
 
 USUAL = {"n_layers": 4, "n_pos": 24, "samples": 5}
@@ -38,27 +38,18 @@ STARTS = {
 }
 
 
-def rates(cfg: Any) -> cost.Device:
-    """This machine, by the clock of the table."""
-    return cost.this_machine(cfg, clock=clock)
-
-
 def by_size(rounds: int) -> Iterator[dict[str, Any]]:
-    """The time of a trace against layers, positions and samples, with that predicted."""
+    """The time of a trace against layers, positions and samples."""
     for variant, kind in (("masked", "MDM"), ("causal", "AR")):
         for axis, value in ((axis, value) for axis, values in VALUES.items() for value in values):
             shape = Shape(variant, **{**SIZES["4 layers, d=128"], **USUAL, axis: value})
             with torch.no_grad():
                 model = shape.build()
-            noise = Corruption("gaussian", NOISE, samples=shape.samples)
-            work = partial(trace_query, model, _query(model, shape.n_pos), Restoration(), noise)
+            settings = TraceSettings(noise=NOISE, samples=shape.samples)
+            work = partial(causal_trace, model, _query(model, shape.n_pos), settings=settings)
             work()
-            before = rates(model.cfg)
             seconds = statistics.median(timed(work) for _ in range(rounds))
-            machines = before, rates(model.cfg)
-            expected = cost.trace(model.cfg, _query(model, shape.n_pos), Restoration(), noise)
-            predicted = statistics.mean(expected.seconds(machine, hashed=True) for machine in machines)
-            yield {"kind": kind, "axis": LABELS[axis], "value": value, "seconds": seconds, "predicted": predicted}
+            yield {"kind": kind, "axis": LABELS[axis], "value": value, "seconds": seconds}
 
 
 def _query(model: HookedDiffusionTransformer, n_pos: int) -> Query:
@@ -78,28 +69,19 @@ def by_workers(rounds: int) -> Iterator[dict[str, Any]]:
     facts = toy_facts.load().facts(trained="p2d", asked="p2d")[:FACTS]
     for name, kind in (("tiny-mdm", "MDM"), ("tiny-ar", "AR")):
         model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
-        layout = CanvasLayout(None if model.cfg.grows else LENGTH)
-        noise = Corruption("gaussian", NOISE, samples=SAMPLES)
-        settings = TraceSettings(layout, Restoration(), noise, False, Known.of("all"))
-        queries = [settings.query(model, fact) for fact in facts]
-        machine = replace(cost.this_machine(model.cfg), name="one core")
+        length = None if model.cfg.grows else LENGTH
+        settings = AverageSettings(noise=NOISE, samples=SAMPLES, length=length, known="all")
         for number in WORKERS:
             with LocalWorkers(number) as executor:
-                study = partial(average_facts, AverageEffect, model, facts, settings, None, executor=executor)
+                study = partial(average_indirect_effect, model, facts, settings=settings, executor=executor)
                 study()
                 times = []
                 for _ in range(rounds):
                     started = time.perf_counter()
                     study()
                     times.append(time.perf_counter() - started)
-            predicted = cost.average_effect(model.cfg, queries, settings).seconds(machine, number, hashed=True)
-            yield {
-                "kind": kind,
-                "axis": "workers",
-                "value": number,
-                "seconds": statistics.median(times) / len(facts),
-                "predicted": float(predicted) / len(facts),
-            }
+            seconds = statistics.median(times) / len(facts)
+            yield {"kind": kind, "axis": "workers", "value": number, "seconds": seconds}
 
 
 def starts(rounds: int) -> Iterator[tuple[str, float]]:

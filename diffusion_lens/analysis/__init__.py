@@ -1,40 +1,25 @@
 """Analyses, each built from what users have: hooks, caches, `start_at_layer`, `logits_at`."""
 
-from diffusion_lens.analysis.average_effects import (
+from typing import Any
+
+from diffusion_lens.analysis.attention_sinks import AttentionSinks, SinkSpan, attention_sinks
+from diffusion_lens.analysis.causal_tracing import (
     AverageEffect,
+    AverageSettings,
     AverageTrajectoryEffect,
+    AverageTrajectorySettings,
+    CausalTrace,
     Known,
-    LoopSettings,
+    TemporalEffect,
     TraceSettings,
-    average_facts,
+    TrajectoryTrace,
     average_indirect_effect,
     average_trajectory_effect,
-    merge,
-    recalled_facts,
-)
-from diffusion_lens.analysis.by_step import (
-    AttentionSinks,
-    RidgeSettings,
-    SinkSpan,
-    SteeringVectors,
-    TimeProbe,
-    attention_sinks,
-    difference_of_means,
-    probe_time,
-)
-from diffusion_lens.analysis.canvas_layout import CanvasLayout
-from diffusion_lens.analysis.causal_tracing import (
-    CausalTrace,
-    Corruption,
-    Restoration,
-    TemporalEffect,
-    TrajectoryTrace,
     causal_trace,
+    merge,
     noise_scale,
-    restore_in_loop,
+    recalled_facts,
     temporal_effect,
-    trace_query,
-    trace_steps,
     trace_trajectory,
 )
 from diffusion_lens.analysis.circuits import (
@@ -54,8 +39,13 @@ from diffusion_lens.analysis.dictionaries import (
     dictionary_loss,
     splice,
 )
+from diffusion_lens.analysis.engine.layout import CanvasLayout
+from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
+from diffusion_lens.analysis.over_facts.executor import LocalWorkers, Workers
+from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
+from diffusion_lens.analysis.probes import RidgeSettings, TimeProbe, probe, probe_time
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
     EditSettings,
@@ -79,7 +69,6 @@ from diffusion_lens.analysis.rome import (
     second_moment,
     study_keys_and_values,
 )
-from diffusion_lens.analysis.selection import Selection
 from diffusion_lens.analysis.signatures import (
     FactSignatures,
     GradientAlignment,
@@ -91,21 +80,21 @@ from diffusion_lens.analysis.signatures import (
     reversal_signatures,
     routes,
 )
-from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
-from diffusion_lens.analysis.workers import LocalWorkers, Workers
-from diffusion_lens.taught_pairs import TaughtCanvas, TaughtPair
+from diffusion_lens.analysis.steering_vectors import SteeringVectors, difference_of_means
+from diffusion_lens.facts.taught_pairs import TaughtCanvas, TaughtPair
 
 __all__ = [
     "ActivationStore",
     "AttentionSinks",
     "AverageEffect",
+    "AverageSettings",
     "AverageTrajectoryEffect",
+    "AverageTrajectorySettings",
     "CanvasLayout",
     "CausalTrace",
     "Circuit",
     "Comparison",
     "Comparisons",
-    "Corruption",
     "DictionaryLoss",
     "EdgeScores",
     "EditSettings",
@@ -126,11 +115,9 @@ __all__ = [
     "NoiseRange",
     "PatchGrid",
     "RankOneEdit",
-    "Restoration",
     "ReversalSignatures",
     "RidgeSettings",
     "SecondMoment",
-    "Selection",
     "SinkSpan",
     "SteeringVectors",
     "TaughtCanvas",
@@ -147,7 +134,6 @@ __all__ = [
     "activations",
     "answer_probability",
     "attention_sinks",
-    "average_facts",
     "average_indirect_effect",
     "average_trajectory_effect",
     "causal_trace",
@@ -174,16 +160,20 @@ __all__ = [
     "noise_scale",
     "optimize_value",
     "patch_grid",
+    "probe",
     "probe_time",
     "recalled_facts",
-    "restore_in_loop",
     "reversal_signatures",
     "routes",
     "second_moment",
     "splice",
     "study_keys_and_values",
     "temporal_effect",
-    "trace_query",
-    "trace_steps",
     "trace_trajectory",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    from diffusion_lens.analysis.causal_tracing.deprecated import deprecated
+
+    return deprecated(name)

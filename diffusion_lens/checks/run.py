@@ -1,4 +1,8 @@
-"""Runs all checks of one model. Each relies on the earlier ones: file, config, weights, then the model's outputs."""
+"""Runs all checks of one model: of one that is loaded (`check_model`), or of a checkpoint (`check_checkpoint`).
+
+Each check relies on the earlier ones: file, config, weights, then the model's outputs. A checkpoint that does not load
+is a finding; an unknown name is an error.
+"""
 
 import sys
 import time
@@ -10,25 +14,49 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.checks.agreement import check_half_precision, check_padding
-from diffusion_lens.checks.composition import Composition, compositions, foreign_parts
-from diffusion_lens.checks.diagnosis import diagnose
-from diffusion_lens.checks.expected import Expected, check_config, check_hash
-from diffusion_lens.checks.facts import check_facts
-from diffusion_lens.checks.finding import COMPUTED, CheckReport, Finding
-from diffusion_lens.checks.measures import QUIET_SHARE, Measure, PageMeasure, Parts, ReferenceMeasure
-from diffusion_lens.checks.page import check_page, page_losses, right_loss
-from diffusion_lens.checks.recall import check_recall, open_questions, require_known_words
-from diffusion_lens.checks.reference import Reference, check_reference
-from diffusion_lens.checks.texts import read_page, texts_for
-from diffusion_lens.checks.told_time import at_check_time
-from diffusion_lens.checks.weights import check_weights
-from diffusion_lens.data.sources import FactSource
+from diffusion_lens.checks.diagnosis import QUIET_SHARE, Measure, PageMeasure, Parts, ReferenceMeasure, diagnose
+from diffusion_lens.checks.reference import (
+    Reference,
+    at_check_time,
+    check_half_precision,
+    check_padding,
+    check_reference,
+)
+from diffusion_lens.checks.report import COMPUTED, CheckReport, Finding
+from diffusion_lens.checks.texts import (
+    Page,
+    check_facts,
+    check_page,
+    check_recall,
+    open_questions,
+    page_losses,
+    read_page,
+    require_known_words,
+    right_loss,
+    texts_for,
+)
+from diffusion_lens.checks.weights import (
+    Composition,
+    Expected,
+    check_config,
+    check_hash,
+    check_weights,
+    compositions,
+    foreign_parts,
+)
+from diffusion_lens.data.fact_files import FactSource
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.records import provenance
+from diffusion_lens.loading import TOKENIZER_FILES
+from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, PublishedFile, Repository
+from diffusion_lens.loading.hub import fetch_file, fetch_tokenizer
+from diffusion_lens.loading.source import given_options
+from diffusion_lens.model.config import as_device
+from diffusion_lens.records.results import provenance
+from weight_conversion.files import WHOLE
 
 CHECKS = ("hash", "config", "weights", "reference", "page loss", "facts", "recall", "padding", "bfloat16", "diagnosis")
 NO_TOKENIZER = "the model has no tokenizer; name the folder of one with --tokenizer"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_model(
@@ -66,53 +94,118 @@ def check_model(
     questions = None if data is None else open_questions(data)
     if questions is not None and model.tokenizer is not None:
         require_known_words(model, questions)
-    run = _CheckRun(model, expected, only)
+    run = _CheckRun(model, expected, only, reference)
     with at_check_time(model):
-        run.run_all(file, reference, questions, recall)
+        run.run_all(file, questions, recall)
         described = provenance(model, model.cfg)
     model_name = name or (expected.name if expected else model.cfg.model_name)
-    record = {**described, "seconds": run.seconds, "memory_bytes": peak_memory(model)}
+    record = {**described, "seconds": run.seconds, "memory_bytes": _peak_memory(model)}
     return CheckReport(model_name, expected.name if expected else None, tuple(run.findings), record)
+
+
+def check_checkpoint(
+    name_or_path: str,
+    *,
+    claimed: str | None = None,
+    reference: Path | None = None,
+    data: str | None = None,
+    config: Path | None = None,
+    tokenizer: Path | None = None,
+    device: str | None = None,
+    dtype: str = "float32",
+    mode: str | None = None,
+    block_size: int | None = None,
+    mask_token_id: int | None = None,
+) -> CheckReport:
+    """Load a checkpoint and check whether it is what it claims to be.
+
+    Args:
+        name_or_path: Argument of `from_pretrained`.
+        claimed: Name in the catalogue of the model that it should be; by default `name_or_path` if it is such a name.
+        reference: File with the original code's logits.
+        data: Data set or file with facts of the reversal curse.
+        config, tokenizer, device, dtype: Arguments of `from_pretrained`. The tokenizer of the claimed model is used if
+            there is none beside the checkpoint.
+        mode, block_size, mask_token_id: Arguments of `from_pretrained`. The catalogue's config is that of the mode.
+
+    Raises:
+        ValueError: The name, the dtype or the device is unknown; the reference is not one; or the data contain no fact
+            that the model can be queried for.
+        FileNotFoundError: There is no such file.
+    """
+    # 1. Check the arguments, and find out what the checkpoint should be.
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown; it must be one of {', '.join(DTYPES)}")
+    path = Path(name_or_path).expanduser()
+    known = {entry.repo: entry.name for entry in REPOSITORIES}.get(name_or_path, name_or_path.lower())
+    if claimed is None and not path.exists() and (known in PUBLISHED or known in BUNDLED):
+        claimed = known
+    expected = None if claimed is None else Expected.of(claimed, mode)
+    loaded_reference = None if reference is None else Reference.load(reference)
+    if data is not None:
+        open_questions(data)  # so that unusable data are refused before a download
+    resolved_device = None if device is None else as_device(device)
+
+    # 2. Load it; if it is refused, report the reason and the hash of its file.
+    start = time.perf_counter()
+    try:
+        model = HookedDiffusionTransformer.from_pretrained(
+            name_or_path,
+            config=config or _config(path, expected),
+            tokenizer=tokenizer or _tokenizer(path, expected),
+            device=resolved_device,
+            dtype=DTYPES[dtype],
+            **given_options(mode, block_size, mask_token_id),
+        )
+    except ValueError as error:
+        if not path.exists() and expected is None:
+            raise
+        said = f"refused: {' '.join(str(error).split())}"
+        cause = f"the checkpoint does not load: {error}"
+        findings = (check_hash(expected, _file(name_or_path, path)), Finding("load", "off", said, cause))
+        return CheckReport(name_or_path, None if expected is None else expected.name, findings)
+
+    # 3. Check the loaded model.
+    seconds = round(time.perf_counter() - start, 3)
+    report = check_model(
+        model,
+        expected=expected,
+        file=_file(name_or_path, path),
+        reference=loaded_reference,
+        data=data,
+        recall=True if data is not None else None,
+        name=name_or_path,
+    )
+    n_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    said = f"{n_bytes / 1e9:.2f} GB of weights ({dtype}) in {seconds:.1f} seconds"
+    loaded = Finding("load", "ok", said, numbers={"seconds": seconds, "weights_bytes": n_bytes})
+    return replace(report, findings=(loaded, *report.findings))
 
 
 @dataclass
 class _CheckRun:
-    """State that the checks of one model share.
-
-    Attributes:
-        model: Model to check.
-        expected: Model that it should be.
-        only: Names of the checks to run.
-        findings: Findings so far.
-        measure: Measure for the diagnosis and its value: the reference's if there is one, otherwise the page's.
-        seconds: Time of each check in seconds.
-        page: Page in the model's tokens.
-        reference: Logits of the original code.
-    """
+    """State that the checks of one model share; `measure` is the reference's if there is one, otherwise the page's."""
 
     model: HookedDiffusionTransformer
     expected: Expected | None
     only: Collection[str]
+    reference: Reference | None
     findings: list[Finding] = field(default_factory=list)
     measure: tuple[Measure, Parts] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    page: Any = None
-    reference: Reference | None = None
+    page: Page | None = None
 
     @cached_property
     def compositions(self) -> list[Composition]:
         """The composition scores, computed once; for a large network this takes a while."""
         return compositions(self.model)
 
-    def run_all(
-        self, file: Path | None, reference: Reference | None, questions: FactSource | None, recall: bool | None
-    ) -> None:
-        """Run the checks in order; the arguments are those of `check_model`."""
+    def run_all(self, file: Path | None, questions: FactSource | None, recall: bool | None) -> None:
         model, expected = self.model, self.expected
         self.guard("hash", lambda: [check_hash(expected, file)])
         self.guard("config", lambda: [check_config(expected, model.cfg.architecture)])
         self.guard("weights", lambda: [check_weights(model, self.compositions)])
-        if reference is not None:
+        if (reference := self.reference) is not None:
             self.guard("reference", lambda: self.compare(reference))
         if model.tokenizer is None:
             requested = [check for check in ("page loss", "facts", "recall") if check in self.only]
@@ -137,7 +230,6 @@ class _CheckRun:
         self.seconds[check] = round(time.perf_counter() - start, 3)
 
     def read(self) -> list[Finding]:
-        """Check the loss on the page."""
         texts = texts_for(self.model)
         self.page = read_page(self.model, texts)
         losses = page_losses(self.model, self.page.ordered)
@@ -147,19 +239,15 @@ class _CheckRun:
         return [check_page(self.model, texts, self.page, right, float(losses.sum()))]
 
     def compare(self, reference: Reference) -> list[Finding]:
-        """Compare the model with the original code."""
-        self.reference = reference
         distance = reference.distance(self.model)
-        self.measure = (
-            ReferenceMeasure(reference, reference.tolerance(self.model)),
-            ReferenceMeasure.parts(distance),
-        )
+        measure = ReferenceMeasure(reference, reference.tolerance(self.model))
+        self.measure = measure, measure.parts(distance)
         return [check_reference(self.model, reference, distance)]
 
     def rows(self) -> torch.Tensor:
         """Some rows of tokens: from the page, else from the reference, else random."""
         if self.page is not None:
-            rows: torch.Tensor = self.page.ordered
+            rows = self.page.ordered
         elif self.reference is not None and self.reference.attention_mask is None:
             rows = self.reference.tokens
         else:
@@ -179,15 +267,10 @@ class _CheckRun:
         if not off and isinstance(measure, PageMeasure):
             measure = replace(measure, share=QUIET_SHARE)
         known = any(finding.check == "config" and finding.outcome == "ok" for finding in self.findings)
+        foreign, masks = foreign_parts(self.compositions), self._mask_ids()
         return [
             diagnose(
-                self.model,
-                measure,
-                before,
-                mask_ids=self._mask_ids(),
-                foreign=foreign_parts(self.compositions),
-                something_off=off,
-                config_known=known,
+                self.model, measure, before, mask_ids=masks, foreign=foreign, something_off=off, config_known=known
             )
         ]
 
@@ -210,7 +293,7 @@ class _CheckRun:
         return [candidate for candidate in candidates if candidate is not None]
 
 
-def peak_memory(model: HookedDiffusionTransformer) -> int | None:
+def _peak_memory(model: HookedDiffusionTransformer) -> int | None:
     """Peak memory in bytes, of the GPU or otherwise of the process; `None` if it is unknown."""
     device = torch.device(model.cfg.device or "cpu")
     if device.type == "cuda":
@@ -221,3 +304,42 @@ def peak_memory(model: HookedDiffusionTransformer) -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def _config(path: Path, expected: Expected | None) -> Any:
+    """The catalogue's config for a local checkpoint without a config, if it is claimed to be that of a `Repository`."""
+    entry = PUBLISHED.get(expected.name) if expected is not None else None
+    folder = path if path.is_dir() else path.parent
+    if not path.exists() or not isinstance(entry, Repository) or (folder / "config.json").exists():
+        return None
+    return dict(entry.config) or None
+
+
+def _tokenizer(path: Path, expected: Expected | None) -> Path | None:
+    """The tokenizer of the claimed model for a local checkpoint without one, if it is on this machine."""
+    folder = path if path.is_dir() else path.parent
+    if not path.exists() or expected is None or any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
+    if bundled := BUNDLED.get(expected.name):
+        return bundled.folder
+    if not isinstance(PUBLISHED[expected.name], PublishedFile):
+        return None
+    try:
+        return fetch_tokenizer({"local_files_only": True}, folder)
+    except FileNotFoundError:
+        return None
+
+
+def _file(name: str, path: Path) -> Path | None:
+    """The file with the weights, if they are a single file."""
+    if path.is_dir():
+        return path / WHOLE if (path / WHOLE).exists() else None
+    if path.exists():
+        return path
+    if bundled := BUNDLED.get(name.lower()):
+        return bundled.path
+    entry = PUBLISHED.get(name.lower())
+    try:
+        return fetch_file(entry, {"local_files_only": True}) if isinstance(entry, PublishedFile) else None
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,40 +1,23 @@
-"""The command line `diffusion-lens`. Each command has its own module, and importing the module registers it."""
+"""The command line `diffusion-lens`. Importing a module of commands registers them.
 
-from diffusion_lens.cli import (
-    aie,
-    check,
-    compare,
-    demo,
-    denoise,
-    explore,
-    finetune,
-    lens,
-    models,
-    one_layer,
-    patch,
-    plot,
-    recall,
-    rome,
-    signatures,
-    trace,
-)
+A command is a function with the decorator `command` (`options.py`), which makes its options. It loads a model
+(`load_model.py`), calls the library, if asked on several workers (`workers.py`), says what was found and writes it
+(`report.py`); `cost.py` is behind `--dry-run`. `app.py` turns errors into one line.
+"""
+
+from diffusion_lens.cli import demo, denoise, explore, finetune, lens, models, patch, plot, rome, signatures, trace
 from diffusion_lens.cli.app import app
 
 __all__ = [
-    "aie",
     "app",
-    "check",
-    "compare",
     "demo",
     "denoise",
     "explore",
     "finetune",
     "lens",
     "models",
-    "one_layer",
     "patch",
     "plot",
-    "recall",
     "rome",
     "signatures",
     "trace",

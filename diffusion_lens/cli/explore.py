@@ -1,26 +1,35 @@
 """`diffusion-lens explore` shows the runs of a model in a browser."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diffusion_lens.cli import options, ranges
-from diffusion_lens.cli.app import app
-from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.load_model import ModelChoice, model_label, name_and_mode, reading
+from diffusion_lens.cli.load_model import LoadingOptions, ModelChoice, model_label, name_and_mode
+from diffusion_lens.cli.options import LENGTH, DenoiseOptions, Model, command, each_from_0
+from diffusion_lens.cli.report import require
+from diffusion_lens.settings import at_least, setting
 
 if TYPE_CHECKING:
-    from diffusion_lens.facts import Fact
+    from diffusion_lens.facts.fact import Fact
 
 PAIR = "pair"
 
 
-@app.command()
+def port_number(name: str, value: int) -> int:
+    """`value`; a `ValueError` unless it is a port."""
+    if not 0 <= value < 2**16:
+        raise ValueError(f"{name}={value}; a port is a whole number from 0 to {2**16 - 1}")
+    return value
+
+
+@command()
 def explore(
-    model: options.Model,
+    model: Model,
+    run: DenoiseOptions,
+    loading: LoadingOptions,
     against: Annotated[
         str | None,
         typer.Option(
@@ -29,41 +38,22 @@ def explore(
             "checkpoint that is both, its causal mode; NAME@MODE is any mode of a checkpoint.",
         ),
     ] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to continue. Default: the first fact of a bundled model's training.")
-    ] = None,
-    subject: Annotated[str | None, typer.Option(help="Subject of the fact, a part of the prompt, for traces.")] = None,
-    answer: Annotated[
-        str | None, typer.Option(help="Answer with its leading space, which the lens ranks and traces follow.")
-    ] = None,
-    length: options.LengthOfOne = None,
-    steps: options.Steps = 16,
-    sampler: options.Sampler = None,
-    cfg_scale: options.CfgScale = None,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = 0,
-    attention: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="With --out: layer whose attention patterns the file contains. Repeat the option for several.",
-            callback=ranges.at_least(0),
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write one .html file that needs no network and no model, and serve nothing.")
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Others than 127.0.0.1 let other machines in, given the token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free one.", callback=ranges.port())] = 0,
+    prompt: str | None = setting(None, "Text to continue. Default: the first fact of a bundled model's training."),
+    subject: str | None = setting(None, "Subject of the fact, a part of the prompt, for traces."),
+    answer: str | None = setting(None, "Answer with its leading space, which the lens ranks and traces follow."),
+    length: int | None = LENGTH,
+    steps: int = setting(16, "Number of denoising steps.", partial(at_least, 1)),
+    attention: list[int] | None = setting(
+        None,
+        "With --out: layer whose attention patterns the file contains. Repeat the option for several.",
+        each_from_0,
+    ),
+    out: Path | None = setting(None, "Write one .html file that needs no network and no model, and serve nothing."),
+    host: str = setting(
+        "127.0.0.1", "Address to listen on. Others than 127.0.0.1 let other machines in, given the token."
+    ),
+    port: int = setting(0, "Port to listen on. 0 takes a free one.", port_number),
     browser: Annotated[bool, typer.Option(help="Open the page in the default browser.")] = True,
-    config: options.Config = None,
-    tokenizer: options.Tokenizer = None,
-    mode: options.Mode = None,
-    block_size: options.BlockSize = None,
-    mask_token_id: options.MaskTokenId = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "float32",
 ) -> None:
     """Explore runs in a browser: canvases, lens, attention and traces by step, and interventions by clicking.
 
@@ -71,11 +61,10 @@ def explore(
 
     Example: diffusion-lens explore site-mdm --against pair
     """
-    from diffusion_lens.denoising import DenoiseSettings
-    from diffusion_lens.facts import Fact
+    from diffusion_lens.facts.fact import Fact
 
     # 1. Check the settings before the models are loaded.
-    DenoiseSettings(steps, sampler, cfg_scale or 0.0, temperature, seed)
+    run.settings()
     if out is None:
         require("live pages", "servers")
         if attention:
@@ -88,11 +77,11 @@ def explore(
         raise ValueError("subject= is traced together with answer=; give both")
     if prompt is None and (subject or answer):
         raise ValueError("subject= and answer= belong to a prompt; give prompt= too")
-    model, mode = name_and_mode(model, mode)
+    model, mode = name_and_mode(model, loading.mode)
     names, second_mode = [model], None
     if against is not None:
         second, second_mode = name_and_mode(against)
-        names.append(_second(model, second, config, reading(mode, block_size, mask_token_id)))
+        names.append(_second(model, second, replace(loading, mode=mode)))
     if shared := len(set(names)) < len(names) and (against == PAIR or second_mode is not None):
         mode = mode or "bidirectional"
         second_mode = second_mode or "ar"
@@ -100,14 +89,18 @@ def explore(
     asked, of_data = _first_fact(model) if prompt is None else (prompt, None)
     if prompt is not None and subject is not None and answer is not None:
         asked = Fact(prompt, subject, answer)
-    # Beside another mode, the causal one takes neither option.
-    sizes = (None, None) if shared and mode == "ar" else (block_size, mask_token_id)
-    choices = [ModelChoice(names[0], config, tokenizer, device, dtype, mode, *sizes)]
+
+    def choice_of(own_mode: str | None) -> ModelChoice:
+        """The first checkpoint in a mode. Beside another mode, the causal one takes neither size."""
+        sizes = {"block_size": None, "mask_token_id": None} if shared and own_mode == "ar" else {}
+        return ModelChoice(model, **{**vars(loading), **sizes, "mode": own_mode})
+
+    choices = [choice_of(mode)]
     if shared:
-        sizes = (None, None) if second_mode == "ar" else (block_size, mask_token_id)
-        choices.append(replace(choices[0], mode=second_mode, block_size=sizes[0], mask_token_id=sizes[1]))
+        choices.append(choice_of(second_mode))
     else:
-        choices += [ModelChoice(name, None, tokenizer, device, dtype, second_mode) for name in names[1:]]
+        others = replace(loading, config=None, mode=second_mode, block_size=None, mask_token_id=None)
+        choices += [ModelChoice(name, **vars(others)) for name in names[1:]]
     lengths = [choice.length(length, of_data) for choice in choices]
     length = min((known for known in lengths if known is not None), default=None)
 
@@ -118,8 +111,7 @@ def explore(
     loaded = [choices[0].load()]
     loaded += [choice.load(weights_of=loaded[0] if shared else None) for choice in choices[1:]]
     session = Session(loaded)
-    settings = {"length": length, "steps": steps, "sampler": sampler, "cfg_scale": cfg_scale or 0.0}
-    specs = first_specs(session, asked, **settings, temperature=temperature, seed=seed)
+    specs = first_specs(session, asked, **{**vars(run), "length": length, "cfg_scale": run.cfg_scale or 0.0})
     if answer is not None and subject is None:
         specs = [replace(spec, answer=answer) for spec in specs]
     runs = [session.run(spec)["id"] for spec in specs]
@@ -145,7 +137,7 @@ def explore(
     server.serve(started)
 
 
-def _second(model: str, against: str, config: Path | None, options: Mapping[str, Any]) -> str:
+def _second(model: str, against: str, loading: LoadingOptions) -> str:
     """The name of the second model; that of the first, if it is both models of a pair.
 
     Raises:
@@ -154,10 +146,13 @@ def _second(model: str, against: str, config: Path | None, options: Mapping[str,
     if against != PAIR:
         return against
     from diffusion_lens.loading import shape_of
-    from diffusion_lens.pairs import PAIRS
+    from diffusion_lens.loading.pairs import PAIRS
     from weight_conversion.registry import FAMILIES
 
-    if Path(model).expanduser().exists() and "mode" in FAMILIES[shape_of(model, config, options).family].options:
+    if (
+        Path(model).expanduser().exists()
+        and "mode" in FAMILIES[shape_of(model, loading.config, loading.options).family].options
+    ):
         return model
     pair = PAIRS.get(model.lower())
     if pair is None:
@@ -171,8 +166,8 @@ def _first_fact(model: str) -> "tuple[Fact, int | None]":
     Raises:
         ValueError: The model is not bundled.
     """
-    from diffusion_lens.catalogue import BUNDLED
-    from diffusion_lens.data.sources import default_source, open_source
+    from diffusion_lens.data.fact_files import default_source, open_source
+    from diffusion_lens.loading.catalogue import BUNDLED
 
     if model.lower() not in BUNDLED:
         raise ValueError(f"{model_label(model)!r} is not bundled, so there is no default prompt: give prompt=")

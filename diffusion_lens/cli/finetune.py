@@ -2,63 +2,41 @@
 
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from diffusion_lens.cli import cost, options, ranges
-from diffusion_lens.cli.app import app
+from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import ModelChoice
-from diffusion_lens.cli.report import Report, progress
+from diffusion_lens.cli.options import command
+from diffusion_lens.cli.report import FolderReport, positive, progress
+from diffusion_lens.settings import at_least, check_seed, setting
 
 
-@app.command()
+@command(dtype=None)
 def finetune(
-    model: options.Model,
-    out: Annotated[Path, typer.Option(help="Folder for the trained model. An interrupted run resumes from it.")],
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help='A .jsonl file with {"prompt": , "completion": } per line, or site, toy, reversal-curse, or a folder '
-            "of its files. Default: the facts of a bundled model's training, otherwise reversal-curse."
-        ),
-    ] = None,
-    epochs: Annotated[float, typer.Option(help="Passes over the data.", callback=ranges.positive())] = 10,
-    batch_size: Annotated[
-        int, typer.Option(help="Rows per update, over all devices.", callback=ranges.at_least(1))
-    ] = 32,
-    lr: Annotated[
-        float | None, typer.Option(help="Highest learning rate. Default: SMDM's 2e-4.", callback=ranges.positive())
-    ] = None,
-    accumulate: Annotated[
-        int,
-        typer.Option(
-            help="Number of parts of a batch that are processed one after another, to save memory.",
-            callback=ranges.at_least(1),
-        ),
-    ] = 1,
-    precision: Annotated[str, typer.Option(help="Autocast: no, bf16 or fp16. The weights stay float32.")] = "no",
-    checkpoint_every: Annotated[
-        int, typer.Option(help="Number of updates between checkpoints.", callback=ranges.at_least(1))
-    ] = 500,
-    ask: Annotated[
-        int,
-        typer.Option(
-            help="Number of held-out questions per pair of directions that measure recall at every checkpoint.",
-            callback=ranges.at_least(0),
-        ),
-    ] = 0,
-    seed: options.Seed = 3407,
-    config: options.Config = None,
-    tokenizer: options.Tokenizer = None,
-    mode: options.Mode = None,
-    block_size: options.BlockSize = None,
-    mask_token_id: options.MaskTokenId = None,
-    device: options.Device = None,
-    json: options.Json = False,
-    dry_run: options.DryRun = False,
-    flops: options.Flops = None,
+    chosen: ModelChoice,
+    report: FolderReport,
+    out: Path = setting(..., "Folder for the trained model. An interrupted run resumes from it."),
+    data: str | None = setting(
+        None,
+        'A .jsonl file with {"prompt": , "completion": } per line, or site, toy, reversal-curse, or a folder of its '
+        "files. Default: the facts of a bundled model's training, otherwise reversal-curse.",
+    ),
+    epochs: float = setting(10, "Passes over the data.", positive),
+    batch_size: int = setting(32, "Rows per update, over all devices.", partial(at_least, 1)),
+    lr: float | None = setting(None, "Highest learning rate. Default: SMDM's 2e-4.", positive),
+    accumulate: int = setting(
+        1, "Number of parts of a batch that are processed one after another, to save memory.", partial(at_least, 1)
+    ),
+    precision: str = setting("no", "Autocast: no, bf16 or fp16. The weights stay float32."),
+    checkpoint_every: int = setting(500, "Number of updates between checkpoints.", partial(at_least, 1)),
+    ask: int = setting(
+        0,
+        "Number of held-out questions per pair of directions that measure recall at every checkpoint.",
+        partial(at_least, 0),
+    ),
+    seed: int = setting(3407, "Seed of the random number generator.", check_seed),
 ) -> None:
     """Fine-tune a model on prompts and completions, and write a model to OUT that every command accepts.
 
@@ -67,24 +45,21 @@ def finetune(
 
     Example: diffusion-lens finetune tiny-mdm --epochs 0.02 --lr 1e-4 --out taught
     """
-    arguments = dict(locals())
-    from diffusion_lens.cost import kind_of_device, training
-    from diffusion_lens.data.sources import STUDY_LENGTH, default_source, open_source
+    from diffusion_lens.data.fact_files import STUDY_LENGTH, default_source, open_source
     from diffusion_lens.evaluation import recall_by_steps
-    from diffusion_lens.evaluation.naming import cell_name
-    from diffusion_lens.facts import Fact
+    from diffusion_lens.evaluation.recall import cell_name
+    from diffusion_lens.facts.fact import Fact
+    from diffusion_lens.model.config import kind_of_device
     from diffusion_lens.model.transformer import DiffusionTransformer
-    from diffusion_lens.records import require_same_settings
+    from diffusion_lens.records.results import require_same_settings
     from diffusion_lens.training import finetune as train
     from diffusion_lens.training import smdm_reverse
-    from diffusion_lens.training.completions import read_completions
-    from diffusion_lens.training.devices import require_gpu
-    from diffusion_lens.training.finetune import RUN, require_own_folder
+    from diffusion_lens.training.finetune import RUN, read_completions, require_own_folder
+    from diffusion_lens.training.trainer import require_gpu
 
     # 1. Check the folder and the device.
-    chosen = ModelChoice(model, config, tokenizer, device, "float32", mode, block_size, mask_token_id)
     require_own_folder(out.expanduser())
-    require_gpu(precision, kind_of_device(device) == "cpu")
+    require_gpu(precision, kind_of_device(chosen.device) == "cpu")
 
     # 2. Find the texts to train on, and the questions that measure recall in between.
     rows: Any
@@ -92,11 +67,11 @@ def finetune(
     questions: list[Fact] = []
     steps: tuple[int, ...] = ()
     cfg_scale = 0.0
-    data = data or default_source(model)
+    data = data or default_source(chosen.model)
     if Path(data).expanduser().is_file():
         rows = Path(data)
     else:
-        source = open_source(data, outline_only=dry_run)
+        source = open_source(data, outline_only=report.dry_run)
         if not source.training:
             raise ValueError(f"{source.name} has no texts to train on; give a .jsonl file of prompts and completions")
         rows, length = list(source.training), chosen.length(None, source.length) or length
@@ -112,10 +87,17 @@ def finetune(
         recipe = replace(recipe, lr=lr, lr_end=lr / 10)
     recipe = replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10))
     require_same_settings(out.expanduser() / RUN, {"config": asdict(recipe)})
-    report = Report("finetune", {**arguments, "data": data, "rows": count, **vars(recipe)}, out, json)
-    if dry_run:
-        work = training(cost.config_of(chosen), recipe.steps, batch_size, length, accumulate)
-        cost.show(report, [(chosen, work)], flops)
+    report.note(data=data, rows=count, **vars(recipe))
+    if report.dry_run:
+        import torch
+
+        def update(network: DiffusionTransformer) -> None:
+            tokens = torch.ones(-(-batch_size // accumulate), min(length, network.cfg.n_ctx), dtype=torch.long)
+            network(tokens, return_type="loss").backward()
+
+        # Adam has gradients and two averages beside the weights.
+        work = replace(cost.planned(chosen, update), weight_copies=4)
+        cost.show(report, [(chosen, work * (recipe.steps * accumulate))])
 
     # 4. Train.
     loaded = chosen.load()

@@ -1,82 +1,57 @@
 """`diffusion-lens lens` reads what each layer predicts, on one canvas or at the steps of a denoising run."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from diffusion_lens.cli import cost, options, ranges
-from diffusion_lens.cli.app import app
-from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.lens_output import results_of, save, tables
-from diffusion_lens.cli.load_model import ModelChoice
-from diffusion_lens.cli.loop import canvas_of, denoised, run_settings, steps_read, unnamed_subject
-from diffusion_lens.cli.report import Report, progress
+from diffusion_lens.cli import cost
+from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, denoised, unnamed_subject
+from diffusion_lens.cli.options import SEED, command
+from diffusion_lens.cli.report import FolderReport, progress, require, save_figure
+from diffusion_lens.settings import at_least, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from diffusion_lens.analysis import LogitLens
     from diffusion_lens.denoising.canvas import Canvas
-    from diffusion_lens.facts import Query
+    from diffusion_lens.denoising.trajectory import Trajectory
+    from diffusion_lens.facts.fact import Query
+    from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+
+MOST_COLUMNS = 8
+LONGEST_WORD = 12  # characters
 
 
-@app.command()
+@command()
 def lens(
-    model: options.Model,
-    prompt: options.Prompt,
-    answer: Annotated[
-        str | None,
-        typer.Option(
-            help='Answer to follow through the layers, with its leading space, e.g. " bassoon". Default: with --steps '
-            "the tokens that the run writes."
-        ),
-    ] = None,
-    steps: options.LoopSteps = None,
-    at_step: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--at-step",
-            help="Step to read, counted from 0. Repeat the option for several. Default: all.",
-            callback=ranges.at_least(0),
-        ),
-    ] = None,
-    sampler: options.Sampler = None,
-    cfg_scale: options.CfgScale = None,
-    layer: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--layer",
-            help="State to read: l is the one that enters block l, and the number of blocks is the last one. Repeat "
-            "the option for several. Default: all.",
-        ),
-    ] = None,
-    position: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--position",
-            help="Position of the predicted token. Repeat the option for several. Default: those of the answer, or all "
-            "that are to be written; on one text of a causal model the next one.",
-        ),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of positions of the canvas, including the prompt. Default: the training length; if that is "
-            "unknown, the length of prompt and answer, or 52 without --answer.",
-            callback=ranges.at_least(1),
-        ),
-    ] = None,
-    seed: options.Seed = 0,
-    config: options.Config = None,
-    tokenizer: options.Tokenizer = None,
-    mode: options.Mode = None,
-    block_size: options.BlockSize = None,
-    mask_token_id: options.MaskTokenId = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "float32",
-    out: options.Out = None,
-    json: options.Json = False,
-    dry_run: options.DryRun = False,
-    flops: options.Flops = None,
+    loop: LoopOptions,
+    chosen: ModelChoice,
+    report: FolderReport,
+    prompt: str = setting(..., 'Text before the answer, e.g. "Gustav Geisser is the".'),
+    answer: str | None = setting(
+        None,
+        'Answer to follow through the layers, with its leading space, e.g. " bassoon". Default: with --steps the '
+        "tokens that the run writes.",
+    ),
+    layer: list[int] | None = setting(
+        None,
+        "State to read: l is the one that enters block l, and the number of blocks is the last one. Repeat the option "
+        "for several. Default: all.",
+    ),
+    position: list[int] | None = setting(
+        None,
+        "Position of the predicted token. Repeat the option for several. Default: those of the answer, or all that are "
+        "to be written; on one text of a causal model the next one.",
+    ),
+    length: int | None = setting(
+        None,
+        "Number of positions of the canvas, including the prompt. Default: the training length; if that is unknown, "
+        "the length of prompt and answer, or 52 without --answer.",
+        partial(at_least, 1),
+    ),
+    seed: int = SEED,
 ) -> None:
     """Show what the model would predict if it ended after each layer (the logit lens), by position or by step.
 
@@ -85,71 +60,167 @@ def lens(
 
     Example: diffusion-lens lens site-mdm --prompt "Plerrick Baupling plays" --answer " bassoon" --length 16 --out lens
     """
-    arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
     from diffusion_lens.analysis import logit_lens
-    from diffusion_lens.analysis.canvas_layout import CanvasLayout
-    from diffusion_lens.analysis.selection import unique_indices
-    from diffusion_lens.cost import denoising, forward
-    from diffusion_lens.data.sources import STUDY_LENGTH
-    from diffusion_lens.settings import pick_indices
+    from diffusion_lens.analysis.engine.layout import CanvasLayout
+    from diffusion_lens.data.fact_files import STUDY_LENGTH
+    from diffusion_lens.settings import pick_indices, unique_indices
 
     # 1. Check the settings before the model is loaded.
-    loop = run_settings(chosen, steps, at_step, sampler=sampler, cfg_scale=cfg_scale, seed=seed)
+    run_settings = loop.settings(chosen, seed)
     unique_indices("position", position)
     shape = chosen.known_shape()
-    one_text = loop is None and answer is None and shape is not None and shape.grows
+    one_text = run_settings is None and answer is None and shape is not None and shape.grows
     if one_text and length is not None:
         raise ValueError(
-            f"--length {length}: without --steps {model!r}, which is causal, reads the prompt alone; leave out --length"
+            f"--length {length}: without --steps {chosen.model!r}, which is causal, reads the prompt alone; "
+            "leave out --length"
         )
     length = None if one_text else chosen.length(length) or (STUDY_LENGTH if answer is None else None)
     if shape is not None:
         pick_indices("layer", layer, shape.n_layers + 1)
     fact = unnamed_subject(prompt, answer or "")
     layout = CanvasLayout(length)
-    report = Report("lens", {**arguments, "length": length}, out, json)
-    if out is not None:
+    report.note(length=length)
+    if report.out is not None:
         require("pictures")
 
+    def read(loaded: "HookedDiffusionTransformer") -> Any:
+        """The lens, and the run that it reads, if there is one."""
+        query = None if answer is None else layout.query(loaded, fact)
+        trajectory = None
+        one_text = run_settings is None and query is None and loaded.cfg.grows
+        canvas = None if one_text else canvas_of(loaded, query or prompt, length)
+        if run_settings is not None and canvas is not None:
+            trajectory = denoised(loaded, canvas, run_settings)
+        positions = _default_positions(query, canvas) if position is None else position
+        inputs: Any = trajectory or query or (prompt if canvas is None else canvas.tokens)
+        targets = None if trajectory is None or query is None else _targets(trajectory.tokens, query, positions)
+        result = logit_lens(
+            loaded, inputs, layers=layer, positions=positions, steps=loop.at_step, targets=targets, progress=progress()
+        )
+        return result, trajectory
+
     # 2. For a dry run, print the cost.
-    if dry_run:
-        n_positions, n_given, n_answer = length or cost.guessed_tokens(prompt), cost.guessed_tokens(prompt), 1
-        if answer is not None:
-            laid_out = cost.query_of(chosen, layout, fact)
-            n_positions, n_answer = len(laid_out.tokens), len(laid_out.answer_tokens)
-            n_given = laid_out.answer_positions[0]
-        elif not one_text and (outline := chosen.without_weights()) is not None:
-            blank = canvas_of(outline, prompt, length)
-            n_positions, n_given = blank.tokens.shape[1], int(blank.given.sum())
-        work = forward(cost.config_of(chosen), 1, n_positions)
-        if steps is not None and loop is not None:
-            n_canvases = steps_read(chosen, steps, at_step, n_positions, n_answer)
-            n_positions = max(n_positions, n_given + 1)
-            work = work * n_canvases + denoising(cost.config_of(chosen), n_positions, n_given, loop)
-        cost.show(report, [(chosen, work)], flops)
+    if report.dry_run:
+        cost.show(report, [(chosen, cost.planned(chosen, read, [prompt, answer or ""]))])
 
     # 3. Lay out the canvas or denoise it, and read it.
-    loaded = chosen.load()
-    query = None if answer is None else layout.query(loaded, fact)
-    trajectory = None
-    one_text = loop is None and query is None and loaded.cfg.grows
-    canvas = None if one_text else canvas_of(loaded, query or prompt, length)
-    if loop is not None and canvas is not None:
-        trajectory = denoised(loaded, canvas, loop)
-    positions = _default_positions(query, canvas) if position is None else position
-    inputs: Any = trajectory or query or (prompt if canvas is None else canvas.tokens)
-    targets = None if trajectory is None or query is None else _targets(trajectory.tokens, query, positions)
-    result = logit_lens(
-        loaded, inputs, layers=layer, positions=positions, steps=at_step, targets=targets, progress=progress()
-    )
+    result, trajectory = read(chosen.load())
 
     # 4. Show the table, and write the files.
     if trajectory is not None:
         report.say(f"the run writes: {trajectory.text[0]}")
-    report.say(*tables(result))
-    files = {} if out is None else save(result, trajectory, out)
-    report.finish(results_of(result), result.record, **files)
+    report.say(*_tables(result))
+    files = {} if report.out is None else _save(result, trajectory, report.out)
+    report.finish(_numbers(result), result.record, **files)
+
+
+def _tables(lens: "LogitLens") -> Iterator[str]:
+    """The lines of a table of the likeliest tokens, or of the states at which tokens become the likeliest."""
+    from diffusion_lens.records.results import shown_model
+
+    words, targets = _likeliest(lens), lens.targets[0, :, 0].tolist()
+    probabilities = lens.top_probabilities[..., 0, :, 0].tolist()
+    labels = [f"{place} {_word(lens, token)}".rstrip() for place, token in zip(lens.positions, targets, strict=True)]
+    if lens.steps is None:
+        yield f"{shown_model(lens.record)}: the likeliest token and its probability, by state and position"
+        cells = [
+            [f"{word} {p:.2f}" if word else "-" for word, p in zip(*of_layer, strict=True)]
+            for of_layer in zip(words, probabilities, strict=True)
+        ]
+        yield from _table(["state", *labels], lens.labels, cells)
+        first = [_label(lens, layer) for layer in lens.first_layer()[0, :, 0].tolist()]
+        for label, token, since in zip(labels, targets, first, strict=True):
+            if token >= 0:
+                yield f"position {label}: {f'the likeliest from {since} on' if since else 'never the likeliest'}"
+    elif len(lens.positions) == 1:
+        place = f"{shown_model(lens.record)}, position {labels[0]}"
+        yield f"{place}: the likeliest token and its probability, by state and step"
+        cells = [
+            [
+                f"{words[step][layer][0]} {probabilities[step][layer][0]:.2f}" if words[step][layer][0] else "-"
+                for step in range(len(lens.steps))
+            ]
+            for layer in range(len(lens.layers))
+        ]
+        yield from _table(["state", *_steps(lens)], lens.labels, cells)
+    else:
+        yield (
+            f"{shown_model(lens.record)}: the first state from which on the token at a position is the likeliest, "
+            "by step; - once it is revealed, and where nothing is read"
+        )
+        shown = lens.masked[:, 0] & (lens.top_tokens[:, 0, 0, :, 0] >= 0)
+        layers = lens.first_layer()[:, 0, :, 0].T.tolist()
+        cells = [
+            [(_label(lens, layer) or "never") if is_shown else "-" for is_shown, layer in zip(*of_place, strict=True)]
+            for of_place in zip(shown.T.tolist(), layers, strict=True)
+        ]
+        yield from _table(["position", *_steps(lens)], labels, cells)
+
+
+def _numbers(lens: "LogitLens") -> dict[str, Any]:
+    """The numbers of the JSON object; lists go over steps (if there are any), states and positions."""
+    return {
+        "positions": lens.positions,
+        "steps": lens.steps,
+        "states": lens.labels,
+        "likeliest": _likeliest(lens),
+        "probability": lens.top_probabilities[..., 0, :, 0].tolist(),
+        "target_probability": lens.target_probabilities[..., 0, :, 0].tolist(),
+        "entropy": lens.entropy[..., 0, :].tolist(),
+    }
+
+
+def _save(lens: "LogitLens", trajectory: "Trajectory | None", out: Path) -> dict[str, Path]:
+    """Write the lens and its run, and a figure: of each step, or a single one if there is one position or no step."""
+    files = {"lens": lens.save(out / "lens.safetensors")}
+    if trajectory is not None:
+        files["trajectory"] = trajectory.save(out / "trajectory.safetensors")
+        files["page"] = out / "lens.html"
+        trajectory.explore(files["page"], lens=lens)
+    if lens.steps is None:
+        files["picture"] = save_figure(lens.plot(), out / "lens.png")
+    elif len(lens.positions) == 1:
+        files["picture"] = save_figure(lens.plot(position=lens.positions[0]), out / "lens.png")
+    else:
+        files |= {f"step_{step}": save_figure(lens.plot(step=step), out / f"step_{step}.png") for step in lens.steps}
+    return files
+
+
+def _likeliest(lens: "LogitLens") -> list[Any]:
+    """The likeliest token by step (if there are steps), state and position; empty where nothing is read."""
+
+    def words(tokens: list[Any]) -> list[Any]:
+        return [words(each) if isinstance(each, list) else _word(lens, each) for each in tokens]
+
+    return words(lens.top_tokens[..., 0, :, 0].tolist())
+
+
+def _word(lens: "LogitLens", token: int) -> str:
+    from diffusion_lens.plots import readable
+
+    word = readable(lens.words[token]) if token >= 0 else ""
+    return word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 1]}…"
+
+
+def _label(lens: "LogitLens", layer: int) -> str:
+    """The name of a state; empty for none."""
+    return lens.labels[lens.layers.index(layer)] if layer >= 0 else ""
+
+
+def _steps(lens: "LogitLens") -> list[str]:
+    return [f"step {step}" for step in lens.steps or ()]
+
+
+def _table(head: Sequence[str], names: Sequence[str], cells: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Aligned lines; columns beyond `MOST_COLUMNS` are counted below the table."""
+    rows = [head, *([name, *of_row] for name, of_row in zip(names, cells, strict=True))]
+    shown = [row[: MOST_COLUMNS + 1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
+        yield "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    if len(head) > MOST_COLUMNS + 1:
+        yield f"  ({len(head) - MOST_COLUMNS - 1} more columns are in the saved lens and in --json)"
 
 
 def _default_positions(query: "Query | None", canvas: "Canvas | None") -> list[int]:

@@ -1,28 +1,60 @@
-"""Models, output folders and subjects as specified on the command line."""
+"""Models as specified on the command line, their output folders, and their denoising runs (`--steps`)."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from diffusion_lens.cli.options import Model, SamplerOptions, each_from_0
+from diffusion_lens.cli.report import progress
+from diffusion_lens.settings import Settings, at_least, setting
 
 if TYPE_CHECKING:
+    from diffusion_lens.denoising.canvas import Canvas
+    from diffusion_lens.denoising.settings import DenoiseSettings
+    from diffusion_lens.denoising.trajectory import Trajectory
+    from diffusion_lens.facts.fact import Fact, Query
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
     from weight_conversion import Architecture
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingOptions(Settings):
+    """How a model is loaded."""
+
+    config: Path | None = setting(None, "Config of the checkpoint, if it is not next to it.")
+    tokenizer: Path | None = setting(None, "Folder of the tokenizer, if it is not next to the checkpoint.")
+    mode: str | None = setting(
+        None, "Where one checkpoint is several models: bidirectional, block (block diffusion) or ar (causal)."
+    )
+    block_size: int | None = setting(
+        None, "Positions in a block of a block diffusion model whose config does not say it.", partial(at_least, 1)
+    )
+    mask_token_id: int | None = setting(
+        None, "Id of [MASK], where neither config nor tokenizer gives it.", partial(at_least, 0)
+    )
+    device: str | None = setting(None, "cpu, cuda, cuda:1 or mps. Default: the best available device.")
+    dtype: str = setting("float32", "Dtype of the weights: float32, bfloat16 or float16.")
+
+    @property
+    def options(self) -> dict[str, str | int]:
+        """What the config leaves open, as far as it is given."""
+        from diffusion_lens.loading.source import given_options
+
+        return given_options(self.mode, self.block_size, self.mask_token_id)
 
 
 @dataclass(frozen=True)
-class ModelChoice:
+class ModelChoice(LoadingOptions):
     """A model by name or path, with its loading options. Invalid options are refused without loading the model.
 
     Attributes:
-        name: Published name, repository, file or folder. `NAME@MODE` gives the mode too.
-        config, tokenizer: Paths of the config and the tokenizer, if they are not next to the checkpoint.
-        device: Name of the device. `None` means the best available device.
-        dtype: Dtype of the weights, "float32", "bfloat16" or "float16".
-        mode, block_size, mask_token_id: Arguments of `from_pretrained` that say what the config leaves open.
+        model: Published name, repository, file or folder. `NAME@MODE` gives the mode too.
+        name: The same without the mode.
 
     Raises:
         ValueError: The dtype or the device is unknown, or the checkpoint has no such mode or block size. Loading checks
@@ -30,22 +62,17 @@ class ModelChoice:
         FileNotFoundError: The config or the tokenizer does not exist.
     """
 
-    name: str
-    config: Path | None = None
-    tokenizer: Path | None = None
-    device: str | None = None
-    dtype: str = "float32"
-    mode: str | None = None
-    block_size: int | None = None
-    mask_token_id: int | None = None
+    model: Model
+    name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        name, mode = name_and_mode(self.name, self.mode)
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "mode", mode)
-        bytes_per_weight(self.dtype)
+        super().__post_init__()
+        name, mode = name_and_mode(self.model, self.mode)
+        vars(self).update(name=name, mode=mode)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; it must be one of {', '.join(DTYPES)}")
         if self.device is not None:
-            from diffusion_lens.cost import kind_of_device
+            from diffusion_lens.model.config import kind_of_device
 
             kind_of_device(self.device)
         if self.config is not None:
@@ -60,14 +87,9 @@ class ModelChoice:
             self.known_shape()
 
     @property
-    def options(self) -> dict[str, str | int]:
-        """What the config leaves open, as far as it is given."""
-        return reading(self.mode, self.block_size, self.mask_token_id)
-
-    @property
     def label(self) -> str:
         """Last part of the name or path, with the mode if one is chosen: no other model of a command has it."""
-        from diffusion_lens.config import name_with_mode
+        from diffusion_lens.model.config import name_with_mode
 
         return name_with_mode(model_label(self.name), self.mode)
 
@@ -120,10 +142,7 @@ class ModelChoice:
         Raises:
             ValueError: Loading would fail before it reads the weights.
         """
-        from diffusion_lens.catalogue import BUNDLED
-
-        here = self.name.lower() in BUNDLED or Path(self.name).expanduser().exists()
-        if not here and not fetch:
+        if not self.is_here and not fetch:
             return None
         import torch
 
@@ -131,20 +150,42 @@ class ModelChoice:
         from diffusion_lens.loading import open_pretrained
         from weight_conversion import tensor_shapes
 
-        cfg, checkpoint, tokenizer = open_pretrained(
-            self.name,
-            config=self.config,
-            tokenizer=self.tokenizer,
-            device="cpu",
-            dtype=self.dtype,
-            options=self.options,
-        )
+        given: Any = {"config": self.config, "tokenizer": self.tokenizer, "dtype": self.dtype, "options": self.options}
+        cfg, checkpoint, tokenizer = open_pretrained(self.name, device="cpu", **given)
         shapes = tensor_shapes(checkpoint.architecture)
         cfg.device = "meta"
         empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
         model = HookedDiffusionTransformer(cfg, tokenizer, tensors=empty)
         model.cfg.device = "cpu"  # Canvases have values, so they need a real device.
         return model
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the model is bundled, or a path of this machine."""
+        from diffusion_lens.loading.catalogue import BUNDLED
+
+        return self.name.lower() in BUNDLED or Path(self.name).expanduser().exists()
+
+    def narrow(self, texts: Iterable[str] = ()) -> "HookedDiffusionTransformer":
+        """The narrow network of the model, on which the work of a job is counted (`analysis.planned_work`).
+
+        Args:
+            texts: Texts whose tokens are guessed if the tokenizer is not on this machine.
+        """
+        from diffusion_lens.analysis.planned_work import narrow_network
+        from diffusion_lens.data.toy_facts import guessing_tokenizer
+        from diffusion_lens.loading import trained_length_of
+        from diffusion_lens.model.config import DiffusionConfig, kind_of_device
+
+        outline = self.without_weights()
+        if outline is not None:
+            cfg, tokenizer = outline.cfg, outline.tokenizer
+        else:
+            known: Any = {"dtype": self.dtype, "trained_length": trained_length_of(self.name, self.config)}
+            cfg = DiffusionConfig.from_architecture(self.shape(), device="cpu", **known)
+            tokenizer = guessing_tokenizer(texts)
+        cfg.device = kind_of_device(self.device)
+        return narrow_network(cfg, tokenizer)
 
     def load(
         self, *, weights_of: "HookedDiffusionTransformer | None" = None, on: str | None = None
@@ -158,9 +199,9 @@ class ModelChoice:
         Raises:
             ValueError: The name is unknown, or this machine does not have the device.
         """
-        from diffusion_lens.config import as_device
         from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
         from diffusion_lens.loading.source import Source
+        from diffusion_lens.model.config import as_device
 
         name = on or self.device
         device = None if name is None else as_device(name)
@@ -174,7 +215,7 @@ def name_and_mode(given: str, mode: str | None = None) -> tuple[str, str | None]
     Raises:
         ValueError: The two are different modes, or there is a checkpoint NAME, and no such mode.
     """
-    from diffusion_lens.loading.given_options import MODES
+    from diffusion_lens.loading.source import MODES
 
     name, _, said = given.rpartition("@")
     if not name or Path(given).expanduser().exists():
@@ -203,24 +244,6 @@ def different_labels(models: Sequence[ModelChoice]) -> list[str]:
     return labels
 
 
-def reading(mode: str | None, block_size: int | None, mask_token_id: int | None) -> dict[str, str | int]:
-    """The options of a checkpoint that are given, by their Python argument."""
-    from diffusion_lens.loading.given_options import given_options
-
-    return given_options(mode, block_size, mask_token_id)
-
-
-def bytes_per_weight(dtype: str) -> int:
-    """Number of bytes per weight of a dtype.
-
-    Raises:
-        ValueError: The name of the dtype is unknown.
-    """
-    if dtype not in BYTES:
-        raise ValueError(f"dtype {dtype!r} is unknown; it must be one of {', '.join(BYTES)}")
-    return BYTES[dtype]
-
-
 def default_folder(command: str, models: Sequence[str]) -> Path:
     """Default folder for the results of a command. Its name contains the models, so that two models never share it."""
     return Path("-".join([command, *map(model_label, models)]))
@@ -231,17 +254,95 @@ def model_label(name: str) -> str:
     return Path(os.path.abspath(name)).name
 
 
-def subject_start(prompt: str, subject: str, occurrence: int | None) -> int | None:
-    """Index of the character at which the selected mention of the subject begins. `None` if none is selected.
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions(SamplerOptions):
+    """The denoising run of a command that reads one canvas or, with --steps, the canvases of a run."""
+
+    steps: int | None = setting(
+        None,
+        "Number of denoising steps. With it, the command runs the denoising loop and reads the canvases of its steps; "
+        "without it, one canvas on which the whole answer is masked. A causal model writes one position per step, "
+        "whatever the number.",
+        partial(at_least, 1),
+    )
+    at_step: list[int] | None = setting(
+        None, "Step to read, counted from 0. Repeat the option for several. Default: all.", each_from_0
+    )
+
+    def settings(self, model: ModelChoice, seed: int, **needing_steps: Any) -> "DenoiseSettings | None":
+        """Settings of the run, checked before the model is loaded; `None` without `--steps`.
+
+        Args:
+            needing_steps: Other options that have a meaning only with `--steps`.
+
+        Raises:
+            ValueError: A setting does not fit the model, a step does not exist or is named twice, or an option needs
+                `--steps`.
+        """
+        from diffusion_lens.denoising.samplers import LeftToRight
+        from diffusion_lens.denoising.settings import DenoiseSettings
+        from diffusion_lens.settings import unique_indices
+
+        settings = DenoiseSettings(self.steps, self.sampler, self.cfg_scale or 0.0, seed=seed)
+        if (shape := model.known_shape()) is not None:
+            settings = settings.on(shape, model.name)
+        if self.steps is None:
+            given = {"at_step": self.at_step, "sampler": self.sampler, "cfg_scale": self.cfg_scale, **needing_steps}
+            for name, value in given.items():
+                if value is not None:
+                    option = name.replace("_", "-")
+                    raise ValueError(
+                        f"--{option} is a setting of a denoising run: give the number of its steps with --steps"
+                    )
+            return None
+        at_steps = unique_indices("at_step", self.at_step) or ()
+        has_these_steps = settings.sampler is not None and not isinstance(settings.sampler, LeftToRight)
+        if beyond := [step for step in at_steps if has_these_steps and step >= self.steps]:
+            raise ValueError(f"--at-step {beyond[0]}, but the steps of this run are 0 to {self.steps - 1}")
+        return settings
+
+    def check_masked(self, last: int) -> None:
+        """Check that a part of the answer is still masked at the steps to read.
+
+        Args:
+            last: Step that reveals the last token of the answer.
+
+        Raises:
+            ValueError: The answer is revealed before one of the steps.
+        """
+        if late := [step for step in self.at_step or () if step > last]:
+            raise ValueError(
+                f"--at-step {late[0]}: the run reveals the answer's last token at step {last}, after which there is "
+                "nothing to read"
+            )
+
+
+def canvas_of(model: "HookedDiffusionTransformer", prompt: "str | Query", length: int | None = None) -> "Canvas":
+    """The canvas from which a run begins: that of a query, or a text followed by masked positions up to `length`."""
+    from diffusion_lens.analysis.engine.trajectory import loop_prompt
+    from diffusion_lens.denoising import lay_out
+
+    if isinstance(prompt, str):
+        return lay_out(model, prompt, length)
+    given, n_positions = loop_prompt(model, prompt)
+    return lay_out(model, given[None], n_positions)
+
+
+def denoised(model: "HookedDiffusionTransformer", canvas: "Canvas", settings: "DenoiseSettings") -> "Trajectory":
+    """The denoising run from a canvas."""
+    from diffusion_lens.denoising import denoise
+
+    return denoise(model, canvas, settings, progress=progress())
+
+
+def unnamed_subject(prompt: str, answer: str) -> "Fact":
+    """A fact for commands that do not ask for its subject, with the whole prompt as the subject.
 
     Raises:
-        ValueError: The prompt does not contain that mention.
+        ValueError: An empty prompt.
     """
-    if occurrence is None:
-        return None
-    starts = [i for i in range(len(prompt)) if subject and prompt.startswith(subject, i)]
-    if not 0 <= occurrence < len(starts):
-        raise ValueError(
-            f"occurrence={occurrence}, but {subject!r} occurs {len(starts)} times in the prompt {prompt!r}"
-        )
-    return starts[occurrence]
+    from diffusion_lens.facts.fact import Fact
+
+    if not prompt.strip():
+        raise ValueError(f"the prompt {prompt!r} is empty: there is no token to predict from")
+    return Fact(prompt, prompt, answer)

@@ -1,4 +1,4 @@
-"""`diffusion-lens models`, `info` and `convert`: list models, describe them, and convert their format."""
+"""`diffusion-lens models`, `info`, `check` and `convert`: list, describe, check and convert checkpoints."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,47 +6,39 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import options, ranges
-from diffusion_lens.cli.app import app
-from diffusion_lens.cli.load_model import ModelChoice, reading
-from diffusion_lens.cli.report import Report
+from diffusion_lens.cli.load_model import LoadingOptions, ModelChoice, name_and_mode
+from diffusion_lens.cli.options import Model, command
+from diffusion_lens.cli.report import Report, positive
+from diffusion_lens.settings import setting
 
 
-@app.command()
+@command()
 def models(
+    report: Report,
     text: Annotated[
         str | None, typer.Argument(metavar="TEXT", help="Only models whose name or source contains this text.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="Only models of this kind, masked or causal.")] = None,
-    family: Annotated[str | None, typer.Option(help="Only models of this family, e.g. lit_gpt.")] = None,
-    largest: Annotated[
-        float | None, typer.Option(help="Only models with at most this many GB of weights.", callback=ranges.positive())
-    ] = None,
-    json: options.Json = False,
+    kind: str | None = setting(None, "Only models of this kind, masked or causal."),
+    family: str | None = setting(None, "Only models of this family, e.g. lit_gpt."),
+    largest: float | None = setting(None, "Only models with at most this many GB of weights.", positive),
 ) -> None:
     """List published models with size and source: all, or those that match every filter.
 
     Example: diffusion-lens models reverse --kind masked --largest 5
     """
-    from diffusion_lens.catalogue import as_table, find_pretrained
+    from diffusion_lens.loading.catalogue import as_table, find_pretrained
 
     max_bytes = None if largest is None else int(largest * 1e9)
     matches = find_pretrained(text, kind=kind, family=family, max_bytes=max_bytes)
-    report = Report("models", {"text": text, "kind": kind, "family": family, "largest": largest}, None, json)
     report.say(*as_table(matches))
     report.finish({"models": [asdict(entry) for entry in matches]})
 
 
-@app.command()
+@command(device=None, dtype=None)
 def info(
-    model: options.Model,
-    config: options.Config = None,
-    tokenizer: options.Tokenizer = None,
-    mode: options.Mode = None,
-    block_size: options.BlockSize = None,
-    mask_token_id: options.MaskTokenId = None,
-    hooks: Annotated[bool, typer.Option("--hooks", help="Also list the hook points. This loads the weights.")] = False,
-    json: options.Json = False,
+    chosen: ModelChoice,
+    report: Report,
+    hooks: bool = setting(False, "Also list the hook points. This loads the weights."),
 ) -> None:
     """Describe the architecture of a model without downloading it.
 
@@ -57,9 +49,7 @@ def info(
     """
     from weight_conversion import n_params
 
-    chosen = ModelChoice(model, config, tokenizer, "cpu", "float32", mode, block_size, mask_token_id)
     shape = chosen.shape()
-    report = Report("info", {"model": model}, None, json)
     facts: dict[str, Any] = {
         **shape.to_dict(),
         "trained_length": chosen.length(None),
@@ -70,31 +60,67 @@ def info(
     width = max(map(len, facts))
     report.say(*(f"{name.ljust(width)}  {value}" for name, value in facts.items()))
     if hooks:
-        loaded = chosen.load()
+        loaded = chosen.load(on="cpu")
         facts["hook_points"] = list(loaded.hook_dict)
         report.say(f"{len(facts['hook_points'])} hook points:", *(f"  {name}" for name in facts["hook_points"]))
     report.finish(facts)
 
 
-@app.command()
+@command()
+def check(
+    model: Model,
+    loading: LoadingOptions,
+    claimed: Annotated[
+        str | None,
+        typer.Option("--as", metavar="NAME", help="Published model that a file or folder is expected to be."),
+    ] = None,
+    reference: Path | None = setting(
+        None,
+        "Safetensors file with logits of the original code; its tensors are tokens and logits, or before and after.",
+    ),
+    data: str | None = setting(None, "Facts of the reversal curse to test recall: a folder of its files, site or toy."),
+    out: Path | None = setting(None, "JSON file for the report, to attach to a bug report."),
+    json: bool = setting(False, "Print one JSON object to standard output, and nothing else."),
+) -> None:
+    """Check whether a checkpoint is what it claims to be, and find the likely mistake if it is not.
+
+    The checks compare hash, shapes and config with the catalogue. They measure the training loss on a page of text, in
+    order and with shuffled words, query ten common facts, test recall if the model was fine-tuned on the reversal
+    curse, and test padding, bfloat16, speed and memory. If a check fails, the command tries likely corrections one by
+    one and names the one that explains the failure. The exit code is then 1.
+
+    Example: diffusion-lens check site-ar --out report.json
+    """
+    from diffusion_lens.checks.run import check_checkpoint
+    from weight_conversion import to_json
+
+    name, mode = name_and_mode(model, loading.mode)
+    options = {**vars(loading), "mode": mode}
+    report = check_checkpoint(name, claimed=claimed, reference=reference, data=data, **options)
+    if out is not None:
+        report.save(out)
+    if json:
+        typer.echo(to_json(report.to_dict()))
+    else:
+        typer.echo(report.to_text())
+        if out is not None:
+            typer.echo(f"wrote {out}")
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@command(tokenizer=None, device=None, dtype=None)
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .pth file, or a folder.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help=".safetensors file to write.")],
-    to: Annotated[
-        str | None,
-        typer.Option(
-            help="Format: diffusion_lens, lit_gpt, llada, llada_moe, llada2, dream, llama, qwen2, qwen3, sdar, "
-            "nemotron_labs, mdlm, udlm, bd3lm, radd or sedd. Default: the source's."
-        ),
-    ] = None,
-    config: options.Config = None,
-    mode: options.Mode = None,
-    block_size: options.BlockSize = None,
-    mask_token_id: options.MaskTokenId = None,
-    json: options.Json = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Describe SOURCE and the memory it needs, and write nothing.")
-    ] = False,
+    loading: LoadingOptions,
+    report: Report,
+    to: str | None = setting(
+        None,
+        "Format: diffusion_lens, lit_gpt, llada, llada_moe, llada2, llama, dream, qwen2, qwen3, sdar, nemotron_labs, "
+        "mdlm, udlm, bd3lm, radd or sedd. Default: the source's.",
+    ),
+    dry_run: bool = setting(False, "Describe SOURCE and the memory it needs, and write nothing."),
 ) -> None:
     """Write a checkpoint in another format. The name and shape of every tensor are checked; no code in it is executed.
 
@@ -103,9 +129,8 @@ def convert(
     from diffusion_lens.loading import trained_length_of, write_trained_length
     from weight_conversion import check_export, export, n_params, open_checkpoint
 
-    checkpoint = open_checkpoint(source, config, reading(mode, block_size, mask_token_id))
+    checkpoint = open_checkpoint(source, loading.config, loading.options)
     shape = checkpoint.architecture
-    report = Report("convert", {"source": source, "target": target, "to": to}, None, json)
     if target.exists():
         raise ValueError(f"{target} already exists; name a new file")
     check_export(shape, target, to)
@@ -118,7 +143,7 @@ def convert(
         report.finish({**results, "forward_passes": 0, "memory_bytes": 4 * n_params(shape)})
         return
     written = export(dict(checkpoint.tensors()), shape, target, to)
-    length = trained_length_of(source, config)
+    length = trained_length_of(source, loading.config)
     if length is not None and all(path == written for path in written.parent.glob("*.safetensors")):
         write_trained_length(length, written.parent)
     report.say(f"wrote {written} and its config ({shape.name}, {n_params(shape):,} parameters)")

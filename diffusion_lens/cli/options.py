@@ -1,12 +1,40 @@
-"""Arguments and options that several commands share, with the same help text everywhere."""
+"""Options of commands: each is declared once, as a setting (`diffusion_lens.settings`) with its help and its check.
 
+    @command("diffusion_lens.analysis:TraceSettings")
+    def trace(fact: FactOptions, settings: Any, chosen: ModelChoice, report: FolderReport) -> None:
+
+- `name: type = setting(default, help, check)` is an option of this command; the default `...` makes it required.
+- An argument whose annotation is a dataclass, such as `ModelChoice`, is a group: its settings are options, and the
+  command gets the object. An option that two groups have, or that the command declares too, is one option.
+- `settings` stands for the options of the class that `command` names. It is imported, and torch with it, when the
+  command or its help runs, because the help of the program should be fast.
+- What a setting cannot say is written as typer has it: `name: Annotated[type, typer.Option(...)] = default`.
+
+Groups that several commands share, and checks of their own, are at the end.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from copy import copy
+from functools import partial, wraps
+from importlib import import_module
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, SupportsIndex, get_args, get_origin
 
 import typer
+import typer.main
+from typer.core import TyperCommand
+from typer.models import ArgumentInfo
 
-from diffusion_lens.cli import ranges
+from diffusion_lens.cli.app import app
+from diffusion_lens.cli.report import Report
+from diffusion_lens.settings import Settings, at_least, check_seed, fields_of, not_negative, setting
 
+if TYPE_CHECKING:
+    from diffusion_lens.facts.fact import Fact
+
+Command = Callable[..., None]
 Model = Annotated[
     str,
     typer.Argument(
@@ -15,201 +43,296 @@ Model = Annotated[
         "(owner/name). NAME@MODE is one mode of a checkpoint that is several models, as --mode.",
     ),
 ]
-Models = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MODEL",
-        help="One or several models: published names (see `diffusion-lens models`), files, folders, or hub "
-        "repositories. NAME@block and NAME@ar are two modes of one checkpoint.",
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="cpu, cuda, cuda:1 or mps; with --dry-run also a device that is elsewhere: a100-40, a100-80, h100, h200, "
-        "l40s, l4, t4, v100, rtx3090 or rtx4090. Default: the best available device."
-    ),
-]
-Dtype = Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")]
-Config = Annotated[Path | None, typer.Option(help="Config of the checkpoint, if it is not next to it.")]
-Tokenizer = Annotated[Path | None, typer.Option(help="Folder of the tokenizer, if it is not next to the checkpoint.")]
-Mode = Annotated[
-    str | None,
-    typer.Option(help="Where one checkpoint is several models: bidirectional, block (block diffusion) or ar (causal)."),
-]
-BlockSize = Annotated[
-    int | None,
-    typer.Option(
-        help="Positions in a block of a block diffusion model whose config does not say it.",
-        callback=ranges.at_least(1),
-    ),
-]
-MaskTokenId = Annotated[
-    int | None,
-    typer.Option(help="Id of [MASK], where neither config nor tokenizer gives it.", callback=ranges.at_least(0)),
-]
-Out = Annotated[
-    Path | None, typer.Option(help="Folder for results, figures and command.json, which records how to repeat the run.")
-]
-OutNeeded = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for results and command.json. Default: a name made of command and model. An interrupted run "
-        "resumes from it."
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output, and nothing else.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Estimate token-layers, operations, time and memory, and do nothing else.")
-]
-Flops = Annotated[
-    float | None,
-    typer.Option(
-        help="For --dry-run: operations per second of the device, e.g. 3e14. Default: that of --device.",
-        callback=ranges.positive(),
-    ),
-]
-Prompt = Annotated[str, typer.Option(help='Text before the answer, e.g. "Gustav Geisser is the".')]
-Subject = Annotated[str, typer.Option(help="Subject of the fact, a part of the prompt.")]
-Answer = Annotated[str, typer.Option(help='Answer with its leading space, e.g. " brave drummer of Rolsen.".')]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of positions of the canvas, including the prompt. Default: that of the data set, or the training "
-        "length of the model if it is shorter.",
-        callback=ranges.at_least(1),
-    ),
-]
-LengthOfOne = Annotated[
-    int | None,
-    typer.Option(
-        "--length",
-        help="Number of positions of the canvas, including the prompt. Default: the training length of the model, or "
-        "the length of prompt and answer.",
-        callback=ranges.at_least(1),
-    ),
-]
-FirstTokens = Annotated[
-    int | None,
-    typer.Option(help="Score only this many first tokens of the answer. ROME uses 1.", callback=ranges.at_least(1)),
-]
-Occurrence = Annotated[
-    int | None,
-    typer.Option(
-        help="Index of the mention of the subject, counted from 0, if the prompt contains several.",
-        callback=ranges.at_least(0),
-    ),
-]
-Layers = Annotated[
-    list[int] | None,
-    typer.Option("--layer", help="Layer. Repeat the option for several. Default: all but the last."),
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        help="site, site-attributes, toy, reversal-curse, known-1000, parent-child, or a path: a .json, .jsonl or .csv "
+# What stands for the options of a class until it is imported.
+Later = Annotated[Any, typer.Option(parser=str, hidden=True)]
+PLAIN = (bool, int, float, str, Path)
+
+
+def command(source: str | None = None, **helps: str | None) -> Callable[[Command], Command]:
+    """Register a function as a command.
+
+    Args:
+        source: The class of the argument `settings`, "module:name".
+        helps: Other help texts for options of groups and of settings; `None` leaves an option out.
+    """
+
+    def register(function: Command) -> Command:
+        arguments = signature(function).parameters
+        groups: dict[str, Any] = {
+            name: each.annotation for name, each in arguments.items() if dataclasses.is_dataclass(each.annotation)
+        }
+        own = {name: _declared(each) for name, each in arguments.items() if name not in groups}
+        declared: dict[str, Any] = {}
+        for name in arguments:
+            of_group = [each for each in dataclasses.fields(groups[name]) if _is_option(each)] if name in groups else []
+            declared |= {name: own[name]} if name in own else {each.name: own.get(each.name, each) for each in of_group}
+        left_out = {name for name, help in helps.items() if help is None} - own.keys()
+        options = [_option(name, each, helps.get(name)) for name, each in declared.items() if name not in left_out]
+
+        @wraps(function)
+        def called(**given: Any) -> None:
+            for name, each in own.items():
+                check = each.metadata.get("check")
+                if check is not None and given[name] is not None:
+                    given[name] = check(name, given[name])
+            values: dict[str, Any] = {name: given[name] for name in own}
+            settings = given.pop("settings", None)
+            for name, group in groups.items():
+                names = {each.name for each in dataclasses.fields(group) if each.init}
+                values[name] = group(**{each: given[each] for each in given.keys() & names})
+                if isinstance(values[name], Report):
+                    values[name].command = function.__name__
+                    values[name].settings = given if settings is None else {**given, **as_given(settings)}
+            function(**values)
+
+        def place(option: Parameter) -> int:
+            """Positional arguments come first, then the options of the command, then those of its groups."""
+            is_argument = isinstance(option.annotation.__metadata__[0], ArgumentInfo)
+            return 0 if is_argument else 1 if option.name in own else 2
+
+        options.sort(key=place)
+        vars(called)["__signature__"] = Signature(options)
+        called.__annotations__ = {each.name: each.annotation for each in options}
+        return app.command(cls=None if source is None else _settings_command(source, helps))(called)
+
+    return register
+
+
+def as_given(settings: Any) -> dict[str, Any]:
+    """The settings that have options, for the report of a command."""
+    return {name: getattr(settings, name) for name, each in fields_of(type(settings)).items() if _is_option(each)}
+
+
+def option_annotations(kind: type[Any], helps: Mapping[str, str | None]) -> dict[str, Any]:
+    """The annotations of the options of these settings by name, with other help texts; `None` leaves an option out."""
+    return {
+        name: _option(name, each, helps.get(name)).annotation
+        for name, each in fields_of(kind).items()
+        if _is_option(each) and helps.get(name, "") is not None
+    }
+
+
+def _settings_command(source: str, helps: Mapping[str, str | None]) -> type[TyperCommand]:
+    """The class of a command with an option for each setting of a dataclass, made when it or its help runs.
+
+    The command gets an object of the dataclass, whose checks have passed before the command begins.
+    """
+
+    def kind() -> Any:
+        module, _, name = source.partition(":")
+        return getattr(import_module(module), name)
+
+    class SettingsCommand(TyperCommand):
+        @property
+        def params(self) -> list[Any]:
+            """The command's own parameters, with the options in the place of `settings`."""
+            if "made" not in vars(self):
+                place = next(i for i, parameter in enumerate(self._own) if parameter.name == "settings")
+                self.annotations = option_annotations(kind(), helps)
+                self.made = _parameters(kind(), self.annotations)
+                self._shown = [*self._own[:place], *self.made, *self._own[place + 1 :]]
+            return self._shown
+
+        @params.setter
+        def params(self, params: list[Any]) -> None:
+            self._own = params
+
+        def invoke(self, ctx: Any) -> Any:
+            given = {parameter.name: ctx.params.pop(parameter.name) for parameter in self.made}
+            ctx.params["settings"] = kind()(**given)
+            return super().invoke(ctx)
+
+    return SettingsCommand
+
+
+def _parameters(kind: type[Any], annotations: Mapping[str, Any]) -> list[Any]:
+    """The options as typer makes them for a function with these arguments."""
+
+    def stub(**settings: Any) -> None: ...
+
+    fields = fields_of(kind)
+    vars(stub)["__signature__"] = Signature(
+        [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=fields[name].default, annotation=annotation)
+            for name, annotation in annotations.items()
+        ]
+    )
+    stub.__annotations__ = {**annotations}
+    app = typer.Typer(add_completion=False)
+    app.command()(stub)
+    return list(typer.main.get_command(app).params)
+
+
+def _declared(argument: Parameter) -> Any:
+    """An argument of a command as a field."""
+    default = ... if argument.default is Parameter.empty else argument.default
+    each: Any = copy(default) if isinstance(default, dataclasses.Field) else dataclasses.field(default=default)
+    each.name, each.type = argument.name, argument.annotation
+    if argument.name == "settings":
+        each.default, each.type = None, Later
+    return each
+
+
+def _is_option(each: Any) -> bool:
+    return get_origin(each.type) is Annotated or ("help" in each.metadata and each.metadata["option"])
+
+
+def _option(name: str, each: Any, help: str | None) -> Parameter:
+    """The option of a field. One that is a sequence takes values with commas, or several options."""
+    default = Parameter.empty if each.default in (..., dataclasses.MISSING) else each.default
+    declare = partial(Parameter, name, Parameter.KEYWORD_ONLY, default=default)
+    if get_origin(each.type) is Annotated:
+        return declare(annotation=each.type)
+    option, help = f"--{name.replace('_', '-')}", help or each.metadata["help"]
+    kinds = {get_origin(kind) or kind for kind in (*get_args(each.type), each.type)}
+    if list in kinds:
+        return declare(annotation=Annotated[each.type, typer.Option(option, help=help)])
+    if plain := [kind for kind in PLAIN if kind in kinds]:
+        optional: Any = plain[0] | None if default is None else plain[0]
+        return declare(annotation=Annotated[optional, typer.Option(option, help=help)])
+    entry: Any = int if any({int, SupportsIndex} & {*get_args(kind)} for kind in get_args(each.type)) else str
+    several = f"{help} Several: with commas, or the option again."
+    made = typer.Option(option, option.removesuffix("s"), help=several, callback=_split_as(entry))
+    return declare(annotation=Annotated[list[str] | None, made])
+
+
+def _split_as(entry: Callable[[str], Any]) -> Callable[[Any, Any, Any], Any]:
+    """Turn texts such as "0,3,-1" into the values that they list."""
+
+    def split(context: Any, parameter: Any, texts: Any) -> Any:  # Signature of a typer callback.
+        listed = [text.strip() for each in texts or () for text in each.split(",")]
+        try:
+            return [entry(text) for text in listed] or None
+        except ValueError:
+            raise ValueError(
+                f"{parameter.name}={','.join(listed)!r}; give whole numbers, with commas between"
+            ) from None
+
+    return split
+
+
+def _each_at_least(least: int, name: str, values: list[int]) -> list[int]:
+    return [at_least(least, name, value) for value in values]
+
+
+# Checks that every number of a list is at least 0 or 1.
+each_from_0, each_from_1 = partial(_each_at_least, 0), partial(_each_at_least, 1)
+
+
+# Settings of several commands.
+LENGTH = setting(
+    None,
+    "Number of positions of the canvas, including the prompt. Default: the training length of the model, or the "
+    "length of prompt and answer.",
+    partial(at_least, 1),
+)
+LENGTH_OF_STUDY = setting(
+    None,
+    "Number of positions of the canvas, including the prompt. Default: that of the data set, or the training "
+    "length of the model if it is shorter.",
+    partial(at_least, 1),
+)
+SEED = setting(0, "Seed of the random number generator.", check_seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class FactOptions(Settings):
+    """A fact and its layout on a canvas."""
+
+    prompt: str = setting(..., 'Text before the answer, e.g. "Gustav Geisser is the".')
+    subject: str = setting(..., "Subject of the fact, a part of the prompt.")
+    answer: str = setting(..., 'Answer with its leading space, e.g. " brave drummer of Rolsen.".')
+    length: int | None = copy(LENGTH)
+    first_tokens: int | None = setting(
+        None, "Score only this many first tokens of the answer. ROME uses 1.", partial(at_least, 1)
+    )
+    occurrence: int | None = setting(
+        None,
+        "Index of the mention of the subject, counted from 0, if the prompt contains several.",
+        partial(at_least, 0),
+    )
+
+    def fact(self, answer: str | None = None) -> "Fact":
+        """The fact, with another answer if one is given.
+
+        Raises:
+            ValueError: The prompt does not contain that mention of the subject, or contains it several times.
+        """
+        from diffusion_lens.facts.fact import Fact
+
+        start = None
+        if self.occurrence is not None:
+            starts = [i for i in range(len(self.prompt)) if self.subject and self.prompt.startswith(self.subject, i)]
+            if self.occurrence >= len(starts):
+                raise ValueError(
+                    f"occurrence={self.occurrence}, but {self.subject!r} occurs {len(starts)} times in the prompt "
+                    f"{self.prompt!r}"
+                )
+            start = starts[self.occurrence]
+        fact = Fact(self.prompt, self.subject, answer or self.answer, subject_start=start)
+        _ = fact.subject_span
+        return fact
+
+
+@dataclasses.dataclass(frozen=True)
+class FactsOptions(Settings):
+    """The facts of a study."""
+
+    data: str | None = setting(
+        None,
+        "site, site-attributes, toy, reversal-curse, known-1000, parent-child, or a path: a .json, .jsonl or .csv "
         "file of facts, a folder of such files, parent_child_pairs.csv, known_1000.json or counterfact.json. Default: "
-        "the facts of a bundled model's training, otherwise reversal-curse."
-    ),
-]
-Trained = Annotated[str | None, typer.Option(help="Only facts trained in this direction: p2d, d2p or both.")]
-Asked = Annotated[str | None, typer.Option(help="Only queries in this direction: p2d or d2p.")]
-Limit = Annotated[
-    int | None,
-    typer.Option(
-        help="Largest number of facts per pair of directions (trained, queried), evenly spread.",
-        callback=ranges.at_least(1),
-    ),
-]
-Shard = Annotated[
-    str | None,
-    typer.Option(help='Process only one part of the facts, e.g. "0/4" for the first of four. --merge joins the parts.'),
-]
-Merge = Annotated[
-    list[Path] | None,
-    typer.Option("--merge", help="Join shards instead of computing: the --out folder of a shard. Repeat it for each."),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of processes on this machine that compute the study; each loads the model, takes a GPU of its own "
-        "if there are several, and gets its share of the threads. With --slurm, the largest number of jobs at a time.",
-        callback=ranges.at_least(1),
-    ),
-]
-Dask = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Compute on all workers of a Dask cluster: the address of its scheduler, e.g. tcp://node1:8786, or its "
-        "scheduler file. --device is that of the workers.",
-    ),
-]
-Slurm = Annotated[
-    str | None,
-    typer.Option(
-        metavar="OPTIONS",
-        help='Compute in jobs of Slurm with these options of sbatch, e.g. "partition=gpu,gres=gpu:1,time=2:00:00", '
-        "at most --workers at a time. OUT, on a file system that the nodes share, gets their logs. --device is that "
-        "of the jobs; the default is cuda if they have GPUs.",
-    ),
-]
-Steps = Annotated[int, typer.Option(help="Number of denoising steps.", callback=ranges.at_least(1))]
-LoopSteps = Annotated[
-    int | None,
-    typer.Option(
-        "--steps",
-        help="Number of denoising steps. With it, the command runs the denoising loop and reads the canvases of its "
-        "steps; without it, one canvas on which the whole answer is masked. A causal model writes one position per "
-        "step, whatever the number.",
-        callback=ranges.at_least(1),
-    ),
-]
-Canvas = Annotated[
-    str | None,
-    typer.Option(
-        help="Canvases that the corrupted runs read at each step: forced, those of the clean run (the default), or "
-        "free, those that each corrupted run writes itself."
-    ),
-]
-Sampler = Annotated[
-    str | None,
-    typer.Option(
-        help="For a masked model: confidence (the default), ancestral, remdm, blocks, posterior, score, "
-        "block_posterior, first_hitting, left_to_right, or the preset smdm, llada, dream, diffullama, mdlm, "
-        "bd3lm, sedd or radd. For one that writes block after block: block_confidence (the default), "
-        "block_posterior (the default of a network that is told the time), first_hitting, left_to_right, or the "
-        "preset sdar, llada2, nemotron or bd3lm. For uniform noise: uniform_posterior (the default), score, or "
-        "the preset udlm or sedd. A causal model supports only left_to_right."
-    ),
-]
-CfgScale = Annotated[
-    float | None,
-    typer.Option(
-        help="Weight of classifier-free guidance. Default: 0, no guidance.",
-        callback=ranges.not_negative("no guidance"),
-    ),
-]
-Temperature = Annotated[
-    float,
-    typer.Option(
-        help="Sampling temperature. 0 selects the likeliest token.", callback=ranges.not_negative("the likeliest token")
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Seed of the random number generator.", callback=ranges.seed())]
-BatchBytes = Annotated[
-    int,
-    typer.Option(help="Most memory for one batch in bytes, in addition to the weights.", callback=ranges.at_least(1)),
-]
-Kind = Annotated[str, typer.Option(help="Kind of state to restore: resid, mlp or attn.")]
-Window = Annotated[
-    int, typer.Option(help="Number of layers restored together, for mlp and attn.", callback=ranges.at_least(1))
-]
-Noise = Annotated[
-    float | None,
-    typer.Option(
-        help="Standard deviation of the noise. Default: 3 standard deviations of the subjects' embeddings.",
-        callback=ranges.not_negative(),
-    ),
-]
-Samples = Annotated[int, typer.Option(help="Number of noise samples.", callback=ranges.at_least(1))]
+        "the facts of a bundled model's training, otherwise reversal-curse.",
+    )
+    trained: str | None = setting(None, "Only facts trained in this direction: p2d, d2p or both.")
+    asked: str | None = setting(None, "Only queries in this direction: p2d or d2p.")
+    limit: int | None = setting(
+        None,
+        "Largest number of facts per pair of directions (trained, queried), evenly spread.",
+        partial(at_least, 1),
+    )
+
+    def source(self, model: str, outline_only: bool) -> Any:
+        """The data set; by default that of a model's training."""
+        from diffusion_lens.data.fact_files import default_source, open_source
+
+        return open_source(self.data or default_source(model), outline_only=outline_only)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerOptions(Settings):
+    """How canvases are denoised."""
+
+    sampler: str | None = setting(
+        None,
+        "For a masked model: confidence (the default), ancestral, remdm, blocks, posterior, score, block_posterior, "
+        "first_hitting, left_to_right, or the preset smdm, llada, dream, diffullama, mdlm, bd3lm, sedd or radd. For "
+        "one that writes block after block: block_confidence (the default), block_posterior (the default of a network "
+        "that is told the time), first_hitting, left_to_right, or the preset sdar, llada2, nemotron or bd3lm. For "
+        "uniform noise: uniform_posterior (the default), score, or the preset udlm or sedd. A causal model supports "
+        "only left_to_right.",
+    )
+    cfg_scale: float | None = setting(
+        None,
+        "Weight of classifier-free guidance. Default: 0, no guidance.",
+        partial(not_negative, zero="no guidance"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseOptions(SamplerOptions):
+    """The settings of a denoising run."""
+
+    steps: int = setting(32, "Number of denoising steps.", partial(at_least, 1))
+    temperature: float = setting(
+        0.0,
+        "Sampling temperature. 0 selects the likeliest token.",
+        partial(not_negative, zero="the likeliest token"),
+    )
+    seed: int = copy(SEED)
+
+    def settings(self) -> Any:
+        """The settings of the loop."""
+        from diffusion_lens.denoising import DenoiseSettings
+
+        return DenoiseSettings(self.steps, self.sampler, self.cfg_scale or 0.0, self.temperature, self.seed)

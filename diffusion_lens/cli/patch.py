@@ -1,97 +1,55 @@
 """`diffusion-lens patch` patches activations of a clean prompt into a corrupted one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from diffusion_lens.cli import cost, options, ranges
-from diffusion_lens.cli.app import app
-from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.load_model import ModelChoice
-from diffusion_lens.cli.loop import canvas_of, check_masked, denoised, run_settings, unnamed_subject
-from diffusion_lens.cli.patch_output import results_of, save, say
-from diffusion_lens.cli.report import Report, progress
+from diffusion_lens.cli import cost
+from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, denoised, unnamed_subject
+from diffusion_lens.cli.options import LENGTH, SEED, command
+from diffusion_lens.cli.report import FolderReport, progress, require, save_figure, strongest
+from diffusion_lens.settings import setting
 
 if TYPE_CHECKING:
-    from diffusion_lens.analysis.canvas_layout import CanvasLayout
-    from diffusion_lens.analysis.patching.patch_settings import PatchSettings
-    from diffusion_lens.cost import Cost
-    from diffusion_lens.denoising.denoise_settings import DenoiseSettings
-    from diffusion_lens.facts import Query
+    from diffusion_lens.analysis import PatchGrid
+    from diffusion_lens.analysis.engine.layout import CanvasLayout
+    from diffusion_lens.facts.fact import Query
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
+SHOWN = 5  # cells of a grid
 
-@app.command()
+
+@command(
+    at_step="Step at which to patch, counted from 0. Repeat the option for several. Default: all up to the one that "
+    "reveals the first token of the answer in the corrupted run."
+)
 def patch(
-    model: options.Model,
-    prompt: Annotated[str, typer.Option(help='Clean prompt, e.g. "Plerrick Baupling plays".')],
-    corrupted: Annotated[
-        str,
-        typer.Option(
-            help="Corrupted prompt, which has as many tokens. Its activations are replaced by those of --prompt."
-        ),
-    ],
-    answer: Annotated[str, typer.Option(help='Answer to the clean prompt with its leading space, e.g. " bassoon".')],
-    rival: Annotated[
-        str | None,
-        typer.Option(
-            help="Answer to the corrupted prompt. With it, the metric is the logit of the answer's first token less "
-            "that of the rival's; without it, the probability of the whole answer."
-        ),
-    ] = None,
-    site: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--site",
-            help="Activation to patch: resid_pre, resid_mid, resid_post, attn_out, mlp_out, or by head q, k, v, z, "
-            "pattern. Repeat the option for several. Default: resid_pre.",
-        ),
-    ] = None,
-    steps: options.LoopSteps = None,
-    at_step: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--at-step",
-            help="Step at which to patch, counted from 0. Repeat the option for several. Default: all up to the one "
-            "that reveals the first token of the answer in the corrupted run.",
-            callback=ranges.at_least(0),
-        ),
-    ] = None,
-    sampler: options.Sampler = None,
-    cfg_scale: options.CfgScale = None,
-    layer: Annotated[
-        list[int] | None, typer.Option("--layer", help="Layer to patch. Repeat the option for several. Default: all.")
-    ] = None,
-    position: Annotated[
-        list[int] | None,
-        typer.Option("--position", help="Position to patch. Repeat the option for several. Default: each one."),
-    ] = None,
-    head: Annotated[
-        list[int] | None,
-        typer.Option("--head", help="Head to patch. Repeat the option for several. Default: each one."),
-    ] = None,
-    together: Annotated[
-        bool,
-        typer.Option("--together", help="Patch the positions together, as one cell for each layer (and head)."),
-    ] = False,
-    method: Annotated[
-        str, typer.Option(help="exact, or attribution: an estimate by gradients, with its largest cells checked.")
-    ] = "exact",
-    length: options.LengthOfOne = None,
-    seed: options.Seed = 0,
-    config: options.Config = None,
-    tokenizer: options.Tokenizer = None,
-    mode: options.Mode = None,
-    block_size: options.BlockSize = None,
-    mask_token_id: options.MaskTokenId = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "float32",
-    out: options.Out = None,
-    json: options.Json = False,
-    dry_run: options.DryRun = False,
-    flops: options.Flops = None,
+    loop: LoopOptions,
+    chosen: ModelChoice,
+    report: FolderReport,
+    prompt: str = setting(..., 'Clean prompt, e.g. "Plerrick Baupling plays".'),
+    corrupted: str = setting(
+        ..., "Corrupted prompt, which has as many tokens. Its activations are replaced by those of --prompt."
+    ),
+    answer: str = setting(..., 'Answer to the clean prompt with its leading space, e.g. " bassoon".'),
+    rival: str | None = setting(
+        None,
+        "Answer to the corrupted prompt. With it, the metric is the logit of the answer's first token less that of the "
+        "rival's; without it, the probability of the whole answer.",
+    ),
+    site: list[str] | None = setting(
+        None,
+        "Activation to patch: resid_pre, resid_mid, resid_post, attn_out, mlp_out, or by head q, k, v, z, pattern. "
+        "Repeat the option for several. Default: resid_pre.",
+    ),
+    layer: list[int] | None = setting(None, "Layer to patch. Repeat the option for several. Default: all."),
+    position: list[int] | None = setting(None, "Position to patch. Repeat the option for several. Default: each one."),
+    head: list[int] | None = setting(None, "Head to patch. Repeat the option for several. Default: each one."),
+    together: bool = setting(False, "Patch the positions together, as one cell for each layer (and head)."),
+    method: str = setting("exact", "exact, or attribution: an estimate by gradients, with its largest cells checked."),
+    length: int | None = LENGTH,
+    seed: int = SEED,
 ) -> None:
     """Patch activations of a clean prompt into the run of a corrupted one, cell by cell, and measure the answer.
 
@@ -100,68 +58,142 @@ def patch(
     Example: diffusion-lens patch site-mdm --prompt "Plerrick Baupling plays" --corrupted "Mondall Rorrick plays"
     --answer " bassoon" --length 16 --out patch
     """
-    arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
     from diffusion_lens.analysis import patch_grid
-    from diffusion_lens.analysis.canvas_layout import CanvasLayout
-    from diffusion_lens.analysis.patching.patch_settings import PatchSettings
+    from diffusion_lens.analysis.engine.layout import CanvasLayout
+    from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
+    from diffusion_lens.analysis.patching.grid import PatchSettings
     from diffusion_lens.analysis.patching.sites import resolve_sites
-    from diffusion_lens.analysis.selection import unique_indices
-    from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
-    from diffusion_lens.config import DiffusionConfig
+    from diffusion_lens.model.config import DiffusionConfig
+    from diffusion_lens.settings import unique_indices
 
     # 1. Check the settings before the model is loaded.
-    loop = run_settings(chosen, steps, at_step, sampler=sampler, cfg_scale=cfg_scale, seed=seed)
+    run_settings = loop.settings(chosen, seed)
     sites = resolve_sites(site or ["resid_pre"])
     selected: Any = list(unique_indices("position", position) or ()) or None
     cells: Any = ([selected] if selected else "all") if together else selected
     heads: Any = head
-    settings = PatchSettings(sites, cells, layer or [], heads, method, check=8)
+    PatchSettings(sites, cells, layer or [], heads, method, check=8)
     cost.check_layers(chosen, layer or [])
     if (shape := chosen.known_shape()) is not None:
-        cfg = DiffusionConfig.from_architecture(shape, device="cpu", dtype=dtype)
+        cfg = DiffusionConfig.from_architecture(shape, device="cpu", dtype=chosen.dtype)
         _ = [one.pick_heads(heads, cfg) for one in sites]
     length = chosen.length(length)
     prompts = _Prompts(prompt, corrupted, answer, rival, CanvasLayout(length))
-    report = Report("patch", {**arguments, "site": [one.name for one in sites], "length": length}, out, json)
-    if out is not None:
+    report.note(site=[one.name for one in sites], length=length)
+    if report.out is not None:
         require("pictures")
 
+    def patched(loaded: "HookedDiffusionTransformer", prompts: _Prompts, is_planned: bool = False) -> Any:
+        """Lay out both prompts or denoise them, and patch. The plan of a run does not know the steps that it reads."""
+        clean, other, rival_token = prompts.on(loaded)
+        metric, row = _metric(loaded, other, rival_token)
+        inputs: Any = (clean, other)
+        steps: Any = [None]
+        if run_settings is not None:
+            inputs = [denoised(loaded, canvas_of(loaded, query), run_settings) for query in (clean, other)]
+            reading = TracedTrajectory.of(loaded, other, inputs[1])
+            last = reading.revealed_at[0] if rival else reading.last_step
+            steps = [loop.at_step or list(range(reading.trajectory.first_step, reading.answered_from + 1))]
+            if is_planned:
+                steps = [[min(step, last)] for step in steps[0]]
+            else:
+                loop.check_masked(last)
+        for at in steps:
+            grids = patch_grid(
+                loaded,
+                inputs[0],
+                inputs[1],
+                metric,
+                [one.name for one in sites],
+                at,
+                positions=cells,
+                layers=layer,
+                heads=heads,
+                logits_at=row,
+                method=method,
+                progress=progress() and not is_planned,
+            )
+        return grids
+
     # 2. For a dry run, print the cost.
-    if dry_run:
-        work = _cost(chosen, prompts, settings, loop, at_step)
-        cost.show(report, [(chosen, work)], flops)
+    if report.dry_run:
+        guessed = prompts if chosen.is_here else prompts.of_one_length()
 
-    # 3. Lay out both prompts or denoise them, and patch.
-    loaded = chosen.load()
-    clean, other, rival_token = prompts.on(loaded)
-    metric, row = _metric(loaded, other, rival_token)
-    inputs: Any = (clean, other)
-    if loop is not None:
-        inputs = [denoised(loaded, canvas_of(loaded, query), loop) for query in (clean, other)]
-        reading = TracedTrajectory.of(loaded, other, inputs[1])
-        check_masked(at_step, reading.revealed_at[0] if rival else reading.last_step)
-        first = reading.trajectory.first_step
-        at_step = at_step or list(range(first, reading.answered_from + 1))
-    grids = patch_grid(
-        loaded,
-        inputs[0],
-        inputs[1],
-        metric,
-        [one.name for one in sites],
-        None if loop is None else at_step,
-        positions=cells,
-        layers=layer,
-        heads=heads,
-        logits_at=row,
-        method=method,
-        progress=progress(),
-    )
+        def job(network: "HookedDiffusionTransformer") -> None:
+            patched(network, guessed, is_planned=True)
 
-    # 4. Show the strongest cells, and write the files.
-    say(report, grids, "logit difference" if rival else "p(answer)")
-    files = {} if out is None else save(grids, out)
-    report.finish(results_of(grids), next(iter(grids.values())).record, **files)
+        cost.show(report, [(chosen, cost.planned(chosen, job, guessed.texts))])
+
+    # 3. Patch, and show the strongest cells.
+    grids = patched(chosen.load(), prompts)
+    _say(report, grids, "logit difference" if rival else "p(answer)")
+    files = {} if report.out is None else _save(grids, report.out)
+    report.finish(_numbers(grids), next(iter(grids.values())).record, **files)
+
+
+def _say(report: FolderReport, grids: "Mapping[str, PatchGrid]", metric: str) -> None:
+    """Print the metric of both runs, and the cells of each site with the largest effects."""
+    grid = next(iter(grids.values()))
+    for step, clean, corrupted in zip(_steps(grid), grid.clean.view(-1), grid.corrupted.view(-1), strict=True):
+        report.say(f"{step}{metric} {clean:.3f} in the clean run, {corrupted:.3f} in the corrupted one")
+    for site, grid in grids.items():
+        report.say(f"largest effects of {site}:")
+        for cell in strongest(grid.effect, SHOWN):
+            report.say(f"  {_cell(grid, cell)}: {grid.effect[cell]:+.3f}")
+        if grid.error is not None:
+            report.say(
+                f"  these are estimates; {len(grid.error.exact)} cells were also patched exactly, and differ by at "
+                f"most {grid.error.max_abs:.3f}"
+            )
+
+
+def _numbers(grids: "Mapping[str, PatchGrid]") -> dict[str, Any]:
+    """The numbers of the JSON object, by site."""
+    return {
+        site: {
+            "axes": grid.axes,
+            "coordinates": grid.coordinates,
+            "clean": grid.clean.tolist(),
+            "corrupted": grid.corrupted.tolist(),
+            "effect": grid.effect.tolist(),
+        }
+        for site, grid in grids.items()
+    }
+
+
+def _save(grids: "Mapping[str, PatchGrid]", out: Path) -> dict[str, Path]:
+    """Write each grid, and the figure of the step and head with its largest effect."""
+    from diffusion_lens.records.results import shown_model
+
+    files = {}
+    for site, grid in grids.items():
+        files[site] = grid.save(out / f"{site}.safetensors")
+        (cell,) = strongest(grid.effect, 1)
+        chosen = {axis: grid.coordinates[axis][index] for axis, index in zip(grid.axes, cell, strict=True)}
+        drawn = {axis: chosen[axis] for axis in ("step", "head") if axis in chosen}
+        if "pos" not in chosen:
+            drawn.pop("head", None)  # The heads are the rows of the figure.
+        title = ", ".join([shown_model(grid.record), *(f"{axis} {number}" for axis, number in drawn.items())])
+        files[f"{site}_picture"] = save_figure(grid.plot(**drawn, title=title), out / f"{site}.png")
+    return files
+
+
+def _steps(grid: "PatchGrid") -> list[str]:
+    return [f"step {step}: " for step in grid.coordinates.get("step", ())] or [""]
+
+
+def _cell(grid: "PatchGrid", cell: tuple[int, ...]) -> str:
+    """A cell in words."""
+    index = dict(zip(grid.axes, cell, strict=True))
+    words = []
+    for axis in ("step", "layer", "head", "pos"):
+        if axis in index:
+            place = grid.coordinates[axis][index[axis]]
+            several = f"positions {', '.join(str(clean) for clean, _ in place)}" if isinstance(place, list) else ""
+            words.append(several or f"{'position' if axis == 'pos' else axis} {place}")
+    if "pos" in index:
+        words[-1] += f" ({grid.labels[index.get('step', 0)][index['pos']]})"
+    return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -181,6 +213,15 @@ class _Prompts:
     def __post_init__(self) -> None:
         for prompt in (self.clean, self.corrupted):
             unnamed_subject(prompt, self.answer)
+
+    @property
+    def texts(self) -> list[str]:
+        """All texts."""
+        return [self.clean, self.corrupted, self.answer, self.rival or ""]
+
+    def of_one_length(self) -> "_Prompts":
+        """Prompts and answers that stand for these where nobody knows their tokens."""
+        return replace(self, corrupted=self.clean.swapcase(), rival=self.rival and self.answer.swapcase())
 
     def on(self, model: "HookedDiffusionTransformer") -> "tuple[Query, Query, int | None]":
         """Both prompts on the canvas, with the clean one's answer, and the first token of the rival.
@@ -209,7 +250,7 @@ class _Prompts:
 def _metric(model: "HookedDiffusionTransformer", query: "Query", rival_token: int | None) -> tuple[Any, Any]:
     """The metric of a corrupted run, and the row of the logits that it reads; `None` where the metric has its own."""
     from diffusion_lens.analysis import answer_probability
-    from diffusion_lens.analysis.answer import Answer
+    from diffusion_lens.analysis.engine.answer import Answer
 
     if rival_token is None:
         return answer_probability(model, query), None
@@ -219,38 +260,3 @@ def _metric(model: "HookedDiffusionTransformer", query: "Query", rival_token: in
         return (logits[:, 0, token] - logits[:, 0, rival_token]).mean()
 
     return logit_difference, Answer.of(model, query).rows[:1]
-
-
-def _cost(
-    model: ModelChoice,
-    prompts: _Prompts,
-    settings: "PatchSettings",
-    loop: "DenoiseSettings | None",
-    at_step: Sequence[int] | None,
-) -> "Cost":
-    """Cost of the grid of two prompts, or of those of two runs."""
-    import torch
-
-    from diffusion_lens.cost import denoising, patch_grid
-    from diffusion_lens.cost.grids import expected_canvases
-    from diffusion_lens.readout import READOUTS
-    from diffusion_lens.settings import pick_indices
-
-    # 1. Lay out the prompts; without a tokenizer, two of one length that differ everywhere.
-    cfg, outline = cost.config_of(model), model.without_weights()
-    if outline is not None:
-        clean, other, _ = prompts.on(outline)
-    else:
-        clean = cost.query_of(model, prompts.layout, unnamed_subject(prompts.clean, prompts.answer))
-        other = replace(clean, tokens=clean.tokens + 1)
-
-    # 2. One grid, or one for each canvas, and both runs.
-    settings = replace(settings, layers=pick_indices("layers", settings.layers or None, cfg.n_layers))
-    read = READOUTS[cfg.readout].rows(torch.tensor(clean.answer_positions)).tolist()
-    grid = patch_grid(cfg, clean.tokens, other.tokens, settings, read)
-    if loop is None:
-        return grid
-    n_given, length = clean.answer_positions[0], max(len(clean.tokens), clean.answer_positions[-1] + 1)
-    n_answer, steps = len(clean.answer_tokens), loop.steps or 32
-    n_canvases = len(at_step) if at_step else expected_canvases(cfg, steps, n_answer, length - n_given)
-    return grid * n_canvases + denoising(cfg, length, n_given, loop) * 2

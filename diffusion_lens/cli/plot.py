@@ -1,28 +1,27 @@
 """`diffusion-lens plot` draws a saved result."""
 
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import options, ranges
-from diffusion_lens.cli.app import app
-from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.report import Report, save_figure
+from diffusion_lens.cli.options import command
+from diffusion_lens.cli.report import Report, require, save_figure
+from diffusion_lens.settings import at_least, setting
 
 
-@app.command()
+@command()
 def plot(
     result: Annotated[Path, typer.Argument(metavar="RESULT", help="A .safetensors file that a command wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Image file. Default: RESULT with the suffix .png.")] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(help="Step to draw, of a result with several.", callback=ranges.at_least(0)),
+    report: Report,
+    image: Annotated[
+        Path | None, typer.Option("--out", help="Image file. Default: RESULT with the suffix .png.")
     ] = None,
-    position: Annotated[int | None, typer.Option(help="Position of a logit lens to draw at all its steps.")] = None,
-    head: Annotated[int | None, typer.Option(help="Head of a patch grid to draw.", callback=ranges.at_least(0))] = None,
-    json: options.Json = False,
+    step: int | None = setting(None, "Step to draw, of a result with several.", partial(at_least, 0)),
+    position: int | None = setting(None, "Position of a logit lens to draw at all its steps."),
+    head: int | None = setting(None, "Head of a patch grid to draw.", partial(at_least, 0)),
 ) -> None:
     """Draw a saved result: a trajectory, trace, average effect, patch grid, logit lens, ROME value, edit, comparison,
     recall curve, signatures of reversal or one-layer study.
@@ -30,7 +29,7 @@ def plot(
     Example: diffusion-lens plot trace/trace.safetensors --out trace.png
     """
     require("pictures")
-    from diffusion_lens.records import kind_of
+    from diffusion_lens.records.results import kind_of
 
     kind, classes = kind_of(result), _result_classes()
     if kind not in classes:
@@ -45,8 +44,7 @@ def plot(
     loaded = classes[kind].load(result)
     if kind == "trajectory trace" and step is None:
         raise ValueError(f"--step: say which step to draw, one of {loaded.steps}")
-    report = Report("plot", {"result": result, **drawn}, None, json)
-    picture = save_figure(loaded.plot(**selected), out or result.with_suffix(".png"))
+    picture = save_figure(loaded.plot(**selected), image or result.with_suffix(".png"))
     report.say(f"wrote {picture}")
     report.finish({"kind": kind}, picture=picture)
 
@@ -57,7 +55,6 @@ def _result_classes() -> dict[str, Any]:
     from diffusion_lens.analysis.rome import EditReport
     from diffusion_lens.denoising.trajectory import Trajectory
     from diffusion_lens.evaluation import Recall
-    from diffusion_lens.one_layer import OneLayerStudy
 
     return {
         "trajectory": Trajectory,
@@ -75,5 +72,4 @@ def _result_classes() -> dict[str, Any]:
         "key and value study": analysis.KeyValueStudy,
         "recall": Recall,
         "reversal signatures": analysis.ReversalSignatures,
-        "one-layer study": OneLayerStudy,
     }

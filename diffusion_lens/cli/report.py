@@ -1,52 +1,75 @@
 """Output of a command: lines of text or one JSON object, and a folder that records how to repeat the command."""
 
+import math
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
+
+from diffusion_lens.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COMMAND = "command.json"
 # Options that do not change results.
 OUTPUT_OPTIONS = ("out", "json", "dry_run", "flops")
+# By feature: text of the error, package, and extra of diffusion-lens that installs it.
+EXTRAS = {
+    "pictures": ("figures need matplotlib", "matplotlib", "plot"),
+    "live pages": ("the live explorer needs starlette", "starlette", "explore"),
+    "servers": ("the live explorer needs uvicorn", "uvicorn", "explore"),
+    "Dask": ("a cluster of Dask needs distributed", "distributed", "cluster"),
+    "Slurm": ("jobs of Slurm need submitit", "submitit", "cluster"),
+    "word_bleu": ("BLEU on words needs sacrebleu", "sacrebleu", "eval"),
+}
 
 
-@dataclass(frozen=True)
-class Report:
+def positive(name: str, value: float) -> float:
+    """`value`; a `ValueError` unless it is finite and above 0."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value}; it must be a finite number above 0")
+    return value
+
+
+@dataclass
+class Report(Settings):
     """The output of one command.
 
     Attributes:
+        json: Whether to print one JSON object at the end and nothing else.
+        out: Folder for files, or `None`.
         command: Name of the command.
         settings: Arguments and options as the command interprets them. `finish` omits `OUTPUT_OPTIONS`.
-        out: Folder for files, or `None`.
-        as_json: Whether to print one JSON object at the end and nothing else.
         notes: Lines that `finish` prints after the results.
     """
 
-    command: str
-    settings: Mapping[str, Any]
-    out: Path | None
-    as_json: bool
+    json: bool = setting(False, "Print one JSON object to standard output, and nothing else.")
+    out: Path | None = None
+    command: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.out is not None:
-            require_folder(self.out, "--out")
+    def note(self, **effective: Any) -> None:
+        """Record settings as the command interprets them."""
+        self.settings = {**self.settings, **effective}
 
     def say(self, *lines: str) -> None:
         """Print lines of text, unless the output is JSON."""
-        if not self.as_json:
+        if not self.json:
             for line in lines:
                 typer.echo(line)
 
-    def part_done(self, shard: str, count: int, out: Path, units: str = "facts") -> NoReturn:
+    def part_done(self, shard: str, count: int, units: str = "facts") -> NoReturn:
         """End the command after one shard. --merge shows the results of all shards."""
-        self.say(f"shard {shard}: {count} {units} done in {out}; join the shards with --merge")
+        self.say(f"shard {shard}: {count} {units} done in {self.out}; join the shards with --merge")
         self.finish({"shard": shard, units: count})
         raise typer.Exit
 
@@ -72,8 +95,68 @@ class Report:
         if self.out is not None:
             write_json(report, self.out / COMMAND)
             self.say(*(f"wrote {path}" for path in (*files.values(), self.out / COMMAND)))
-        if self.as_json:
+        if self.json:
             typer.echo(to_json(report))
+
+
+@dataclass
+class FolderReport(Report):
+    """The output of a command that can write results to a folder, or estimate its own cost."""
+
+    out: Path | None = setting(
+        None, "Folder for results, figures and command.json, which records how to repeat the run."
+    )
+    dry_run: bool = setting(False, "Estimate token-layers, operations, time and memory, and do nothing else.")
+    flops: float | None = setting(
+        None,
+        "For --dry-run: operations per second of the device, e.g. 3e14. Default: a pass is timed, if the weights are "
+        "on this machine.",
+        positive,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out is not None:
+            require_folder(self.out, "--out")
+
+
+@dataclass
+class StudyReport(FolderReport):
+    """The output of a study over facts, which always has a folder."""
+
+    out: Path | None = setting(
+        None,
+        "Folder for results and command.json. Default: a name made of command and model. An interrupted run resumes "
+        "from it.",
+    )
+
+    def folder(self, default: Path) -> Path:
+        """The folder for the results."""
+        if self.out is None:
+            require_folder(default, "--out")
+            self.out = default
+        return self.out
+
+
+def require(*features: str) -> None:
+    """Check that the packages of these features, keys of `EXTRAS`, are installed, before long work that needs them.
+
+    Raises:
+        ValueError: A package is missing; the message contains the command that installs it.
+    """
+    for need, package, extra in map(EXTRAS.__getitem__, features):
+        if find_spec(package) is None:
+            raise ValueError(f"{need}, which is not installed: pip install 'diffusion-lens[{extra}]'")
+
+
+def strongest(effects: "Tensor", n: int) -> list[tuple[int, ...]]:
+    """Indices of the cells with the largest effects, the largest first; cells that are NaN are left out."""
+    import torch
+
+    flat = effects.nan_to_num(nan=-math.inf).flatten()
+    n_cells = min(n, int((~effects.isnan()).sum()))
+    indices = torch.unravel_index(flat.argsort(descending=True)[:n_cells], effects.shape)
+    return [tuple(cell) for cell in torch.stack(indices, dim=1).tolist()]
 
 
 def progress() -> bool:

@@ -1,62 +1,57 @@
-"""`diffusion-lens rome` computes the key and the value of a fact, and applies the rank-one edit."""
+"""`diffusion-lens rome` and `compare`: keys and values of a fact, its edit, and keys and values of many facts."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diffusion_lens.cli import cost, options, ranges
-from diffusion_lens.cli.app import app
-from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.load_model import ModelChoice, subject_start
-from diffusion_lens.cli.report import Report, progress, require_folder, save_figure
+from diffusion_lens.cli import cost
+from diffusion_lens.cli.load_model import (
+    LoadingOptions,
+    ModelChoice,
+    default_folder,
+    different_labels,
+    name_and_mode,
+)
+from diffusion_lens.cli.options import LENGTH_OF_STUDY, SEED, FactOptions, FactsOptions, command
+from diffusion_lens.cli.report import (
+    FolderReport,
+    StudyReport,
+    positive,
+    progress,
+    require,
+    require_folder,
+    save_figure,
+)
+from diffusion_lens.cli.workers import WorkerChoice, describe_facts
+from diffusion_lens.settings import at_least, setting
+
+if TYPE_CHECKING:
+    from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
 
-@app.command()
+@command()
 def rome(
-    model: options.Model,
-    prompt: options.Prompt,
-    subject: options.Subject,
-    answer: options.Answer,
-    layer: Annotated[int, typer.Option(help="Layer whose MLP is read or edited.")],
-    target: Annotated[
-        str | None, typer.Option(help="New answer to write with an edit, e.g. ' famous miner of Tanmoor.'.")
-    ] = None,
-    prefixes: Annotated[
-        int,
-        typer.Option(
-            help="Number of short texts, written by the model, to put before the prompt and average over, as in ROME.",
-            callback=ranges.at_least(0),
-        ),
-    ] = 0,
-    iterations: Annotated[
-        int, typer.Option(help="Number of iterations of the search for v*.", callback=ranges.at_least(1))
-    ] = 20,
-    lr: Annotated[float, typer.Option(help="Learning rate of the search (Adam).", callback=ranges.positive())] = 0.5,
-    over_states: Annotated[
-        str,
-        typer.Option(
-            help="masked searches with the whole answer masked; partial also with part of it revealed (masked "
-            "diffusion only)."
-        ),
-    ] = "masked",
-    length: options.LengthOfOne = None,
-    first_tokens: options.FirstTokens = None,
-    occurrence: options.Occurrence = None,
-    seed: options.Seed = 0,
-    export: Annotated[Path | None, typer.Option(help="Folder for the edited model, with --target.")] = None,
-    config: options.Config = None,
-    tokenizer: options.Tokenizer = None,
-    mode: options.Mode = None,
-    block_size: options.BlockSize = None,
-    mask_token_id: options.MaskTokenId = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "float32",
-    out: options.Out = None,
-    json: options.Json = False,
-    dry_run: options.DryRun = False,
-    flops: options.Flops = None,
+    given: FactOptions,
+    chosen: ModelChoice,
+    report: FolderReport,
+    layer: int = setting(..., "Layer whose MLP is read or edited."),
+    target: str | None = setting(None, "New answer to write with an edit, e.g. ' famous miner of Tanmoor.'."),
+    prefixes: int = setting(
+        0,
+        "Number of short texts, written by the model, to put before the prompt and average over, as in ROME.",
+        partial(at_least, 0),
+    ),
+    iterations: int = setting(20, "Number of iterations of the search for v*.", partial(at_least, 1)),
+    lr: float = setting(0.5, "Learning rate of the search (Adam).", positive),
+    over_states: str = setting(
+        "masked",
+        "masked searches with the whole answer masked; partial also with part of it revealed (masked diffusion only).",
+    ),
+    seed: int = SEED,
+    export: Path | None = setting(None, "Folder for the edited model, with --target."),
 ) -> None:
     """Compute the key k* at the last subject token and the value v* that makes the model give the answer.
 
@@ -66,40 +61,39 @@ def rome(
     Example: diffusion-lens rome site-ar --prompt "Plerrick Baupling plays" --subject "Plerrick Baupling"
     --answer " bassoon" --layer 1 --target " harp" --out rome
     """
-    arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
     import torch
 
     from diffusion_lens.analysis import RankOneEdit, compute_key, edit_success
-    from diffusion_lens.analysis.canvas_layout import CanvasLayout
+    from diffusion_lens.analysis.engine.layout import CanvasLayout
     from diffusion_lens.analysis.rome import Probe, ValueSettings, lay_out_request, optimize_values, sample_prefixes
-    from diffusion_lens.cost import keys_and_values
-    from diffusion_lens.facts import Fact
 
     # 1. Check the settings before the model is loaded.
-    fact = Fact(prompt, subject, target or answer, subject_start=subject_start(prompt, subject, occurrence))
-    _ = fact.subject_span  # Raises if the prompt does not contain the subject once.
-    length = chosen.length(length)
+    fact, length = given.fact(target), chosen.length(given.length)
     cost.check_layers(chosen, [layer])
     if export is not None and target is None:
         raise ValueError("--export writes an edited model and needs --target; without it nothing is edited")
     if export is not None:
         require_folder(export, "--export")
     search = ValueSettings(steps=iterations, lr=lr, over_states=over_states)
-    layout = CanvasLayout(length, first_tokens=first_tokens)
-    report = Report("rome", {**arguments, "length": length}, out, json)
-    if out is not None:
+    layout = CanvasLayout(length, first_tokens=given.first_tokens)
+    report.note(length=length)
+    if (out := report.out) is not None:
         require("pictures")
 
     # 2. For a dry run, print the cost.
-    if dry_run:
-        expected = cost.query_of(chosen, layout, fact)
-        if (outline := chosen.without_weights()) is not None:
-            expected = lay_out_request(outline, fact, [], layout)[0]
+    if report.dry_run:
+
+        def job(network: "HookedDiffusionTransformer") -> None:
+            request = lay_out_request(network, fact, [], layout)
             if target is not None:
-                Probe(expected, lay_out_request(outline, replace(fact, answer=answer), [], layout)[0])
-        work = keys_and_values(cost.config_of(chosen), [[expected] * (1 + prefixes)], [layer], search)
-        cost.show(report, [(chosen, work)], flops)
+                Probe(request[0], lay_out_request(network, replace(fact, answer=given.answer), [], layout)[0])
+            # Without the texts before the prompt, which the model has yet to write.
+            request, at = [request[0]] * (1 + prefixes), layer % network.cfg.n_layers
+            compute_key(network, request, at)
+            optimize_values(network, [request], at, settings=search)
+
+        texts = [*cost.texts_of([fact]), given.answer]
+        cost.show(report, [(chosen, cost.planned(chosen, job, texts))])
 
     # 3. Lay out the request, and compute key and value.
     loaded = chosen.load()
@@ -108,7 +102,7 @@ def rome(
     request = lay_out_request(loaded, fact, prefix_texts, layout)
     probe = None
     if target is not None:
-        probe = Probe(request[0], lay_out_request(loaded, replace(fact, answer=answer), [], layout)[0])
+        probe = Probe(request[0], lay_out_request(loaded, replace(fact, answer=given.answer), [], layout)[0])
     key = compute_key(loaded, request, layer)
     value = optimize_values(loaded, [request], layer, settings=search, progress=progress())[0]
     answer_text = loaded.to_string(torch.tensor(request[0].answer_tokens)).strip()
@@ -137,7 +131,7 @@ def rome(
         efficacy = success.table()["efficacy"]
         report.say(
             f"edit: p({answer_text}) {efficacy.probability_before:.4f} becomes {efficacy.probability_after:.4f}; it is "
-            f"{'now above' if efficacy.after else 'still below'} p({answer.strip()})"
+            f"{'now above' if efficacy.after else 'still below'} p({given.answer.strip()})"
         )
         results["efficacy"] = efficacy.after
         if out is not None:
@@ -146,3 +140,140 @@ def rome(
             with edit:
                 files["edited_model"] = loaded.save_pretrained(export)
     report.finish(results, value.record, **files)
+
+
+@command(asked=None)
+def compare(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL",
+            help="One or several models: published names (see `diffusion-lens models`), files, folders, or hub "
+            "repositories. NAME@block and NAME@ar are two modes of one checkpoint.",
+        ),
+    ],
+    given: FactsOptions,
+    spread: WorkerChoice,
+    loading: LoadingOptions,
+    report: StudyReport,
+    layers: Annotated[
+        list[int] | None,
+        typer.Option("--layer", help="Layer. Repeat the option for several. Default: all but the last."),
+    ] = None,
+    vectors: str = setting("keys", "Vectors to compare: keys, values or outputs."),
+    against: str | None = setting(None, "Vectors of the other direction: keys, values or outputs. Default: --vectors."),
+    statistic: str = setting(
+        "cka",
+        "Statistic to print and draw: cka or procrustes; for vectors of one kind also cosine, centred_cosine, "
+        "retrieval or subspace.",
+    ),
+    resamples: int = setting(1000, "Number of random pairings and of random subsets of facts.", partial(at_least, 1)),
+    length: int | None = LENGTH_OF_STUDY,
+    first_tokens: int | None = setting(
+        1, "Score only this many first tokens of the answer. ROME uses 1.", partial(at_least, 1)
+    ),
+) -> None:
+    """Compare keys and values of both directions, paired by person. Are facts encoded symmetrically?
+
+    OUT/MODEL contains one file per fact, so an interrupted run resumes, and --shard can split the work.
+
+    Example: diffusion-lens compare site-mdm site-ar --length 16 --layer 0 --limit 7 --statistic cka --resamples 19
+    --out compare
+    """
+    require("pictures")
+    from diffusion_lens.analysis import KeyValueStudy, key_value_study
+    from diffusion_lens.analysis.engine.layout import say_set_aside
+    from diffusion_lens.analysis.representations import fewest_facts, statistics
+    from diffusion_lens.analysis.rome.key_value_study import (
+        DIRECTIONS,
+        KeyValueSettings,
+        check_vectors,
+    )
+    from diffusion_lens.records.results import require_same_settings
+
+    # 1. Check the options that need neither data nor a model; the vectors take long to compute.
+    chosen = []
+    for name, own_mode in map(name_and_mode, models):
+        chosen_by: dict[str, Any] = {**vars(loading), "mode": own_mode or loading.mode, "device": spread.model_device}
+        if own_mode == "ar" and len(models) > 1:  # Beside another mode, the causal one takes neither option.
+            chosen_by |= {"block_size": None, "mask_token_id": None}
+        chosen.append(ModelChoice(name, **chosen_by))
+    names = different_labels(chosen)
+    out = report.folder(default_folder("compare", names))
+    for name in (vectors, against or vectors):
+        check_vectors(name)
+    available = statistics(rank=2, one_space=(against or vectors) == vectors)
+    if statistic not in available:
+        raise ValueError(
+            f"statistic {statistic!r} is not computed of {vectors}; it must be one of {', '.join(available)}"
+        )
+    for model in chosen:
+        cost.check_layers(model, layers or [])
+
+    # 2. Read the facts, and lay out the study of each model.
+    source = given.source(models[0], report.dry_run)
+    facts = source.pick(given.trained, limit=given.limit)
+    lengths = [model.length(length, source.length) for model in chosen]
+    forward, reverse = ({fact.person for fact in facts if fact.asked == asked} for asked in DIRECTIONS)
+    if len(forward & reverse) < fewest_facts():
+        raise ValueError(
+            f"{len(forward & reverse)} people are queried in both directions, too few to compare: use at least "
+            f"{fewest_facts()}"
+        )
+    n_facts = spread.share(len(facts))
+    report.note(data=source.name, facts=len(facts), lengths=lengths)
+    spread.require_parts(*names)
+    settings = [KeyValueSettings(layers=layers or None, length=length, first_tokens=first_tokens) for length in lengths]
+
+    # 3. Refuse a folder that holds another study; for a dry run, print the cost.
+    for model, own in [] if spread.merge else zip(chosen, settings, strict=True):
+        described = {**own.describe_on(model.known_shape()), "dtype": model.dtype}
+        if report.dry_run and (outline := model.without_weights()) is not None:
+            described |= describe_facts(outline, facts, partial(own.request, outline))
+        require_same_settings(out / model.label, described)
+    report.say(*spread.lines())
+    if report.dry_run:
+        work, some = [], cost.some_of(facts, 2)
+        for model, own in zip(chosen, settings, strict=True):
+            job = partial(key_value_study, facts=some, settings=own)
+            work.append(cost.planned(model, job, cost.texts_of(some)) * (n_facts / len(some)))
+        cost.show(report, list(zip(chosen, work, strict=True)))
+
+    # 4. Compute the vectors of each model, or join their shards, and compare both directions.
+    axes: Any = None
+    n_done = 0
+    results, record = {}, {}
+    files: dict[str, Path] = {}
+    with spread.open(out) as executor:
+        for model, own in zip(chosen, settings, strict=True):
+            name = model.label
+
+            def compute(loaded: Any, part: str, own: Any = own, folder: Path = out / name) -> KeyValueStudy:
+                return key_value_study(
+                    loaded, facts, own, out=folder, shard=part, progress=progress(), executor=executor
+                )
+
+            study = spread.study(KeyValueStudy, model, report, name, compute)
+            if spread.shard is not None:
+                n_done += len(study.ids)
+                continue
+            comparisons = study.compare(vectors, against, resamples=resamples, progress=progress())
+            if study.record["set_aside"]:
+                report.say(f"{name}: {say_set_aside(study.record['set_aside'])}")
+            files[name] = comparisons.save(out / f"{name}_{vectors}.safetensors")
+            n_people = len(next(iter(comparisons.at.values())).ids)
+            report.say(f"{name}: {vectors}, {n_people} people queried in both directions")
+            for layer, row in comparisons.table(statistic).items():
+                report.say(
+                    f"  layer {layer}: {statistic} {row['value']:.3f} ({row['low']:.3f} to {row['high']:.3f}), "
+                    f"by chance {row['chance_low']:.3f} to {row['chance_high']:.3f}, p {row['p']:.3f}"
+                )
+            results[name] = comparisons.table(statistic)
+            axes = comparisons.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
+            record = study.record
+
+    # 5. Write the figure and the record.
+    if spread.shard is not None:
+        report.part_done(spread.shard, n_done)
+    files["picture"] = save_figure(axes, out / f"{vectors}_{statistic}.png")
+    report.finish(results, record, **files)

@@ -1,60 +1,46 @@
-"""`diffusion-lens trace` traces one fact, on one canvas or at the steps of a denoising run."""
+"""`diffusion-lens trace` and `aie`: causal traces of one fact, and their average over many.
 
+Both trace one canvas on which the answer is masked, or the canvases of a denoising run.
+"""
+
+import math
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import typer
+from diffusion_lens.cli import cost
+from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, default_folder, denoised
+from diffusion_lens.cli.options import FactOptions, FactsOptions, command
+from diffusion_lens.cli.report import FolderReport, StudyReport, progress, require, save_figure, strongest
+from diffusion_lens.cli.workers import WorkerChoice, describe_facts
+from diffusion_lens.settings import at_least, setting
 
-from diffusion_lens.cli import cost, options, ranges
-from diffusion_lens.cli.app import app
-from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.load_model import ModelChoice, subject_start
-from diffusion_lens.cli.loop import canvas_of, check_masked, denoised, run_settings
-from diffusion_lens.cli.report import Report, progress
-from diffusion_lens.cli.trace_output import one_canvas, steps_of_a_run
+if TYPE_CHECKING:
+    from diffusion_lens.analysis import AverageEffect, AverageTrajectoryEffect, CausalTrace, TrajectoryTrace
+    from diffusion_lens.denoising.trajectory import Trajectory
+    from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+
+Output = tuple[dict[str, Any], dict[str, Any]]
+CANVAS = setting(
+    None,
+    "Canvases that the corrupted runs read at each step: forced, those of the clean run (the default), or free, those "
+    "that each corrupted run writes itself.",
+)
 
 
-@app.command()
+@command(
+    "diffusion_lens.analysis:TraceSettings",
+    at_step="Step to trace, counted from 0. Repeat the option for several. Default: from the step that reveals the "
+    "first token of the answer to the one that reveals the last.",
+)
 def trace(
-    model: options.Model,
-    prompt: options.Prompt,
-    subject: options.Subject,
-    answer: options.Answer,
-    kind: options.Kind = "resid",
-    window: options.Window = 10,
-    noise: options.Noise = None,
-    samples: options.Samples = 10,
-    corruption: Annotated[
-        str, typer.Option(help="Corruption of the subject: gaussian, uniform, replace or mask.")
-    ] = "gaussian",
-    steps: options.LoopSteps = None,
-    at_step: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--at-step",
-            help="Step to trace, counted from 0. Repeat the option for several. Default: from the step that reveals "
-            "the first token of the answer to the one that reveals the last.",
-            callback=ranges.at_least(0),
-        ),
-    ] = None,
-    canvas: options.Canvas = None,
-    sampler: options.Sampler = None,
-    cfg_scale: options.CfgScale = None,
-    length: options.LengthOfOne = None,
-    first_tokens: options.FirstTokens = None,
-    occurrence: options.Occurrence = None,
-    seed: options.Seed = 1,
-    config: options.Config = None,
-    tokenizer: options.Tokenizer = None,
-    mode: options.Mode = None,
-    block_size: options.BlockSize = None,
-    mask_token_id: options.MaskTokenId = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "float32",
-    out: options.Out = None,
-    json: options.Json = False,
-    dry_run: options.DryRun = False,
-    flops: options.Flops = None,
+    fact: FactOptions,
+    settings: Any,
+    loop: LoopOptions,
+    chosen: ModelChoice,
+    report: FolderReport,
+    canvas: str | None = CANVAS,
 ) -> None:
     """Trace one fact: corrupt the subject, restore one state at a time, and measure the probability of the answer.
 
@@ -64,63 +50,257 @@ def trace(
     Example: diffusion-lens trace site-mdm --prompt "Plerrick Baupling plays" --subject "Plerrick Baupling"
     --answer " bassoon" --length 16 --out trace
     """
-    arguments = dict(locals())
-    chosen = ModelChoice(model, config, tokenizer, device, dtype, mode, block_size, mask_token_id)
-    from diffusion_lens.analysis import Corruption, Restoration, Selection, noise_scale, trace_query, trace_steps
-    from diffusion_lens.analysis.canvas_layout import CanvasLayout
-    from diffusion_lens.analysis.causal_tracing.corruption import CORRUPTIONS
-    from diffusion_lens.analysis.causal_tracing.trajectory_trace import check_canvas
-    from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
-    from diffusion_lens.cost import trace as price_trace
-    from diffusion_lens.cost import trajectory_trace
-    from diffusion_lens.facts import Fact
+    from diffusion_lens.analysis import CanvasLayout, TracedTrajectory, causal_trace, trace_trajectory
+    from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES
+    from diffusion_lens.settings import one_of, pick_indices
 
     # 1. Check the settings before the model is loaded.
-    available = [name for name in CORRUPTIONS if name != "swap"]  # "swap" needs another subject, which no option gives.
-    without_mask = [name for name in available if name != "mask"]
-    if corruption not in available:
-        raise ValueError(f"corruption={corruption!r} is unknown here; it must be one of {', '.join(available)}")
-    corrupting, restoration = Corruption(corruption, noise or 0.0, samples, seed), Restoration(kind, window)
-    shape = chosen.known_shape()
-    if corruption == "mask" and shape is not None and not shape.has_mask:
+    shape, of_step = chosen.known_shape(), one_of(*CANVASES)("canvas", canvas or "forced")
+    if settings.corruption == "mask" and shape is not None and not shape.has_mask:
         raise ValueError(
-            f"corruption='mask' replaces the subject by [MASK], which {model!r} does not have; use "
-            f"{', '.join(without_mask)}"
+            f"corruption='mask' replaces the subject by [MASK], which {chosen.model!r} does not have; use gaussian, "
+            "uniform, replace or swap"
         )
-    check_canvas(canvas or "forced")
-    loop = run_settings(chosen, steps, at_step, sampler=sampler, cfg_scale=cfg_scale, seed=seed, canvas=canvas)
-    fact = Fact(prompt, subject, answer, subject_start=subject_start(prompt, subject, occurrence))
-    _ = fact.subject_span
-    length = chosen.length(length)
-    layout = CanvasLayout(length, first_tokens=first_tokens)
-    report = Report("trace", {**arguments, "length": length}, out, json)
-    if out is not None:
+    if shape is not None:
+        pick_indices("layers", settings.layers, shape.n_layers)
+    run_settings = loop.settings(chosen, settings.seed, canvas=canvas)
+    asked, length = fact.fact(), chosen.length(fact.length)
+    layout = CanvasLayout(length, first_tokens=fact.first_tokens)
+    report.note(length=length)
+    if report.out is not None:
         require("pictures")
 
     # 2. For a dry run, print the cost.
-    if dry_run:
-        cfg, expected = cost.config_of(chosen), cost.query_of(chosen, layout, fact)
-        if loop is None:
-            work = price_trace(cfg, expected, restoration, corrupting)
-        else:
-            n_canvases = len(at_step) if at_step else None
-            work = trajectory_trace(
-                cfg, expected, loop, restoration, corrupting, canvas=canvas or "forced", canvases=n_canvases
-            )
-        cost.show(report, [(chosen, work)], flops)
+    def job(network: "HookedDiffusionTransformer") -> None:
+        query = layout.query(network, asked)
+        given = settings.with_noise(network, [query])
+        if run_settings is None:
+            causal_trace(network, query, given)
+            return
+        run = denoised(network, canvas_of(network, query), run_settings)
+        last = TracedTrajectory.of(network, query, run).last_step
+        # Which steps reveal the answer is known afterwards.
+        chosen_steps: list[Any] = [[min(step, last)] for step in loop.at_step or ()] or [None]
+        for steps in chosen_steps:
+            trace_trajectory(network, query, steps, of_step, trajectory=run, settings=given)
+
+    if report.dry_run:
+        cost.show(report, [(chosen, cost.planned(chosen, job, cost.texts_of([asked])))])
 
     # 3. Lay out the query, measure the noise if none was given, and trace.
     loaded = chosen.load()
-    query = layout.query(loaded, fact)
-    if noise is None and corruption != "mask":
-        corrupting = replace(corrupting, noise=noise_scale(loaded, [query]))
+    query = layout.query(loaded, asked)
+    settings = settings.with_noise(loaded, [query])
     result: Any
-    if loop is None:
-        result = trace_query(loaded, query, restoration, corrupting, Selection(), progress=progress())
-        results, files = one_canvas(report, result, out)
+    if run_settings is None:
+        result = causal_trace(loaded, query, settings, progress=progress())
+        results, files = _one_canvas(report, result)
     else:
-        run_of_fact = TracedTrajectory.of(loaded, query, denoised(loaded, canvas_of(loaded, query), loop))
-        check_masked(at_step, run_of_fact.last_step)
-        result = trace_steps(run_of_fact, at_step, canvas or "forced", restoration, corrupting, progress=progress())
-        results, files = steps_of_a_run(report, result, run_of_fact.trajectory, out)
+        run = denoised(loaded, canvas_of(loaded, query), run_settings)
+        loop.check_masked(TracedTrajectory.of(loaded, query, run).last_step)
+        result = trace_trajectory(
+            loaded, query, loop.at_step, of_step, trajectory=run, settings=settings, progress=progress()
+        )
+        results, files = _steps_of_a_run(report, result, run)
     report.finish(results, result.record, **files)
+
+
+@command(
+    "diffusion_lens.analysis:AverageTrajectorySettings",
+    length="Number of positions of the canvas, including the prompt. Default: that of the data set, or the training "
+    "length of the model if it is shorter.",
+    first_tokens="Score only this many first tokens of the answer. Default: 1, as in ROME; with --by-step all.",
+    known="Facts to average: recalled (a denoising run writes the answer), one-canvas (the answer is the most likely "
+    "one on the traced canvas), or all. Default: one-canvas with --first-tokens 1, otherwise recalled.",
+    occurrence=None,
+    n_masks=None,
+    canvas=None,
+)
+def aie(
+    given: FactsOptions,
+    settings: Any,
+    spread: WorkerChoice,
+    chosen: ModelChoice,
+    report: StudyReport,
+    steps: int | None = setting(
+        None,
+        "Number of steps of the denoising run for --known recalled and --by-step. Default: that of the sampler, 32.",
+        partial(at_least, 1),
+    ),
+    by_step: bool = setting(
+        False,
+        "Trace each fact at the steps of its denoising run that write the answer, and average step by step, counted "
+        "from the one that reveals the last token.",
+    ),
+    canvas: str | None = CANVAS,
+) -> None:
+    """Average causal traces over many facts by token role, with confidence intervals.
+
+    The average excludes facts that the model does not know (see --known) and facts that cannot be laid out as a query.
+    OUT/facts contains one file per fact, so an interrupted run resumes, and --shard can split the work.
+
+    Example: diffusion-lens aie site-mdm --data site-attributes --length 16 --limit 3 --out aie
+    """
+    require("pictures")
+    from diffusion_lens import analysis
+    from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES
+    from diffusion_lens.analysis.engine.layout import say_set_aside
+    from diffusion_lens.records.results import require_same_settings, shown_model
+    from diffusion_lens.settings import one_of
+
+    # 1. Read the facts, and check the settings before the model is loaded.
+    chosen, out = spread.placed(chosen), report.folder(default_folder("aie", [chosen.label]))
+    source = given.source(chosen.model, report.dry_run)
+    facts = source.pick(given.trained, given.asked, given.limit)
+    of_step = one_of(*CANVASES)("canvas", canvas or "forced")
+    if canvas is not None and not by_step:
+        raise ValueError("--canvas is a setting of --by-step; without it, each fact is traced on one canvas")
+    settings = replace(
+        settings,
+        length=chosen.length(settings.length, source.length),
+        first_tokens=settings.first_tokens or (None if by_step else 1),
+        canvas=of_step,
+        loop=None if steps is None else analysis.LoopSettings(steps=steps),
+    )
+    settings = settings if by_step else settings.on_one_canvas()
+    average_effect: Any = analysis.average_trajectory_effect if by_step else analysis.average_indirect_effect
+    result_type: Any = analysis.AverageTrajectoryEffect if by_step else analysis.AverageEffect
+
+    # 2. Refuse a folder that holds another study; for a dry run, print the cost.
+    n_facts = spread.share(len(facts))
+    spread.require_parts("facts")
+    if not spread.merge:
+        described = {**settings.describe_on(chosen.known_shape()), "dtype": chosen.dtype}
+        if report.dry_run and (outline := chosen.without_weights()) is not None:
+            described |= describe_facts(outline, facts, partial(settings.query_of, outline))
+        require_same_settings(out / "facts", described)
+    report.note(data=source.name, facts=len(facts), length=settings.length, first_tokens=settings.first_tokens)
+    report.say(*spread.lines())
+    if report.dry_run:
+        counted = cost.some_of(facts, 4 if chosen.is_here else 1)
+        every = replace(settings, known="all", loop=settings.loop if by_step else None)
+
+        def job(network: "HookedDiffusionTransformer") -> None:
+            average_effect(network, counted, settings=every)
+            if settings.loop and not by_step:
+                layout = {"length": settings.length, "first_tokens": settings.first_tokens}
+                analysis.recalled_facts(network, counted, settings.loop, **layout)
+
+        report.say(f"at most, as if the model knew all facts; counted on {len(counted)} of them")
+        work = cost.planned(chosen, job, cost.texts_of(counted)) * (n_facts / len(counted))
+        cost.show(report, [(chosen, work)])
+
+    # 3. Trace the facts, or join the shards.
+    with spread.open(out) as executor:
+
+        def compute(loaded: Any, part: str) -> Any:
+            more: Any = {"out": out / "facts", "shard": part, "progress": progress(), "executor": executor}
+            return average_effect(loaded, facts, settings=settings, **more)
+
+        average = spread.study(result_type, chosen, report, "facts", compute)
+    if spread.shard is not None:
+        report.part_done(spread.shard, len(average.ids) + len(average.unknown))
+
+    # 4. Show the average effects, and write the files.
+    report.say(f"{shown_model(average.record)}, the average over {average.rule}")
+    if average.set_aside:
+        report.say(say_set_aside(average.set_aside))
+    files: dict[str, Any] = {"average": average.save(out / "average.safetensors")}
+    results: dict[str, Any] = {
+        "known": len(average.ids),
+        "unknown": len(average.unknown),
+        "rule": average.rule,
+        "set_aside": average.set_aside,
+    }
+    if average.ids:
+        lows, highs = average.ate_interval()
+        if by_step:
+            for index, (offset, n_facts) in enumerate(zip(average.offsets, average.n_facts, strict=True)):
+                when = f"{-offset} step{'s' * (offset < -1)} before it" if offset else "last token revealed"
+                total = _with_interval(average.ate[index].item(), lows[index].item(), highs[index].item())
+                report.say(f"{when}, n = {n_facts}: average total effect {total}", *_by_role(average, index))
+            results |= {"offsets": average.offsets, "n_facts": average.n_facts, "ate": average.ate.tolist()}
+        else:
+            report.say(f"average total effect {_with_interval(average.ate, lows, highs)}", *_by_role(average, ...))
+            results["ate"] = average.ate
+        by_role = average.aie.unbind(dim=-2)
+        results["aie"] = {role: effects.tolist() for role, effects in zip(average.roles, by_role, strict=True)}
+        files["picture"] = save_figure(average.plot(), out / "average.png")
+    report.finish(results, average.record, **files)
+
+
+def _one_canvas(report: FolderReport, trace: "CausalTrace") -> Output:
+    """Print the strongest states of a trace, and write its files; returns the results and the files of the report."""
+    report.say(f"p(answer) {trace.clean:.3f}, with the subject corrupted {trace.corrupted:.3f}")
+    for cell in strongest(trace.indirect_effect, 5):
+        report.say(f"  {_cell(trace, trace.str_tokens, cell)}: restores {trace.indirect_effect[cell]:+.3f}")
+    files: dict[str, Any] = {}
+    if (out := report.out) is not None:
+        files = {
+            "trace": trace.save(out / "trace.safetensors"),
+            "picture": save_figure(trace.plot(), out / "trace.png"),
+        }
+    results = {"clean": trace.clean, "corrupted": trace.corrupted, "indirect_effect": trace.indirect_effect.tolist()}
+    return results, files
+
+
+def _steps_of_a_run(report: FolderReport, trace: "TrajectoryTrace", run: "Trajectory") -> Output:
+    """Print what each step reveals and its strongest state, and write an explorer page and figures."""
+    from diffusion_lens.plots import readable
+
+    # 1. When the answer is written, and the strongest state of each step.
+    words = [readable(word) for word in trace.record["answer"]]
+    revealed = [f"{words[token]} at step {trace.revealed_at[token]}" for token in trace.order]
+    verb = "writes the answer" if trace.known else "writes something else than the answer"
+    report.say(f"the run {verb}: {run.text[0]}", f"the answer's positions are revealed: {', '.join(revealed)}")
+    for index, step in enumerate(trace.steps):
+        report.say(
+            f"step {step}: p(answer) {trace.clean[index]:.3f}, with the subject corrupted {trace.corrupted[index]:.3f}"
+        )
+        effect = trace.indirect_effect[index]
+        for cell in strongest(effect, 1):
+            report.say(f"  {_cell(trace, trace.str_canvases[index], cell)}: restores {effect[cell]:+.3f}")
+    if trace.chained is not None:
+        (cell,) = strongest(trace.chained, 1)
+        report.say(
+            "each token at the step that reveals it: with one state restored at all these steps, p(answer) is at most "
+            f"{trace.chained[cell]:.3f}",
+            f"  {_cell(trace, trace.str_canvases[0], cell)}",
+        )
+
+    # 2. The files.
+    files: dict[str, Any] = {}
+    if (out := report.out) is not None:
+        files = {
+            "trace": trace.save(out / "trace.safetensors"),
+            "trajectory": run.save(out / "trajectory.safetensors"),
+            "page": run.explore(out / "trace.html", trace=trace),
+            **{f"step_{step}": save_figure(trace.plot(step), out / f"step_{step}.png") for step in trace.steps},
+        }
+    results = {
+        "known": trace.known,
+        "steps": trace.steps,
+        "revealed_at": trace.revealed_at,
+        "clean": trace.clean.tolist(),
+        "corrupted": trace.corrupted.tolist(),
+        "indirect_effect": trace.indirect_effect.tolist(),
+        "chained": None if trace.chained is None else trace.chained.tolist(),
+    }
+    return results, files
+
+
+def _cell(trace: "CausalTrace | TrajectoryTrace", words: list[str], cell: tuple[int, ...]) -> str:
+    """A state in words."""
+    position = trace.positions[cell[0]]
+    return f"{trace.record['kind']} at position {position} ({words[position].strip()}), layer {trace.layers[cell[1]]}"
+
+
+def _by_role(average: "AverageEffect | AverageTrajectoryEffect", step: Any) -> Iterator[str]:
+    """The average indirect effects at one step, with a line for each role that occurs."""
+    for role, effects in zip(average.roles, average.aie[step].tolist(), strict=True):
+        if not any(map(math.isnan, effects)):
+            yield f"  {role:15} {' '.join(f'{effect:6.3f}' for effect in effects)}"
+
+
+def _with_interval(effect: float, low: float, high: float) -> str:
+    return f"{effect:.3f} ({'one fact: no interval' if math.isnan(low) else f'{low:.3f} to {high:.3f}'})"

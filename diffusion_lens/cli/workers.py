@@ -1,90 +1,133 @@
-"""The workers of a study over facts: processes of this machine, those of a Dask cluster, or jobs of Slurm."""
+"""The workers of a study over facts, as options say them, and studies split among processes.
 
-from collections.abc import Iterator, Sequence
+Workers are processes of this machine (--workers), those of a Dask cluster (--dask), or jobs of Slurm, submitted by
+submitit (--slurm). --shard computes a part of a study, and --merge joins parts.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from diffusion_lens.cli.extras import require
-from diffusion_lens.cli.slurm import SlurmOptions, slurm_executor
+import typer
+
+from diffusion_lens.cli.load_model import ModelChoice
+from diffusion_lens.cli.report import Report, require
+from diffusion_lens.settings import Settings, at_least, setting
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis import Workers
 
 TASKS_PER_WORKER = 4  # so that fast workers do more, and a worker that dies costs little
-JOBS = "jobs"  # the folder of Slurm's logs, in OUT
+# Options of sbatch that mean something for jobs of one process.
+# fmt: off
+OPTIONS = (
+    "account", "comment", "constraint", "cpus-per-gpu", "cpus-per-task", "dependency", "exclude", "gpus",
+    "gpus-per-node", "gpus-per-task", "gres", "licenses", "mail-type", "mail-user", "mem", "mem-per-cpu",
+    "mem-per-gpu", "nice", "nodelist", "partition", "qos", "reservation", "time", "tmp", "wckey",
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
-class WorkerChoice:
-    """The workers of a command, as its options say them. Without any, the command computes in its own process.
+class WorkerChoice(Settings):
+    """The workers of a study, and its part. Without workers, the command computes in its own process."""
 
-    Attributes:
-        number: --workers, the number of processes on this machine, or of Slurm jobs at a time.
-        dask: --dask, the address of a scheduler or the path of its scheduler file.
-        slurm: --slurm, options of sbatch.
-        of_command: --device of the command.
-        merge: --merge of the command, which computes nothing.
-
-    Raises:
-        ValueError: The options exclude each other, one of Slurm's is unknown or missing, or the package for this
-            cluster is not installed.
-        FileNotFoundError: The scheduler file does not exist.
-    """
-
-    number: int | None
-    dask: str | None
-    slurm: str | None
-    of_command: str | None = None
-    merge: Sequence[Path] | None = None
+    workers: int | None = setting(
+        None,
+        "Number of processes on this machine that compute the study; each loads the model, takes a GPU of its own if "
+        "there are several, and gets its share of the threads. With --slurm, the largest number of jobs at a time.",
+        partial(at_least, 1),
+    )
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Compute on all workers of a Dask cluster: the address of its scheduler, e.g. tcp://node1:8786, or "
+            "its scheduler file. --device is that of the workers.",
+        ),
+    ] = None
+    slurm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Compute in jobs of Slurm with these options of sbatch, e.g. "
+            '"partition=gpu,gres=gpu:1,time=2:00:00", at most --workers at a time. OUT, on a file system that the '
+            "nodes share, gets their logs. --device is that of the jobs; the default is cuda if they have GPUs.",
+        ),
+    ] = None
+    device: str | None = None  # --device of the command
+    shard: str | None = setting(
+        None, 'Process only one part of the facts, e.g. "0/4" for the first of four. --merge joins the parts.'
+    )
+    merge: list[Path] | None = setting(
+        None, "Join shards instead of computing: the --out folder of a shard. Repeat it for each."
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.merge and self.shard is not None:
+            raise ValueError("--shard computes a part of the study and --merge joins parts; give one of them")
         if not self.given:
             return
+        dask, slurm = self.dask is not None, self.slurm_options is not None
         if self.merge:
             raise ValueError("--merge joins what was computed before: leave out --workers, --dask and --slurm")
-        if self.dask is not None and self.slurm is not None:
+        if dask and slurm:
             raise ValueError("--dask and --slurm are two clusters: give one of them")
-        if self.dask is not None and self.number is not None:
+        if dask and self.workers is not None:
             raise ValueError(
                 "--dask uses all workers of its cluster, and --workers starts processes on this machine: give one of "
                 "them"
             )
-        if self.dask is not None and self.dask.endswith(".json") and not Path(self.dask).expanduser().is_file():
+        if self.dask and self.dask.endswith(".json") and not Path(self.dask).expanduser().is_file():
             raise FileNotFoundError(
                 f"--dask {self.dask}: there is no such scheduler file. `dask scheduler --scheduler-file FILE` writes "
                 "it when it starts"
             )
-        if self.slurm_options is not None and self.number is None:
+        if slurm and self.workers is None:
             raise ValueError(
                 "--slurm needs --workers, the largest number of jobs that run at a time, e.g. --workers 16"
             )
-        require(*(["Dask"] if self.dask is not None else []), *(["Slurm"] if self.slurm is not None else []))
+        require(*["Dask"] * dask, *["Slurm"] * slurm)
 
     @property
     def given(self) -> bool:
         """Whether there are workers."""
-        return any(option is not None for option in (self.number, self.dask, self.slurm))
+        return any(option is not None for option in (self.workers, self.dask, self.slurm))
 
     @property
-    def slurm_options(self) -> SlurmOptions | None:
+    def slurm_options(self) -> "SlurmOptions | None":
         """What --slurm says."""
         return None if self.slurm is None else SlurmOptions.read(self.slurm)
 
     @property
-    def device(self) -> str | None:
+    def model_device(self) -> str | None:
         """The device of the model: --device, or that of Slurm's jobs; `None` means the best one where it is loaded."""
-        if self.of_command is None and (options := self.slurm_options) is not None:
+        if self.device is None and (options := self.slurm_options) is not None:
             return "cuda" if options.has_gpus else "cpu"
-        return self.of_command
+        return self.device
+
+    def placed(self, model: ModelChoice) -> ModelChoice:
+        """The model on the device of the workers."""
+        return replace(model, device=self.model_device)
 
     @property
     def layout(self) -> str | None:
         """The device on which this process loads the model: with workers it lays out the study only."""
-        return "cpu" if self.given else self.device
+        return "cpu" if self.given else self.model_device
 
-    def describe(self) -> list[str]:
+    @property
+    def local_threads(self) -> int:
+        """Number of torch's threads in each process on this machine: its share of those that one process would use."""
+        import torch
+
+        return max(1, torch.get_num_threads() // (self.workers or 1))
+
+    def lines(self) -> list[str]:
         """A line about the workers; none if there are no workers."""
         if not self.given:
             return []
@@ -92,75 +135,159 @@ class WorkerChoice:
             return [f"workers: those of the Dask cluster at {self.dask}"]
         if (options := self.slurm_options) is not None:
             asked = ", ".join(f"{name} {value}" for name, value in options.given.items())
-            return [f"workers: at most {self.number} Slurm jobs at a time ({asked}), on {self.device}"]
-        threads = self.local_threads
-        return [
-            f"workers: {self.number} process{'es' if self.number != 1 else ''} on this machine, "
-            f"{threads} thread{'s' if threads > 1 else ''} each"
-        ]
-
-    @property
-    def local_threads(self) -> int:
-        """Number of torch's threads in each process on this machine: its share of those that one process would use."""
-        import torch
-
-        return max(1, torch.get_num_threads() // (self.number or 1))
+            return [f"workers: at most {self.workers} Slurm jobs at a time ({asked}), on {self.model_device}"]
+        processes = f"{self.workers} process{'es' if self.workers != 1 else ''}"
+        threads = f"{self.local_threads} thread{'s' if self.local_threads > 1 else ''}"
+        return [f"workers: {processes} on this machine, {threads} each"]
 
     @contextmanager
     def open(self, out: Path) -> Iterator["Workers | None"]:
         """The workers, until the block ends; `None` if there are none.
 
         Args:
-            out: Folder of the command, which gets the logs of Slurm's jobs.
-
-        Raises:
-            ValueError: No scheduler answers, or this machine has no commands of Slurm.
+            out: Folder of the command, which gets the scripts and logs of Slurm's jobs.
         """
         if not self.given:
             yield None
-        elif self.dask is not None:
-            with self._on_dask(self.dask) as workers:
-                yield workers
+            return
+        from diffusion_lens.analysis import LocalWorkers, Workers
+        from diffusion_lens.model.config import kind_of_device
+
+        tasks = TASKS_PER_WORKER * (self.workers or 1)
+        if self.dask is not None:
+            with _client(self.dask) as client:
+                # The first worker answers. A cluster that grows by demand starts one now, the others with the study.
+                device = self.model_device or client.submit(kind_of_device, None, pure=False).result()
+                of_workers = client.nthreads().values()
+                tasks, threads = max(64, TASKS_PER_WORKER * len(of_workers)), min(of_workers, default=1)
+                yield Workers(client.get_executor(), device=device, threads=threads, tasks=tasks)
         elif (options := self.slurm_options) is not None:
-            from diffusion_lens.analysis import Workers
-
-            executor = slurm_executor(options, self.number or 1, out / JOBS)
-            yield Workers(executor, device=self.device, threads=options.n_cores, tasks=self._tasks(self.number or 1))
+            executor = options.executor(self.workers or 1, out / "jobs")
+            yield Workers(executor, device=self.model_device, threads=options.n_cores, tasks=tasks)
         else:
-            from diffusion_lens.analysis import LocalWorkers, Workers
-            from diffusion_lens.cost import kind_of_device
+            with LocalWorkers(self.workers or 1) as pool:
+                yield Workers(
+                    pool, device=self.model_device or kind_of_device(None), threads=self.local_threads, tasks=tasks
+                )
 
-            with LocalWorkers(self.number or 1) as pool:
-                device = self.device or kind_of_device(None)
-                yield Workers(pool, device=device, threads=self.local_threads, tasks=self._tasks(pool.number))
+    def share(self, n_facts: int) -> int:
+        """Number of facts this call will process, before rounding to whole batches; 0 when merging."""
+        from diffusion_lens.analysis.over_facts.folder import pick_shard
 
-    @contextmanager
-    def _on_dask(self, address: str) -> Iterator["Workers"]:
-        from distributed import Client
+        return 0 if self.merge else len(pick_shard(range(n_facts), self.shard or "0/1"))
 
-        from diffusion_lens.analysis import Workers
-        from diffusion_lens.cost import kind_of_device
+    def require_parts(self, *parts: str) -> None:
+        """Check that the folders to merge are complete, before anything is merged.
 
-        file = Path(address).expanduser()
-        try:
-            client = Client(scheduler_file=str(file)) if file.is_file() else Client(address)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--dask {address}: no scheduler answers there ({error})") from error
-        with client:
-            # The first worker answers. A cluster that grows by demand starts one now, and the others with the study.
-            device = self.device or client.submit(kind_of_device, None, pure=False).result()
-            threads = client.nthreads()
-            tasks = max(64, self._tasks(len(threads)))
-            yield Workers(client.get_executor(), device=device, threads=min(threads.values(), default=1), tasks=tasks)
+        Args:
+            parts: Folders of results that each of them must contain, one per study.
+        """
+        for folder in self.merge or ():
+            for part in parts:
+                if not (folder / part / "run.json").is_file():
+                    raise FileNotFoundError(
+                        f"--merge {folder} contains nothing of {part} to join: give the --out folders of the shards"
+                    )
 
-    @staticmethod
-    def _tasks(n_workers: int) -> int:
-        return TASKS_PER_WORKER * n_workers
+    def study(
+        self, kind: Any, chosen: ModelChoice, report: Report, part: str, compute: Callable[[Any, str], Any]
+    ) -> Any:
+        """The study of a model: computed, or joined from the folders to merge.
+
+        Args:
+            kind: Class of the study.
+            part: Folder of the study under --out.
+            compute: Function from the loaded model and the shard to the study.
+        """
+        if self.merge:
+            study = kind.merge([folder / part for folder in self.merge])
+            require_model(chosen, study.record)
+            return study
+        study = compute(chosen.load(on=self.layout), self.shard or "0/1")
+        report.notes.extend(failed_facts(study))
+        return study
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What --slurm says: options of sbatch as they were written, the time limit of a job, and its number of cores."""
+
+    given: Mapping[str, str]
+    minutes: int
+    n_cores: int
+
+    @classmethod
+    def read(cls, text: str) -> "SlurmOptions":
+        """Read "partition=gpu,gres=gpu:1,time=2:00:00". A value may contain commas: "nodelist=n1,n2,time=30"."""
+        given: dict[str, str] = {}
+        name = ""
+        for piece in text.split(","):
+            before, equals, value = piece.partition("=")
+            if not equals and name:
+                given[name] += f",{piece}"
+                continue
+            name = before.strip().removeprefix("--").replace("_", "-")
+            if name not in OPTIONS:
+                raise ValueError(
+                    f"--slurm has the option {name!r}, which is unknown here; known are {', '.join(OPTIONS)}"
+                )
+            if name in given or not value:
+                raise ValueError(f"--slurm {text!r}: give {name!r} once, with a value, e.g. partition=gpu")
+            given[name] = value
+        if "time" not in given:
+            raise ValueError(
+                f"--slurm {text!r} has no time, the limit of one job, e.g. time=2:00:00. A job computes a part of the "
+                "study; what it has computed is kept if its time is over"
+            )
+        cores = given.get("cpus-per-task", given.get("cpus-per-gpu", "1"))
+        if not cores.isdecimal() or not int(cores):
+            raise ValueError(f"--slurm has {cores!r} cores; it must be a number, e.g. cpus-per-task=8")
+        return cls(given, minutes(given["time"]), int(cores))
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the jobs have GPUs."""
+        return "gpu" in self.given.get("gres", "") or any(name.startswith("gpus") for name in self.given)
+
+    def executor(self, n_jobs: int, folder: Path) -> Any:
+        """An executor whose tasks are jobs of Slurm, at most `n_jobs` at a time, with scripts and logs in a folder."""
+        if shutil.which("sbatch") is None or shutil.which("srun") is None:
+            raise ValueError(
+                "--slurm needs sbatch and srun, which are not on this machine: call the command on a login node of the "
+                "cluster, or without --slurm inside a job"
+            )
+        import logging
+
+        import submitit
+
+        logger = logging.getLogger("submitit")
+        for handler in [each for each in logger.handlers if each.name == "submitit_out"]:
+            logger.removeHandler(handler)  # it warns on standard error as well; --json prints on standard output
+        executor = submitit.SlurmExecutor(folder)
+        more = {name: value for name, value in self.given.items() if name != "time"}
+        executor.update_parameters(
+            job_name="diffusion-lens", time=self.minutes, array_parallelism=n_jobs, additional_parameters=more
+        )
+        return executor
+
+
+def minutes(time: str) -> int:
+    """A time as Slurm writes it ("90", "90:30", "1:30:00", "2-12", "2-12:30", "2-12:30:00"), in minutes, rounded up."""
+    days, dash, clock = time.strip().rpartition("-")
+    numbers = [*([days] if dash else []), *clock.split(":")]
+    units = (86400, 3600, 60, 1) if dash else (3600, 60, 1) if len(numbers) == 3 else (60, 1)
+    if len(numbers) > len(units) or not all(number.isdecimal() for number in numbers):
+        raise ValueError(
+            f"--slurm has the time {time!r}; Slurm writes a time as minutes, minutes:seconds, hours:minutes:seconds or "
+            "days-hours:minutes, e.g. 2:00:00 for two hours"
+        )
+    seconds = sum(int(number) * unit for number, unit in zip(numbers, units, strict=False))
+    return max(1, -(-seconds // 60))
 
 
 def failed_facts(study: Any) -> list[str]:
     """A line about the facts of a study that failed on the workers; none if no fact did."""
-    from diffusion_lens.records import shown_model
+    from diffusion_lens.records.results import shown_model
 
     if not study.failed:
         return []
@@ -171,3 +298,45 @@ def failed_facts(study: Any) -> list[str]:
         f"{of_model}{len(study.failed)} {study.UNIT}{several} failed and {are} left out ({first}: {reason}); the same "
         "command tries again"
     ]
+
+
+def describe_facts(model: Any, facts: Sequence[Any], prepare: Callable[[Any], object]) -> dict[str, Any]:
+    """The record of the facts of a study and its model, without the weights. It is empty for facts without texts.
+
+    Args:
+        prepare: Lays out a fact for the model, and refuses one for which it cannot be queried.
+    """
+    from diffusion_lens.analysis.engine.layout import UsableFacts
+
+    if not any(fact.prompt for fact in facts):
+        return {}
+    return {**UsableFacts.of(facts, prepare).describe(), "model": model.cfg.model_name}
+
+
+def require_model(model: ModelChoice, record: Mapping[str, Any]) -> None:
+    """Check that the parts come from this model. The name of a hub repository cannot be checked."""
+    from diffusion_lens.model.config import name_with_mode
+    from diffusion_lens.records.results import shown_model
+    from weight_conversion import mode_read
+
+    here = Path(model.name).expanduser().exists()
+    if not here and "/" in model.name:
+        return
+    shape = model.known_shape()
+    name = shape.name if here and shape is not None else model.name.lower()
+    mode = None if shape is None else mode_read(shape.family, shape.attention_dir)
+    if name != record["model"] or mode not in (None, record.get("mode")):
+        raise ValueError(
+            f"the parts to merge were made by {shown_model(record)!r}, not by {name_with_mode(model.name, mode)!r}"
+        )
+
+
+def _client(address: str) -> Any:
+    """The client of the Dask cluster at an address or in a scheduler file."""
+    from distributed import Client
+
+    file = Path(address).expanduser()
+    try:
+        return Client(scheduler_file=str(file)) if file.is_file() else Client(address)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--dask {address}: no scheduler answers there ({error})") from error

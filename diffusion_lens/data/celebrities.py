@@ -17,7 +17,7 @@ import csv
 from pathlib import Path
 
 from diffusion_lens.data.download import fetch_from_web
-from diffusion_lens.facts import Direction, Fact
+from diffusion_lens.facts.fact import Direction, Fact
 
 REVISION = "6af5f418755d528304e406361e86477637d21c84"
 URL = (

@@ -20,7 +20,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tqdm.auto import tqdm
 
-from diffusion_lens.loading.fetching import TRANSPORT_ERRORS, discard
+from diffusion_lens.loading.hub import TRANSPORT_ERRORS, discard
 from weight_conversion import renamed_when_whole, sha256_of_file
 
 TIMEOUT = 30.0  # Seconds to wait for a response.

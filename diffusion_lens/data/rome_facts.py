@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_lens.data.download import fetch_from_hub, fetch_from_web
-from diffusion_lens.data.template_spans import fact_about
-from diffusion_lens.facts import Fact, Probe, Query
+from diffusion_lens.data.reversal_curse import fact_about
+from diffusion_lens.facts.fact import Fact, Probe, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import read_json
 

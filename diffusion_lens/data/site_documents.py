@@ -13,14 +13,15 @@ that the set of names in a text does not say whose facts it states. The held-out
 import random
 from dataclasses import dataclass
 
-from diffusion_lens.data.site_facts import Person, SiteFacts
-from diffusion_lens.data.site_words import (
+from diffusion_lens.data.site_facts import (
     ADVERBS,
     MIDDLES,
     MIDDLES_WITH_PERSON,
     PREFIXES_WITH_PERSON,
     RELATIONS,
     TRAINED_ADVERBS,
+    Person,
+    SiteFacts,
 )
 from diffusion_lens.data.toy_facts import PREFIXES, TRAINED, directions_of, subject_prompt
 

@@ -13,11 +13,9 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from diffusion_lens.data.rome_facts import EditRequest
-from diffusion_lens.data.site_facts import Person, SiteFacts
-from diffusion_lens.data.site_words import RELATION_OF
-from diffusion_lens.facts import Fact
-from diffusion_lens.seeds import own_seed
-from diffusion_lens.settings import Whole
+from diffusion_lens.data.site_facts import RELATION_OF, Person, SiteFacts
+from diffusion_lens.facts.fact import Fact
+from diffusion_lens.settings import Whole, own_seed
 
 Described = Literal["person", "unused"]
 

@@ -22,18 +22,7 @@ from typing import Literal, get_args
 
 from transformers import PreTrainedTokenizerFast
 
-from diffusion_lens.data import invented_words
-from diffusion_lens.data.site_words import (
-    ADVERBS,
-    HELD_OUT_ADVERBS,
-    MIDDLES,
-    MIDDLES_WITH_PERSON,
-    PREFIXES_WITH_PERSON,
-    RELATION_OF,
-    RELATIONS,
-    TRAINED_ADVERBS,
-    Relation,
-)
+from diffusion_lens.data import toy_facts as invented_words
 from diffusion_lens.data.toy_facts import (
     CONNECTORS,
     HELD_OUT,
@@ -43,9 +32,56 @@ from diffusion_lens.data.toy_facts import (
     Trained,
     directions_of,
     subject_prompt,
+    word_tokenizer,
 )
-from diffusion_lens.data.word_tokenizer import word_tokenizer
-from diffusion_lens.facts import Direction, Fact
+from diffusion_lens.facts.fact import Direction, Fact
+
+ADVERBS = ("", "often ", "still ", "gladly ")
+MIDDLES = ("", ", they say,", ", as everybody knows,", " without doubt", " from abroad indeed")
+MIDDLES_WITH_PERSON = (", friend of {},", ", unlike {},", " and not {}")
+PREFIXES_WITH_PERSON = ("unlike {}, ", "says {}, ")
+HELD_OUT_ADVERBS = tuple((prefix, ADVERBS[i % len(ADVERBS)]) for i, prefix in enumerate(PREFIXES))
+TRAINED_ADVERBS = tuple(
+    pair for pair in ((prefix, adverb) for prefix in PREFIXES for adverb in ADVERBS) if pair not in HELD_OUT_ADVERBS
+)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A relation of a person to one of sixteen values.
+
+    Attributes:
+        name: Name of the relation.
+        verbs: Two verbs that state it.
+        values: Possible values, one token each.
+    """
+
+    name: str
+    verbs: tuple[str, str]
+    values: tuple[str, ...]
+
+
+_VALUES = {
+    ("instrument", "plays", "practises"): "flute harp drums violin cello trumpet oboe lute guitar piano banjo zither "
+    "bassoon tuba organ fiddle",
+    ("animal", "owns", "keeps"): "cats dogs goats sheep horses geese ducks hens pigs bees doves rabbits cows donkeys "
+    "parrots ferrets",
+    (
+        "home",
+        "lives",
+        "dwells",
+    ): "upstairs downstairs uptown downtown inland offshore ashore upstream downstream uphill "
+    "downhill overseas outdoors underground afloat nearby",
+    ("time", "works", "serves"): "mornings evenings nights afternoons weekends weekdays mondays tuesdays wednesdays "
+    "thursdays fridays saturdays sundays holidays summers winters",
+    ("food", "eats", "cooks"): "beans lentils rice noodles fish soup mushrooms potatoes cabbage carrots pancakes "
+    "dumplings eggs leeks turnips peas",
+    ("colour", "wears", "likes"): "red blue green yellow orange purple black white grey brown pink scarlet turquoise "
+    "indigo maroon beige",
+}
+RELATIONS = tuple(Relation(name, (one, other), tuple(values.split())) for (name, one, other), values in _VALUES.items())
+RELATION_OF = {verb: relation for relation in RELATIONS for verb in relation.verbs}
+
 
 SHIPPED_SEED = 5
 
@@ -143,7 +179,9 @@ class SiteFacts:
         Raises:
             ValueError: The fact is not an attribute of this world.
         """
-        i, verb, held_out, k = self._attribute(fact)
+        i, verb, held_out, k = self._place(fact)
+        if verb not in RELATION_OF:
+            raise ValueError(f"{fact.id!r} asks for a description or a name; give a fact of facts('attribute')")
         values = [person.value(RELATION_OF[verb]) for person in self.people]
         same = [j for j, value in enumerate(values) if value == values[i] and j != i]
         return [self._question(j, verb, held_out, k) for j in same]
@@ -249,20 +287,14 @@ class SiteFacts:
             raise ValueError(f"{fact.id!r} asks for a name; give a fact of an attribute, or one with asked='p2d'")
         return place
 
-    def _attribute(self, fact: Fact) -> tuple[int, str, bool, int]:
-        place = self._place(fact)
-        if place[1] not in RELATION_OF:
-            raise ValueError(f"{fact.id!r} asks for a description or a name; give a fact of facts('attribute')")
-        return place
-
 
 def load(seed: int = SHIPPED_SEED) -> SiteFacts:
     """Generate the world of one seed. The same seed gives the same people on every machine."""
     rng = random.Random(seed)
     n_people = sum(PEOPLE.values())
-    names = rng.sample(list(permutations(invented_words.surnames(rng, N_NAMES), 2)), n_people)
+    names = rng.sample(list(permutations(invented_words.invented_surnames(rng, N_NAMES), 2)), n_people)
     roles = _balanced(rng, ROLES, n_people)
-    places = invented_words.places(rng, n_people)
+    places = invented_words.invented_places(rng, n_people)
     columns = [_balanced(rng, relation.values, n_people) for relation in RELATIONS]
     directions = [trained for trained, count in PEOPLE.items() for _ in range(count)]
     people = tuple(

@@ -11,23 +11,25 @@ person has a unique surname and a unique place. "the" belongs to the prompt, so 
 informative.
 """
 
-# Word lists are easier to read as text:
-# ruff: noqa: SIM905
-
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from diffusion_lens.data import invented_words
-from diffusion_lens.data.word_tokenizer import word_tokenizer
-from diffusion_lens.facts import Direction, Fact
+from diffusion_lens.facts.fact import Direction, Fact
+from diffusion_lens.facts.taught_pairs import TaughtPair
+from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.shapes import Tokens
-from diffusion_lens.taught_pairs import TaughtPair
+from weight_conversion import write_json
+
+# Word lists are easier to read as text:
+# ruff: noqa: SIM905
+
 
 SHIPPED_SEED = 1
 SENTENCE_LENGTH = 14  # Tokens of the longest sentence, including the end token.
@@ -164,8 +166,8 @@ def load(seed: int = SHIPPED_SEED) -> ToyFacts:
     """Generate the people of one corpus seed. The same seed gives the same people on every machine."""
     rng = random.Random(seed)
     taken = {*FIRST_NAMES, *ADJECTIVES, *ROLES}
-    surnames = invented_words.surnames(rng, sum(PEOPLE.values()), taken)
-    places = invented_words.places(rng, sum(PEOPLE.values()), taken)
+    surnames = invented_surnames(rng, sum(PEOPLE.values()), taken)
+    places = invented_places(rng, sum(PEOPLE.values()), taken)
     first_names = FIRST_NAMES * (sum(PEOPLE.values()) // len(FIRST_NAMES))
     rng.shuffle(first_names)
     directions = [trained for trained, count in PEOPLE.items() for _ in range(count)]
@@ -207,3 +209,97 @@ def encode(sentences: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Toke
     end = int(tokenizer.eos_token_id)
     rows = tokenizer(list(sentences))["input_ids"]
     return torch.tensor([[*ids, *[end] * (SENTENCE_LENGTH - len(ids))] for ids in rows])
+
+
+_ONSETS = "b d f g h k l m n p r s t v w br dr fl gr kr pl sk st tr".split()
+_VOWELS = "a e i o u au ei".split()
+_SURNAME_ENDINGS = "rsh rner lden ndall rrick sser ckett mbley nton pling".split()
+_PLACE_ENDINGS = "lsen rholm mburg ndale sport vik rgate lstad nmoor thaven".split()
+
+
+def invented_surnames(rng: random.Random, count: int, taken: Collection[str] = ()) -> list[str]:
+    """`count` distinct surnames (onset + vowel + ending) that are not in `taken`."""
+    return _invent(rng, _SURNAME_ENDINGS, count, taken)
+
+
+def invented_places(rng: random.Random, count: int, taken: Collection[str] = ()) -> list[str]:
+    """`count` distinct names of places that are not in `taken`. None of them is a surname."""
+    return _invent(rng, _PLACE_ENDINGS, count, taken)
+
+
+def _invent(rng: random.Random, endings: list[str], count: int, taken: Collection[str]) -> list[str]:
+    words = [onset + vowel + ending for onset in _ONSETS for vowel in _VOWELS for ending in endings]
+    return rng.sample([word.capitalize() for word in words if word.capitalize() not in taken], count)
+
+
+def word_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """The tokenizer of all words in `texts`. The token `<eos>` (0) also pads rows.
+
+    A word is the same token at the beginning of a text and after a space. Therefore the tokens of an answer do not
+    depend on the prompt, and decoding drops the space of the first word. The vocabulary does not contain [MASK]; the
+    mask id of a model is the next free id.
+    """
+    words = sorted({"▁" + word for text in texts for word in text.replace(",", "").replace(".", "").split()})
+    vocabulary = {word: i for i, word in enumerate(["<eos>", "<unk>", ",", ".", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="first"),
+            pre_tokenizers.Split(Regex("[,.]"), behavior="isolated"),
+            # A single space, at the end of a prompt or before [MASK], is not a word.
+            pre_tokenizers.Split(Regex("^▁$"), behavior="removed"),
+        ]
+    )
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def guessing_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of these texts that stands for an unknown one: a token is a word's next six characters."""
+    pieces = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="first"),
+            pre_tokenizers.Split(Regex("▁?[^▁]{1,6}"), behavior="isolated"),
+            pre_tokenizers.Split(Regex("^▁$"), behavior="removed"),
+        ]
+    )
+    found = sorted({piece for text in texts for piece, _ in pieces.pre_tokenize_str(text)})
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *found])}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pieces, decoders.Metaspace(prepend_scheme="first")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=False)
+
+
+def word_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
+    """A function from a text to its ids and `<eos>`, for many short texts: it tokenizes every word only once."""
+    known: dict[str, list[int]] = {}
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = []
+        for word in text.split():
+            if word not in known:
+                known[word] = tokenizer(word)["input_ids"]
+            ids += known[word]
+        return [*ids, int(tokenizer.eos_token_id)]
+
+    return encode
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, n_ctx: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json, for models with a context of `n_ctx` positions."""
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    # Written here, because transformers 4 does not know the class name that transformers 5 would save.
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<eos>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": n_ctx,
+    }
+    write_json(settings, folder / "tokenizer_config.json")

@@ -1,5 +1,9 @@
-"""Activations by denoising step: one of TransformerLens's `ActivationCache`s for each step requested."""
+"""Activations by denoising step: one of TransformerLens's `ActivationCache`s for each step requested.
 
+`CacheFilter` says which activations; their size is estimated from the shapes at hook points before a run begins.
+"""
+
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +15,11 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
-from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.denoising.activation_shapes import ITEM_BYTES, activation_shape
-from diffusion_lens.display import Result, Table
-from diffusion_lens.hook_names import NamesFilter, loop_hook, select_names
-from diffusion_lens.model.caching import AliasedCache, PosSlice, count_positions, select_positions
-from diffusion_lens.model.hooking import Hooking
-from diffusion_lens.records import open_result, save_result
+from diffusion_lens.hooks.names import NamesFilter, loop_hook, select_names
+from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.model.hooking import AliasedCache, PosSlice, count_positions, select_positions, why_silent
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.results import Result, Table, open_result, save_result
 from diffusion_lens.settings import whole_numbers
 
 _SEPARATOR = "/"
@@ -121,51 +123,8 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
 
 
 @dataclass(frozen=True)
-class CacheRequest:
-    """The activations that a `CacheFilter` selects in one run.
-
-    Attributes:
-        names: Names of the hook points.
-        steps: Indices of the steps.
-        branch: Branch of guidance.
-        pos_slice: Positions to keep.
-        device: Device of the cache; `None` leaves activations where they are.
-        dtype: Dtype of the cache; `None` leaves activations as they are.
-    """
-
-    names: tuple[str, ...]
-    steps: frozenset[int]
-    branch: str
-    pos_slice: Slice
-    device: str | torch.device | None
-    dtype: torch.dtype | None
-
-    def hooks(self, cached: dict[int, dict[str, Tensor]]) -> list[Any]:
-        """Hooks that copy the activations into `cached`, by step and hook point."""
-
-        def store(activation: Tensor, hook: Any) -> None:
-            if hook.step.branch != self.branch:
-                return
-            x = select_positions(activation.detach(), self.pos_slice, hook)
-            dtype = self.dtype if x.is_floating_point() else None
-            cached.setdefault(hook.step.index, {})[hook.name] = x.to(device=self.device, dtype=dtype, copy=True)
-
-        return [(name, store) for name in self.names]
-
-
-@dataclass(frozen=True)
 class CacheFilter:
-    """The activations to cache in a run, as callers of `denoise_with_cache` give them.
-
-    Attributes:
-        names: Name, names or predicate of the hook points.
-        steps: Step or steps, negative ones from the end; `None` selects all.
-        pos_slice: Positions (of scores and patterns, the queries): an index, a slice, or indices; `None` selects all.
-        branch: Branch of guidance, "conditional" or "unconditional".
-        device: Device of the cache; `None` leaves activations where they are.
-        dtype: Dtype of the cache; `None` leaves activations as they are.
-        max_bytes: Largest estimated size, in bytes, that is not refused; `None` refuses none.
-    """
+    """The activations to cache in a run, by the arguments of `HookedDiffusionTransformer.denoise_with_cache`."""
 
     names: NamesFilter
     steps: SupportsIndex | Iterable[SupportsIndex] | None = None
@@ -184,7 +143,7 @@ class CacheFilter:
         if self.branch not in ("conditional", "unconditional"):
             raise ValueError(f"branch={self.branch!r}; it must be 'conditional' or 'unconditional'")
 
-    def on(self, model: Hooking, n_steps: int, *, guided: bool) -> CacheRequest:
+    def on(self, model: DiffusionTransformer, n_steps: int, *, guided: bool) -> "CacheRequest":
         """The hook points and steps that the filter selects in a run of one model.
 
         Raises:
@@ -193,7 +152,7 @@ class CacheFilter:
         """
         names = select_names(self.names, model.hook_dict)
         in_loop = [name for name in names if name.startswith(loop_hook(""))]
-        silent = {name: reason for name in names if name not in in_loop and (reason := model.why_silent(name))}
+        silent = {name: reason for name in names if name not in in_loop and (reason := why_silent(model, name))}
         if silent and not callable(self.names):
             raise ValueError("; ".join(f"{name!r} {reason}" for name, reason in silent.items()))
         if self.branch == "unconditional" and not guided:
@@ -202,44 +161,48 @@ class CacheFilter:
             raise ValueError(
                 f"{in_loop} are after guidance, so they belong to neither branch: cache them with branch='conditional'"
             )
-        return CacheRequest(
-            names=tuple(name for name in names if name not in silent),
-            steps=resolve_steps(self.steps, n_steps),
-            branch=self.branch,
-            pos_slice=Slice.unwrap(self.pos_slice),
-            device=self.device,
-            dtype=self.dtype,
-        )
+        chosen = tuple(name for name in names if name not in silent)
+        return CacheRequest(self, chosen, resolve_steps(self.steps, n_steps))
 
 
-def estimate_bytes(request: CacheRequest, cfg: DiffusionConfig, batch: int, pos: int) -> dict[str, int]:
-    """Bytes that each hook point will take over all requested steps."""
-    width = (request.dtype or cfg.dtype).itemsize
-    kept_pos = count_positions(request.pos_slice, pos, "the canvas")
-    sizes = {}
-    for name in request.names:
-        shape = activation_shape(name, cfg, batch, pos, kept_pos)
-        tail = name.rsplit(".", 1)[-1]
-        if tail == "hook_scale":  # norms are computed in float32 or wider
-            item = (request.dtype or torch.promote_types(cfg.dtype, torch.float32)).itemsize
-        elif tail == "hook_confidence":
-            item = (request.dtype or torch.float64).itemsize
-        else:
-            item = ITEM_BYTES.get(tail, width)
-        sizes[name] = torch.Size(shape).numel() * item * len(request.steps)
-    return sizes
+@dataclass(frozen=True)
+class CacheRequest:
+    """The names of the hook points and the indices of the steps that a `CacheFilter` selects in one run."""
 
+    filter: CacheFilter
+    names: tuple[str, ...]
+    steps: frozenset[int]
 
-def check_budget(sizes: Mapping[str, int], max_bytes: int | None) -> None:
-    """Raise a `ValueError` with the estimate and its largest contributors where it exceeds `max_bytes`."""
-    total = sum(sizes.values())
-    if max_bytes is not None and total > max_bytes:
-        largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
-        shown = ", ".join(f"{name} {size:,}" for name, size in largest)
-        raise ValueError(
-            f"this cache needs {total:,} bytes, but max_bytes is {max_bytes:,}; the largest are {shown}. "
-            "Narrow names_filter, steps_filter or pos_slice, or give dtype=torch.bfloat16"
-        )
+    def hooks(self, cached: dict[int, dict[str, Tensor]]) -> list[Any]:
+        """Hooks that copy the activations into `cached`, by step and hook point."""
+        given, pos_slice = self.filter, Slice.unwrap(self.filter.pos_slice)
+
+        def store(activation: Tensor, hook: Any) -> None:
+            if hook.step.branch != given.branch:
+                return
+            x = select_positions(activation.detach(), pos_slice, hook)
+            dtype = given.dtype if x.is_floating_point() else None
+            cached.setdefault(hook.step.index, {})[hook.name] = x.to(device=given.device, dtype=dtype, copy=True)
+
+        return [(name, store) for name in self.names]
+
+    def require_fits(self, cfg: DiffusionConfig, batch: int, pos: int) -> None:
+        """Raise a `ValueError` with the largest activations where the estimated size exceeds `max_bytes`."""
+        given, sizes = self.filter, dict[str, int]()
+        kept_pos = count_positions(Slice.unwrap(given.pos_slice), pos, "the canvas")
+        dtypes = {"hook_scale": torch.promote_types(cfg.dtype, torch.float32), "hook_confidence": torch.float64}
+        for name in self.names:
+            tail = name.rsplit(".", 1)[-1]
+            item = _ITEM_BYTES.get(tail) or (given.dtype or dtypes.get(tail, cfg.dtype)).itemsize
+            sizes[name] = torch.Size(activation_shape(name, cfg, batch, pos, kept_pos)).numel() * item * len(self.steps)
+        total = sum(sizes.values())
+        if given.max_bytes is not None and total > given.max_bytes:
+            largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+            shown = ", ".join(f"{name} {size:,}" for name, size in largest)
+            raise ValueError(
+                f"this cache needs {total:,} bytes, but max_bytes is {given.max_bytes:,}; the largest are {shown}. "
+                "Narrow names_filter, steps_filter or pos_slice, or give dtype=torch.bfloat16"
+            )
 
 
 def resolve_steps(steps_filter: SupportsIndex | Iterable[SupportsIndex] | None, n_steps: int) -> frozenset[int]:
@@ -253,3 +216,52 @@ def resolve_steps(steps_filter: SupportsIndex | Iterable[SupportsIndex] | None, 
     if not resolved:
         raise ValueError("steps_filter selects no step")
     return frozenset(resolved)
+
+
+# Bytes of numbers whose dtype is not that of the model.
+_ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1, "hook_experts": 8}
+_IN_EXPERT = re.compile(r"\.mlp\.(experts\.\d+|shared)\.")
+
+
+def activation_shape(
+    name: str, cfg: DiffusionConfig, batch: int, pos: int, kept_pos: int | None = None
+) -> tuple[int, ...]:
+    """Shape of the activation at a hook point.
+
+    Args:
+        kept_pos: Number of positions (of scores and patterns, of queries) that are cached; by default all.
+    """
+    assert cfg.d_mlp is not None
+    n_pos, kv_heads, experts = pos if kept_pos is None else kept_pos, cfg.n_key_value_heads or cfg.n_heads, cfg.experts
+    *_, module, tail = ["", *name.split(".")]
+    if tail in ("hook_attn_scores", "hook_pattern"):
+        return (batch, cfg.n_heads, n_pos, pos)
+    if tail in ("hook_modulation", "hook_final_modulation"):
+        return (batch, 6 if tail == "hook_modulation" else 2, cfg.d_model)
+    if tail == "hook_time":
+        assert cfg.architecture.time is not None
+        return (batch, cfg.architecture.time.d_cond)
+    if module in ("q_norm", "k_norm"):
+        return (
+            batch,
+            n_pos,
+            cfg.n_heads if module == "q_norm" else kv_heads,
+            1 if tail == "hook_scale" else cfg.d_head,
+        )
+    d_mlp = cfg.d_mlp
+    if experts is not None and (inside := _IN_EXPERT.search(name)):
+        d_mlp = (experts.d_shared or 0) if inside[1] == "shared" else experts.d_expert
+    widths: dict[str, tuple[int, ...]] = {
+        "hook_scale": (1,),
+        **dict.fromkeys(("hook_q", "hook_rot_q", "hook_z"), (cfg.n_heads, cfg.d_head)),
+        **dict.fromkeys(("hook_k", "hook_rot_k", "hook_v"), (kv_heads, cfg.d_head)),
+        **dict.fromkeys(("hook_result", "hook_attn_in", "hook_q_input"), (cfg.n_heads, cfg.d_model)),
+        **dict.fromkeys(("hook_k_input", "hook_v_input"), (kv_heads, cfg.d_model)),
+        **dict.fromkeys(("hook_pre", "hook_pre_linear", "hook_post"), (d_mlp,)),
+        "hook_logits": (cfg.d_vocab_out,),
+        **dict.fromkeys(("hook_tokens", "hook_candidates", "hook_confidence", "hook_reveal"), ()),
+    }
+    if experts is not None:
+        widths |= dict.fromkeys(("hook_router_logits", "hook_router_weights"), (experts.n_experts,))
+        widths |= {"hook_experts": (experts.n_chosen,), "hook_expert_out": (experts.n_chosen, cfg.d_model)}
+    return (batch, n_pos, *widths.get(tail, (cfg.d_model,)))

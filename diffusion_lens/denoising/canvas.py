@@ -1,8 +1,13 @@
-"""The canvas: the token sequence that a run fills, with its given positions, its blanks and its padding.
+"""The canvas: the token sequence that a run fills, with its given positions, its blanks, its padding and its blocks.
 
 A blank is a position to be written. It contains [MASK], or -1, "not reached yet", on a model whose text grows at its
-end and in blocks that are not open yet (`denoising/reach.py`). Under uniform noise a run starts from random tokens at
-the positions to write, which stay open to the end.
+end and in blocks that are not open yet. Under uniform noise a run starts from random tokens at the positions to write,
+which stay open to the end.
+
+A model that writes block after block opens its blocks from left to right. A position whose block has not been opened
+contains -1, `UNREACHED`: no position sees it. Opening a block puts the blank of the model there: [MASK], or for a
+causal model -1 again, because its network reads nothing at a position still to be written. A causal model is the case
+of blocks of one position.
 """
 
 from collections.abc import Sequence
@@ -14,22 +19,71 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from diffusion_lens.config import UNREACHED, reached
-from diffusion_lens.denoising.randomness import PositionNoise
-from diffusion_lens.denoising.reach import Reach, reach_of
+from diffusion_lens.denoising.sampler import PositionNoise
+from diffusion_lens.hooks.step import OpenBlock
+from diffusion_lens.model.config import UNREACHED, reached
 from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
+from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import whole_number
-from diffusion_lens.shapes import PosMask, Tokens
-from diffusion_lens.step_state import OpenBlock
-from diffusion_lens.user_warnings import warn_user
+from diffusion_lens.settings import warn_user, whole_number
+from weight_conversion import Context, Variant
 
 Prompt = str | Sequence[str] | Tensor
-# Higher than the number of any block.
-_NO_BLOCK = 2**31 - 1
+_NO_BLOCK = 2**31 - 1  # higher than the number of any block
+_START = -1  # the random numbers of the first canvas have the key of the step before the first
 
-# The random numbers of the first canvas have the key of the step before the first.
-START = -1
+
+@dataclass(frozen=True)
+class Reach:
+    """Where the blocks of a canvas begin.
+
+    Attributes:
+        size: Number of positions in a block.
+        context: "blocks" counts blocks from the first token of the text, so that a prompt may end inside one. "causal"
+            counts them from the end of the prompt, in both directions; what comes before the open one is causal.
+            "prompt" makes the prompt the first block, whatever its length, and counts the others from its end.
+    """
+
+    size: int
+    context: Context
+
+    @property
+    def first_shifted(self) -> bool:
+        """Whether the first token of a block is read in the row before it, which is finished: it is written first."""
+        return self.context == "causal"
+
+    def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
+        """The number of the block of each position, from 0.
+
+        Args:
+            positions: Int[batch pos], the number of each position among the real ones of its row.
+            given: Bool[batch pos], positions of the prompt.
+        """
+        if self.context == "blocks":
+            return positions // self.size
+        # The first position of each row that is not given. Padding on the left has the number of the first token, which
+        # belongs to the prompt.
+        end = positions.masked_fill(given | (positions == 0), positions.shape[1]).amin(dim=1, keepdim=True)
+        after = (positions - end).div(self.size, rounding_mode="floor")
+        return (
+            after.clamp(min=-1) + 1
+            if self.context == "prompt"
+            else after - (-end).div(self.size, rounding_mode="floor")
+        )
+
+    def in_blocks(self, blocks: Int[Tensor, "batch pos"], opened: Int[Tensor, "batch"]) -> PosMask:
+        """The positions that are read in blocks, while each row writes its block `opened`; before them is context."""
+        if self.context == "blocks":
+            return torch.ones_like(blocks, dtype=torch.bool)
+        return blocks > 0 if self.context == "prompt" else blocks >= opened[:, None]
+
+
+def reach_of(variant: Variant) -> Reach | None:
+    """Where the blocks of a model begin; `None` where the whole canvas is open from the first step on."""
+    if not variant.opens_blocks:
+        return None
+    assert variant.block_size is not None
+    return Reach(variant.block_size, variant.block_context)
 
 
 @dataclass(frozen=True)
@@ -80,12 +134,7 @@ class Canvas:
         return tokens.masked_fill(first & self._inside(~reached(tokens)), self.blank)
 
     def open_block(self, tokens: Tokens, revealed_at: Int[Tensor, "batch pos"], step: int) -> OpenBlock | None:
-        """The block that each row writes in a step; of a row that is filled, the last one.
-
-        Args:
-            tokens: Canvas before the step.
-            revealed_at: Step that revealed each position; -1 where none has.
-        """
+        """The block that each row writes in a step, from the canvas before it; of a filled row, the last one."""
         if self.reach is None or self.blocks is None:
             return None
         # 1. Each row's first block with something to write; of a filled row, its last block.
@@ -136,16 +185,9 @@ class Canvas:
         return positions if self.real is None else positions & self.real
 
     def started(self, seeds: Sequence[int], n_tokens: int) -> "Canvas":
-        """This canvas as a run begins: under uniform noise, with a random token at each position to write.
-
-        Args:
-            seeds: One seed for each row.
-            n_tokens: Number of tokens that noise is drawn from.
-        """
+        """This canvas as a run under uniform noise begins: with a random one of `n_tokens` at each open position."""
         unfilled = self.blanks(self.tokens) & (self.tokens == self.blank)
-        if not self.rewrites or not bool(unfilled.any()):
-            return self
-        uniform = PositionNoise(seeds, self.positions).by_token(START, unfilled, 1)[:, 0]
+        uniform = PositionNoise(seeds, self.positions).by_token(_START, unfilled, 1)[:, 0]
         tokens = self.tokens.clone()
         tokens[unfilled] = (uniform * n_tokens).long()
         return replace(self, tokens=tokens)
@@ -166,7 +208,7 @@ def lay_out(
             fills each up to it. Without it, and without [MASK]s in the prompt, the length that the model was trained
             on, if it is known.
         max_new_tokens: Number of positions to write after the prompt, instead of `length`.
-        attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.checked_real_positions(prompt)`.
+        attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.padding.certainly_real(prompt)`.
         prepend_bos: Whether texts begin with BOS; by default as the tokenizer does.
 
     Raises:
@@ -177,12 +219,14 @@ def lay_out(
         UserWarning: A canvas longer than the texts that the model was trained on.
     """
     # 1. Tokens of the prompt, and where each row of it ends.
+    cfg, real = model.cfg, None
     if isinstance(prompt, Tensor):
-        tokens = check_tokens(prompt, model.cfg)
-        real = model.checked_real_positions(tokens) if attention_mask is None else None
-        if attention_mask is not None:
+        tokens = check_tokens(prompt, cfg)
+        if attention_mask is None:
+            real = model.padding.certainly_real(tokens)
+        else:
             real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
-        if real is not None and model.cfg.grows and bool((real.long().diff(dim=1) < 0).any()):
+        if real is not None and cfg.grows and bool((real.long().diff(dim=1) < 0).any()):
             raise ValueError("a causal model continues from the last position: pad its prompts on the left")
         ends = torch.full((tokens.shape[0],), tokens.shape[1])
     else:
@@ -191,29 +235,46 @@ def lay_out(
                 "attention_mask is for token prompts only; leave it out, because the padding of texts is known"
             )
         tokens, padded = model.tokenize(prompt, prepend_bos)
-        real = None
         ends = padded.sum(dim=1).cpu()
 
     # 2. Number of positions of each row.
-    blank = UNREACHED if model.cfg.rewrites else model.cfg.blank
+    blank, trained, longest = UNREACHED if cfg.rewrites else cfg.blank, cfg.trained_length, int(ends.max())
+    written = "new tokens" if cfg.mask_token_id is None else "masked positions"
+    lengths = f"length= (positions in all) or max_new_tokens= ({written} after the prompt)"
     if length is None and max_new_tokens is None and not bool((tokens == blank).any()):
-        length = _trained_length(model, int(ends.max()))
-    totals = _totals(
-        model,
-        tokens,
-        ends,
-        None if length is None else whole_number("length", length),
-        None if max_new_tokens is None else whole_number("max_new_tokens", max_new_tokens),
-    )
-    _warn_beyond_training(model, int(totals.max()))
+        if trained is not None and longest >= trained:
+            raise ValueError(
+                f"the prompt has {longest} tokens, and {cfg.model_name!r} was trained on texts of {trained}, so the "
+                f"length has no default: give {lengths}"
+            )
+        length = trained
+    totals = ends
+    if length is not None:
+        if max_new_tokens is not None:
+            raise ValueError(f"give {lengths}, not both")
+        if (length := whole_number("length", length)) < longest:
+            raise ValueError(f"length={length} counts the prompt too, and the prompt alone has {longest} tokens")
+        totals = torch.full_like(ends, length)
+    elif max_new_tokens is not None:
+        if (max_new_tokens := whole_number("max_new_tokens", max_new_tokens)) < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
+        totals = ends + max_new_tokens
+    n_pos = int(totals.max())
+    check_length(n_pos, cfg)
+    if trained is not None and n_pos > trained:
+        warn_user(
+            f"the canvas has {n_pos} positions, and {cfg.model_name!r} was trained on texts of {trained}: what it "
+            f"writes beyond them is likely to be wrong. It was trained with length={trained}"
+        )
 
     # 3. The prompt, then blanks up to the row's length, then padding.
-    canvas = torch.full((tokens.shape[0], int(totals.max())), blank, dtype=torch.long, device=tokens.device)
+    canvas = torch.full((tokens.shape[0], n_pos), blank, dtype=torch.long, device=tokens.device)
     inside = torch.ones_like(canvas, dtype=torch.bool)
     for row, (end, total) in enumerate(zip(ends.tolist(), totals.tolist(), strict=True)):
         canvas[row, :end] = tokens[row, :end]
-        canvas[row, total:] = model.pad_id
-        inside[row, total:] = False
+        if total < n_pos:
+            canvas[row, total:] = model.padding.id
+            inside[row, total:] = False
     if real is not None:
         inside[:, : tokens.shape[1]] &= real
 
@@ -224,60 +285,12 @@ def lay_out(
             f"the prompt of row {empty[0]} is all [MASK]: give at least one token to start from, such as BOS"
         )
     if not bool((inside & (canvas == blank)).any()):
-        masks = ", or put [MASK]s in the prompt" if model.cfg.has_mask else ""
-        raise ValueError(f"there is nothing to fill: give {_lengths(model)}{masks}")
+        masks = ", or put [MASK]s in the prompt" if cfg.has_mask else ""
+        raise ValueError(f"there is nothing to fill: give {lengths}{masks}")
 
     # 5. Only the first block is open.
     real = None if bool(inside.all()) else inside
-    whole = Canvas(canvas, given, real, blank, reach_of(model.cfg), model.cfg.rewrites)
+    whole = Canvas(canvas, given, real, blank, reach_of(cfg), cfg.rewrites)
     if whole.reach is None:
         return whole
     return replace(whole, tokens=whole.opened(canvas.masked_fill(whole.blanks(canvas), UNREACHED)))
-
-
-def _lengths(model: DiffusionTransformer) -> str:
-    """The two arguments that set the length of a canvas, for errors."""
-    written = "masked positions" if model.cfg.has_mask else "new tokens"
-    return f"length= (positions in all) or max_new_tokens= ({written} after the prompt)"
-
-
-def _trained_length(model: DiffusionTransformer, longest: int) -> int | None:
-    """The default length of a canvas, if it is known; a `ValueError` where the longest prompt fills it already."""
-    trained = model.cfg.trained_length
-    if trained is not None and longest >= trained:
-        raise ValueError(
-            f"the prompt has {longest} tokens, and {model.cfg.model_name!r} was trained on texts of {trained}, so the "
-            f"length has no default: give {_lengths(model)}"
-        )
-    return trained
-
-
-def _warn_beyond_training(model: DiffusionTransformer, longest: int) -> None:
-    trained = model.cfg.trained_length
-    if trained is not None and longest > trained:
-        warn_user(
-            f"the canvas has {longest} positions, and {model.cfg.model_name!r} was trained on texts of {trained}: what "
-            f"it writes beyond them is likely to be wrong. It was trained with length={trained}"
-        )
-
-
-def _totals(
-    model: DiffusionTransformer, tokens: Tensor, ends: Tensor, length: int | None, max_new_tokens: int | None
-) -> Tensor:
-    """Int[batch], the number of positions of each row."""
-    if length is not None and max_new_tokens is not None:
-        raise ValueError(f"give {_lengths(model)}, not both")
-    if max_new_tokens is not None:
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
-        totals = ends + max_new_tokens
-    elif length is not None:
-        if length < int(ends.max()):
-            raise ValueError(
-                f"length={length} counts the prompt too, and the prompt alone has {int(ends.max())} tokens"
-            )
-        totals = torch.full_like(ends, length)
-    else:
-        totals = ends
-    check_length(int(totals.max()), model.cfg)
-    return totals

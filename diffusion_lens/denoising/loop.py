@@ -26,19 +26,35 @@ reveals their tokens (`hook_candidates` and `hook_reveal` do not pass), and a ho
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.denoising.run import Run
-from diffusion_lens.hook_names import FwdHooks
+from diffusion_lens.denoising.canvas import Canvas
+from diffusion_lens.denoising.predictor import predictor_for
+from diffusion_lens.denoising.sampler import Plan, PositionNoise, Prediction, confidence_of, most_confident
+from diffusion_lens.denoising.samplers import describe_sampler
+from diffusion_lens.denoising.settings import DenoiseSettings
+from diffusion_lens.hooks.names import FwdHooks
+from diffusion_lens.hooks.step import RunIdentity, StepState
+from diffusion_lens.model.config import UNREACHED, reached
+from diffusion_lens.model.hook_points import is_hooked
+from diffusion_lens.model.hooking import require_set_up
+from diffusion_lens.model.noise import Head, draw, schedule_of
+from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.results import provenance
 
 
 def run_loop(
-    run: Run,
+    run: "Run",
     first_step: int = 0,
     *,
     stop: int | None = None,
@@ -58,7 +74,7 @@ def run_loop(
     begun = time.perf_counter()
     model, steps = run.model, range(first_step, len(run.times) - 1 if stop is None else stop)
     with torch.no_grad(), model.clock.running(model.cfg.model_name), model.hooks(fwd_hooks=list(fwd_hooks)):
-        model.require_set_up()
+        require_set_up(model)
         for index in tqdm(steps, desc="denoise", unit="step", disable=not progress):
             with around(index) if around else nullcontext():
                 # 1. Enter: set `hook.step`; a hook may rewrite the canvas x_t.
@@ -86,9 +102,372 @@ def run_loop(
 
                 # 7. Remask: return revealed positions to [MASK] where the plan says so (Wang et al. 2025, ReMDM,
                 #    arXiv 2503.00307). The canvas is now x_s.
-                run.remask(plan)
+                if plan.remask is not None:
+                    run.remask(plan.remask)
 
                 # 8. Leave: append the canvas to the history.
                 run.leave(state)
     seconds = time.perf_counter() - begun
     return {"first_step": first_step, "forward_passes": run.predictor.passes, "seconds": seconds}
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The positions where a step proposes tokens, the canvas with these, their probabilities and their ranking."""
+
+    positions: PosMask
+    tokens: Tokens
+    confidence: Float[Tensor, "batch pos"]
+    ranking: Float[Tensor, "batch pos"]
+
+
+@dataclass
+class Run:
+    """A run in progress: its current canvas, the earlier ones, and the eight parts of a step as methods.
+
+    Attributes:
+        settings: Settings whose sampler is resolved.
+        seeds: One seed for each row.
+        times: Times of all steps, `n_steps + 1` numbers; a run that begins in the middle has them all too.
+        revealed_at: Int[batch pos], as in `Trajectory`.
+        confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was.
+        script: Int[canvas batch pos], canvases that a forced run follows; `None` for a free run.
+        sigmas: Noise at each step, of which the network is told, or that of each row; by default that of the schedule.
+        kept: Float[batch], noise of the rows that the last step left as they were, where the sampler keeps it; NaN for
+            the others.
+    """
+
+    model: DiffusionTransformer
+    canvas: Canvas
+    settings: DenoiseSettings
+    seeds: list[int]
+    times: list[float]
+    revealed_at: Int[Tensor, "batch pos"]
+    confidence: Float[Tensor, "batch pos"]
+    script: Int[Tensor, "canvas batch pos"] | None = None
+    sigmas: list[float | tuple[float, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.settings.sampler is not None
+        self.sampler = self.settings.sampler
+        self.schedule = schedule_of(self.sampler.schedule or self.model.cfg.schedule)
+        if self.model.cfg.noise is not None and self.sigmas is None:
+            self.sigmas = list(map(self.schedule.sigma_at, self.times[:-1]))
+        if self.canvas.rewrites:
+            unchanged = self.canvas.blanks(self.canvas.tokens) & (self.revealed_at < 0)
+            self.revealed_at = self.revealed_at.masked_fill(unchanged, 0)
+        self.tokens = self.canvas.tokens
+        self.canvases = [self.tokens]
+        self.noise = PositionNoise(self.seeds, self.canvas.positions)
+        changes_nothing = self.sampler.may_change_nothing
+        self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale, changes_nothing)
+        self.identity = RunIdentity()
+        self.kept = torch.full((len(self.seeds),), float("nan"), dtype=torch.float64)
+
+    @cached_property
+    def head(self) -> Head:
+        """What the logits mean, in all steps."""
+        return self.model.head
+
+    def tell_first(self, index: int, sigma: float | tuple[float, ...]) -> None:
+        """Give the network this noise, or that of each row, in the first step, which has this index."""
+        assert self.sigmas is not None
+        self.sigmas[index] = sigma
+        of_rows = sigma if isinstance(sigma, tuple) else (sigma,) * len(self.seeds)
+        self.kept = torch.tensor(of_rows, dtype=torch.float64)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings and the network, for the record of the trajectory."""
+        cfg = self.model.cfg
+        records_sigmas = cfg.time_conditioning or cfg.rewrites or self.sampler.has_times_of_rows
+        return {
+            "sampler": describe_sampler(self.sampler),
+            "steps": len(self.times) - 1,
+            "times": self.times,
+            # Elsewhere the schedule alone gives them, and records of earlier versions lack them.
+            **({"sigmas": self.sigmas, "noise": cfg.noise} if records_sigmas else {}),
+            "cfg_scale": self.settings.cfg_scale,
+            "temperature": self.settings.temperature,
+            "seeds": self.seeds,
+            "blank": self.canvas.blank,
+            **provenance(self.model, cfg),
+        }
+
+    def enter(self, index: int) -> StepState:
+        """Set `hook.step` to the step from times[index] to times[index + 1], and pass the canvas to `hook_tokens`."""
+        state = self.model.clock.step = self._state(index)
+        point = self.model.loop_hooks.hook_tokens
+        if is_hooked(point):
+            # A copy, because hooks may write in place, and the canvas is also part of the history.
+            tokens = point(self.tokens.clone())
+            _require_ids("denoise.hook_tokens", tokens, state, torch.ones_like(state.masked), self.model)
+            self.tokens = tokens.long()
+            state = self.model.clock.step = self._state(index)
+        return state
+
+    def plan(self, state: StepState) -> Plan:
+        """The sampler's plan; in a forced run, the plan that follows the script."""
+        if self.script is None:
+            return self.sampler.plan(state, self.noise, self.confidence)
+        after = self.script[len(self.canvases)]
+        revealed = state.masked & (after != self.canvas.blank)
+        remasked = ~self.canvas.blanks(state.tokens) & (after == self.canvas.blank)
+        return Plan.of_all(revealed, remasked)
+
+    def open_positions(self, state: StepState, plan: Plan) -> PosMask | None:
+        """Positions at which tokens are proposed, or `None` where the step needs no forward pass.
+
+        While anything is hooked, these are all masked positions, so that a hook may change the order. A text that grows
+        has only the planned ones.
+        """
+        hooks, writes = self.model.loop_hooks, bool(plan.counts.any())
+        later = (hooks.hook_logits, hooks.hook_candidates, hooks.hook_confidence, hooks.hook_reveal)
+        if not (self.model.is_hooked or any(map(is_hooked, later))):
+            return plan.positions if writes else None
+        return plan.positions if self.model.cfg.grows else state.masked
+
+    def reveals_at(self, index: int) -> bool:
+        """Whether the step of this index may reveal or mask a position of the current canvas, whatever is predicted."""
+        plan = self.plan(self._state(index))
+        return bool(plan.counts.any()) or plan.remask is not None
+
+    def predict(self, state: StepState, positions: PosMask) -> Prediction:
+        """What the network says at these positions, after guidance and hooks."""
+        point = self.model.loop_hooks.hook_logits
+        logits = self.predictor(state, positions)
+        if is_hooked(point):
+            whole = logits.new_zeros(*positions.shape, logits.shape[-1])
+            whole[positions] = logits
+            logits = point(whole)[positions]
+        require_logits(logits, positions, state)
+        sigma: Any = state.sigma
+        if isinstance(sigma, tuple):
+            of_rows = torch.tensor(sigma, dtype=torch.float64, device=positions.device)
+            sigma = of_rows[positions.nonzero()[:, 0]]
+        present, temperature = state.tokens[positions], self.settings.temperature
+        return Prediction(logits, present, self.head, self.schedule, sigma, temperature, self.sampler.proposal)
+
+    def propose(self, state: StepState, positions: PosMask, prediction: Prediction) -> Tokens:
+        """The canvas with a token proposed at each of these positions; in a forced run, the script's tokens.
+
+        A sampler of transitions may propose [MASK].
+        """
+        propose, mask_id = self.sampler.proposal.propose, self.model.cfg.mask_token_id
+        if self.script is not None:
+            after = self.script[len(self.canvases)]
+            tokens = torch.where(after == self.canvas.blank, self.tokens, after)
+            unwritten = positions & (after == self.canvas.blank)
+            if bool(unwritten.any()):
+                tokens[unwritten] = propose(prediction.logits, mask_id=mask_id)[unwritten[positions]]
+            return tokens
+        tokens, temperature = self.tokens.clone(), self.settings.temperature
+        transition = self.sampler.transition(state, prediction)
+        if transition is not None:
+            _require_distribution(transition, state, positions)
+            tokens[positions] = draw(transition, self.noise.by_token(state.index, positions, transition.shape[-1]))
+        else:
+            logits = prediction.logits
+            uniform = self.noise.by_token(state.index, positions, logits.shape[-1]) if temperature else None
+            tokens[positions] = propose(logits, temperature, uniform, mask_id)
+            _require_open(logits, tokens[positions], state, positions)
+        point = self.model.loop_hooks.hook_candidates
+        if not is_hooked(point):
+            return tokens
+        returned = point(tokens)
+        _require_ids("denoise.hook_candidates", returned, state, positions, self.model)
+        return returned.long()
+
+    def rank(self, state: StepState, positions: PosMask, prediction: Prediction, tokens: Tokens) -> Candidates:
+        """The proposed tokens with their probability, and with the scores by which their positions are ranked."""
+        point, proposal, proposed = self.model.loop_hooks.hook_confidence, self.sampler.proposal, tokens[positions]
+        logits = prediction.logits
+        confidence = torch.zeros(positions.shape, dtype=torch.float64, device=positions.device)
+        confidence[positions] = confidence_of(logits, proposed)
+        ranking = confidence.clone()
+        if not proposal.is_plain:
+            ranking[positions] = proposal.scores(logits, proposed, self.settings.temperature)
+        ranking = point(ranking)
+        if is_hooked(point) and (where := _first(ranking[positions].isnan(), state, positions)):
+            raise FloatingPointError(
+                f"denoise.hook_confidence returned NaN {where}: positions cannot be ranked by it; return numbers, or "
+                "-inf for positions that come last"
+            )
+        return Candidates(positions, tokens, confidence, ranking)
+
+    def reveal(self, state: StepState, plan: Plan, candidates: Candidates) -> None:
+        """Write the planned number of the most confident candidates; in a forced run, those that the script writes."""
+        reveal = plan.positions
+        if self.script is None:
+            reveal = self.model.loop_hooks.hook_reveal(most_confident(candidates.ranking, plan))
+            if reveal.dtype != torch.bool:
+                raise TypeError(
+                    f"denoise.hook_reveal returned {reveal.dtype}; return a bool for each position, true where the "
+                    "step reveals a token"
+                )
+            reveal = reveal & candidates.positions & (candidates.tokens != self.canvas.blank)
+        changed = reveal & (candidates.tokens != self.tokens)
+        self.tokens = torch.where(reveal, candidates.tokens, self.tokens)
+        self.revealed_at = self.revealed_at.masked_fill(changed, state.index)
+        self.confidence = torch.where(reveal, candidates.confidence.float(), self.confidence)
+
+    def remask(self, positions: PosMask) -> None:
+        """Mask the positions that the plan remasks."""
+        self.tokens = self.tokens.masked_fill(positions, self.canvas.blank)
+        self.revealed_at = self.revealed_at.masked_fill(positions, -1)
+        self.confidence = self.confidence.masked_fill(positions, float("nan"))
+
+    def leave(self, state: StepState) -> None:
+        """Open the next block of rows that filled theirs, and append the canvas to the history.
+
+        In a forced run, the canvas is the script's.
+        """
+        if self.script is not None:
+            self.tokens = self.script[len(self.canvases)]
+        elif self.sampler.keeps_prediction and self.sampler.has_times_of_rows:
+            now = state.sigma if isinstance(state.sigma, tuple) else (state.sigma,) * len(self.tokens)
+            unchanged = (self.tokens == state.tokens).all(dim=1).cpu()
+            self.kept = torch.tensor(now, dtype=torch.float64).masked_fill(~unchanged, float("nan"))
+        elif self.sampler.keeps_prediction and self.sigmas is not None and torch.equal(self.tokens, state.tokens):
+            # The next step, if there is one, is told the same time.
+            for index in range(state.index + 1, state.n_steps)[:1]:
+                self.sigmas[index] = self.sigmas[state.index]
+        if self.canvas.reach is not None:
+            self.tokens = self.canvas.opened(self.tokens)
+        self.canvases.append(self.tokens)
+
+    def _state(self, index: int) -> StepState:
+        state = StepState(
+            index=index,
+            n_steps=len(self.times) - 1,
+            t=self.times[index],
+            s=self.times[index + 1],
+            tokens=self.tokens,
+            masked=self.canvas.masked(self.tokens),
+            given=self.canvas.given,
+            sigma=None if self.sigmas is None else self.sigmas[index],
+            run=self.identity,
+            block=self.canvas.open_block(self.tokens, self.revealed_at, index) if self.canvas.reach else None,
+        )
+        if self.script is not None or self.sigmas is None or not self.sampler.has_times_of_rows:
+            return state
+        sigma = self.schedule.sigma(self.sampler.times_of_rows(state, self.noise)).cpu()
+        of_rows = tuple(torch.where(self.kept.isnan(), sigma, self.kept).tolist())
+        self.sigmas[index] = of_rows[0] if len(set(of_rows)) == 1 else of_rows
+        return replace(state, sigma=self.sigmas[index])
+
+
+_OF_ROWS = ("tokens", "revealed_at", "confidence", "kept")
+
+
+@dataclass(frozen=True, eq=False)
+class LoopRows:
+    """Rows of a run between two steps: all that its later steps depend on, so that equal rows end alike.
+
+    The fields are those of `Run`.
+    """
+
+    tokens: Tokens
+    revealed_at: Int[Tensor, "batch pos"]
+    confidence: Float[Tensor, "batch pos"]
+    kept: Float[Tensor, "batch"]
+    seeds: list[int]
+
+    @classmethod
+    def of(cls, run: Run) -> "LoopRows":
+        """The rows of a run that has taken its last step so far."""
+        return cls(run.tokens, run.revealed_at, run.confidence, run.kept, run.seeds)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.tokens)
+
+    def at(self, rows: Sequence[int]) -> "LoopRows":
+        """Some of the rows."""
+        chosen = list(rows)
+        tensors = {name: getattr(self, name)[chosen] for name in _OF_ROWS}
+        return LoopRows(**tensors, seeds=[self.seeds[row] for row in chosen])
+
+    @classmethod
+    def joined(cls, parts: Sequence["LoopRows"]) -> "LoopRows":
+        """The rows of several."""
+        tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in _OF_ROWS}
+        return cls(**tensors, seeds=[seed for part in parts for seed in part.seeds])
+
+    def keys(self, run: Run) -> list[tuple[object, ...]]:
+        """For each row, what its later steps in this run depend on, apart from its seed.
+
+        Confidence is a part of it only where the sampler reads it. The steps that revealed tokens are one where blocks
+        are opened by the step that filled the last.
+        """
+        parts = [self.tokens.tolist()]
+        if run.sampler.reads_confidence:
+            parts.append(self.confidence.nan_to_num(nan=-1.0).tolist())
+        if run.canvas.reach is not None and not run.model.cfg.grows:
+            parts.append(self.revealed_at.tolist())
+        if run.sampler.has_times_of_rows:
+            parts.append(self.kept.nan_to_num(nan=-1.0)[:, None].tolist())
+        return [tuple(map(tuple, row)) for row in zip(*parts, strict=True)]
+
+
+def require_logits(
+    logits: Float[Tensor, "selected d_vocab_out"], positions: PosMask, state: StepState | None = None
+) -> None:
+    """Raise a `FloatingPointError` unless the largest logit of every row is finite; -inf forbids single tokens."""
+    # The largest is NaN where any logit is, +inf where any logit is, and -inf where all logits are.
+    if where := _first(~logits.amax(dim=-1).isfinite(), state, positions):
+        raise FloatingPointError(
+            f"the logits are not finite {where}, so no token can be chosen. Either the weights contain such numbers or "
+            f"overflow to them (in {str(logits.dtype).removeprefix('torch.')}; try dtype=torch.float32), or a hook "
+            "returned them. A hook may forbid tokens with -inf if it leaves one; to force a token, return it from "
+            "denoise.hook_candidates"
+        )
+
+
+def _require_open(
+    logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"], state: StepState, positions: PosMask
+) -> None:
+    """Raise a `FloatingPointError` if only [MASK], which is not written, has a finite logit."""
+    if where := _first(~logits.gather(1, tokens[:, None])[:, 0].isfinite(), state, positions):
+        raise FloatingPointError(
+            f"every token but [MASK] is forbidden by a logit of -inf {where}: leave one token that can be written, or "
+            "allow [MASK] with Proposal(writes_mask=True)"
+        )
+
+
+def _require_distribution(p: Float[Tensor, "selected d_vocab"], state: StepState, positions: PosMask) -> None:
+    """Raise a `FloatingPointError` unless some token or [MASK] can be drawn at every position."""
+    largest = p.amax(dim=-1)
+    if where := _first(~(largest.isfinite() & (largest > 0)), state, positions):
+        raise FloatingPointError(
+            f"the sampler gives no token a probability {where}: the logits there forbid all of them, or the noise of "
+            "the step is out of the range of floating-point numbers"
+        )
+
+
+def _require_ids(name: str, ids: Tensor, state: StepState, positions: PosMask, model: DiffusionTransformer) -> None:
+    """Raise an error unless a hook returned token ids, or the canvas's blank, at these positions."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(
+            f"{name} returned {ids.dtype}; token ids are integers: return a tensor of the dtype that it received"
+        )
+    wrong = (ids < 0) | (ids >= model.cfg.d_vocab)
+    blank = ""
+    if not model.cfg.rewrites:
+        # A position that no block has reached stays so.
+        wrong &= (ids != model.cfg.blank) & ~((ids == UNREACHED) & ~reached(state.tokens))
+        blank = f", and {model.cfg.blank} for a position that is still to be written"
+    wrong = wrong[positions]
+    if where := _first(wrong, state, positions):
+        raise ValueError(
+            f"{name} returned the id {int(ids[positions][wrong][0])} {where}; {model.cfg.model_name!r} has the tokens "
+            f"0 to {model.cfg.d_vocab - 1}{blank}"
+        )
+
+
+def _first(wrong: Tensor, state: StepState | None, positions: PosMask) -> str | None:
+    """Description of the first wrong position, or `None` where none is wrong."""
+    if not bool(wrong.any()):
+        return None
+    row, position = positions.nonzero()[wrong.nonzero()[0, 0]].tolist()
+    step = "" if state is None else f"step {state.index}, "
+    return f"at {step}row {row}, position {position} ({int(wrong.sum())} of {len(wrong)} positions)"

@@ -15,10 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Canvas
-from diffusion_lens.model.kv_cache import KeyValueCache, LayerKeyValues
+from diffusion_lens.hooks.step import StepState
+from diffusion_lens.model.attention import KeyValueCache, LayerKeyValues
+from diffusion_lens.model.hooking import has_module_hooks
+from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.shapes import PosMask, Tokens
-from diffusion_lens.step_state import StepState
 
 
 def guide(
@@ -49,31 +50,25 @@ class Conditional(Predictor):
 
     model: DiffusionTransformer
     canvas: Canvas
-    _passes: int = 0
+    passes: int = 0
 
-    @property
-    def passes(self) -> int:
-        return self._passes
-
-    def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
-        return self.predict(state, state.tokens, positions, self.canvas.real)
-
-    def predict(
-        self, state: StepState, tokens: Tokens, positions: PosMask, real: PosMask | None
+    def __call__(
+        self, state: StepState, positions: PosMask, tokens: Tokens | None = None, real: PosMask | None = None
     ) -> Float[Tensor, "selected d_vocab_out"]:
-        """Logits of `positions` on `tokens`, with `state` as `hook.step`."""
+        """Logits of `positions`, with `state` as `hook.step`; on `tokens` in place of the step's, padded as `real`."""
+        if tokens is None:
+            tokens, real = state.tokens, self.canvas.real
         batch, rows = self.located(state, positions, real)
         if self.canvas.reach is not None:
             # Nothing behind the block of the last row that is read changes it. A hook sees the whole canvas all the
             # same.
-            extent = (
-                tokens.shape[1] if self.model.is_hooked else self.canvas.extent((batch % len(self.canvas.tokens), rows))
-            )
+            whole = self.model.is_hooked
+            extent = tokens.shape[1] if whole else self.canvas.extent((batch % len(self.canvas.tokens), rows))
             tokens = self.model.cfg.readable(tokens)[:, :extent]
             real = None if real is None else real[:, :extent]
         self.model.clock.step = state
         logits: Tensor = self.model(tokens, attention_mask=real, logits_at=(batch, rows))
-        self._passes += 1
+        self.passes += 1
         return logits
 
     def located(
@@ -105,10 +100,10 @@ class Guided(Predictor):
         unprompted, other = state.tokens.masked_fill(canvas.given, canvas.blank), replace(state, branch="unconditional")
 
         # 2. Two passes where a module carries a hook of torch's own.
-        if self.inner.model.has_module_hooks:
+        if has_module_hooks(self.inner.model):
             conditional = self.inner(state, positions)
             try:
-                unconditional = self.inner.predict(other, unprompted, positions, canvas.real)
+                unconditional = self.inner(other, positions, unprompted, canvas.real)
             finally:
                 clock.step = state
             return guide(conditional, unconditional, self.scale)
@@ -117,14 +112,13 @@ class Guided(Predictor):
         real = None if canvas.real is None else canvas.real.repeat(2, 1)
         clock.branches = (state, other)
         try:
-            both = self.inner.predict(state, torch.cat([state.tokens, unprompted]), positions.repeat(2, 1), real)
+            both = self.inner(state, positions.repeat(2, 1), torch.cat([state.tokens, unprompted]), real)
         finally:
             clock.branches, clock.step = None, state
         conditional, unconditional = both.chunk(2)
         return guide(conditional, unconditional, self.scale)
 
 
-@dataclass
 class Cached(Predictor):
     """A model that writes block after block, with the keys and values of filled blocks, which later ones do not change.
 
@@ -132,19 +126,16 @@ class Cached(Predictor):
     with hooks computes all of it. So does a step of padded rows, and one that hooks of the loop see after the canvas is
     filled.
 
-    Attributes:
+    Args:
         inner: The predictor of steps that compute the whole canvas.
         first_hooks: Hooks of passes that begin at the first position, which are not hooks of the run: they change
             nothing at positions that the prompt does not contain.
     """
 
-    inner: Conditional
-    first_hooks: Sequence[tuple[str, Any]] = ()
-
-    def __post_init__(self) -> None:
-        self._cache = KeyValueCache(self.inner.model.cfg.n_layers)
-        self._tokens: Tokens = self.inner.canvas.tokens[:, :0]
-        self._passes = 0
+    def __init__(self, inner: Conditional, first_hooks: Sequence[tuple[str, Any]] = ()) -> None:
+        self.inner, self.first_hooks = inner, first_hooks
+        self._cache = KeyValueCache(inner.model.cfg.n_layers)
+        self._tokens: Tokens = inner.canvas.tokens[:, :0]
 
     def begin(self, layers: Sequence[LayerKeyValues], tokens: Tokens) -> None:
         """Start with the keys and values of these tokens, Int[batch pos], with which the canvases begin."""
@@ -153,7 +144,7 @@ class Cached(Predictor):
 
     @property
     def passes(self) -> int:
-        return self._passes + self.inner.passes
+        return self.inner.passes
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         model, canvas = self.inner.model, self.inner.canvas
@@ -176,36 +167,34 @@ class Cached(Predictor):
             )
         n_filled = min(canvas.n_filled(state.tokens), tokens.shape[1])
         self._cache.keep(n_filled)
-        self._tokens, self._passes = state.tokens[:, :n_filled], self._passes + 1
+        self._tokens = state.tokens[:, :n_filled]
+        self.inner.passes += 1
         return logits
 
 
-@dataclass
 class Repeating(Predictor):
-    """No second pass for a canvas that the last step left as it was, where the network is told the same time or none.
+    """No second pass for a canvas that the last step left as it was, where the network reads the same time or none.
 
     Hooks see every step, so a step with hooks is computed again.
     """
 
-    model: DiffusionTransformer
-    inner: Predictor
-
-    def __post_init__(self) -> None:
-        self._state: StepState | None = None
-        self._logits: Tensor | None = None
+    def __init__(self, model: DiffusionTransformer, inner: Predictor) -> None:
+        self.model, self.inner = model, inner
+        self._last: tuple[StepState, Tensor] | None = None
 
     @property
     def passes(self) -> int:
         return self.inner.passes
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
-        before, model = self._state, self.model
-        told = model.cfg.time is not None and model.cfg.time.told
-        same_time = before is not None and (not told or before.sigma == state.sigma)
-        if before is None or model.is_hooked or not same_time or not torch.equal(before.tokens, state.tokens):
-            self._state, self._logits = state, self.inner(state, positions)
-        assert self._logits is not None
-        return self._logits
+        if self._last is not None and not self.model.is_hooked:
+            before, logits = self._last
+            reads_time = self.model.cfg.time is not None and self.model.cfg.time.told
+            if not (reads_time and before.sigma != state.sigma) and torch.equal(before.tokens, state.tokens):
+                return logits
+        logits = self.inner(state, positions)
+        self._last = state, logits
+        return logits
 
 
 @dataclass
@@ -235,18 +224,16 @@ class FirstGiven(Predictor):
         return logits
 
 
-def predictor_for(
-    model: DiffusionTransformer, canvas: Canvas, cfg_scale: float, may_change_nothing: bool = False
-) -> Predictor:
+def predictor_for(model: DiffusionTransformer, canvas: Canvas, cfg_scale: float, may_change_nothing: bool) -> Predictor:
     """The predictor of a run: with guidance, with a key/value cache where a text has filled blocks, or plain.
 
     Args:
         may_change_nothing: Whether steps may leave the canvas as it is.
     """
+    conditional = Conditional(model, canvas)
     if cfg_scale:
-        return Guided(Conditional(model, canvas), cfg_scale)
-    plain: Predictor = Conditional(model, canvas)
-    # At another time, a network that is told the time computes other keys and values of filled blocks.
-    if canvas.reach is not None and model.cfg.final_together is not None and not model.cfg.is_told_time:
-        plain = Cached(Conditional(model, canvas))
+        return Guided(conditional, cfg_scale)
+    # At another time, a network that reads the time computes other keys and values of filled blocks.
+    caches = canvas.reach is not None and model.cfg.final_together is not None and not model.cfg.time_conditioning
+    plain = Cached(conditional) if caches else conditional
     return Repeating(model, plain) if may_change_nothing else plain

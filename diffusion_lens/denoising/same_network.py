@@ -3,25 +3,20 @@
 An analysis of a trajectory reads canvases that were written earlier. Since then, hooks may have been attached or
 removed, weights edited, or modules replaced. So a result on a trajectory records two networks: the present one and the
 one that wrote the canvases (`canvas_provenance`). An analysis that compares the recorded run with new runs of the model
-needs both to be the same (`require_same_network`). An analysis that only reads the canvases warns if another network
-wrote them (`warn_of_another_network`).
-
-Networks are compared by `COMPARED`. The tokenizer is recorded too but not compared, because it only converts texts to
-ids. It has to be the same only if an analysis reads two trajectories, possibly of different models
-(`require_same_tokens`).
+needs both to be the same; one that only reads the canvases warns if another network wrote them. Networks are compared
+by `COMPARED`. The tokenizer is recorded but not compared, because it only converts texts to ids: it has to be the same
+only if an analysis reads two trajectories, possibly of different models (`require_same_tokens`).
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import NETWORK, differences, network_of, provenance, shown_model
-from diffusion_lens.user_warnings import warn_user
+from diffusion_lens.records.results import NETWORK, differences, network_of, provenance, shown_model
+from diffusion_lens.settings import warn_user
 
 COMPARED = tuple(name for name in NETWORK if name != "tokenizer_sha256")
 _AGAIN = "denoise the prompt again under the same hooks, weights and modules"
-_DIGEST = re.compile(r" #[0-9a-f]+")
 
 
 def require_same_model(record: Mapping[str, Any], model: DiffusionTransformer) -> None:
@@ -132,21 +127,6 @@ def _differences(recorded: Mapping[str, Any], record: Mapping[str, Any], model: 
     current = provenance(model, model.cfg)
     compared = [name for name in COMPARED if recorded.get(name) is not None]
     differing = differences(recorded, current, compared)
-    if differing and "versions" in record:  # other versions may give the same hooks and modules other digests
+    if differing and "versions" in record:
         differing += differences(record, current, ["versions"])
-    described = "; ".join(differing)
-    if point := _differing_by_digest(recorded.get("hooks") or {}, current["hooks"]):
-        described += (
-            f". The hooks at {point!r} differ by their digests only, and so does a hook whose own values change from "
-            'call to call. If it is the same hook, name it before the run: interventions.named(hook, "...")'
-        )
-    return described
-
-
-def _differing_by_digest(recorded: Mapping[str, list[str]], current: Mapping[str, list[str]]) -> str | None:
-    """The first hook point at which hooks of the same functions differ by their digests only."""
-    for point, hooks in recorded.items():
-        others = current.get(point, [])
-        if hooks != others and [_DIGEST.sub("", hook) for hook in hooks] == [_DIGEST.sub("", hook) for hook in others]:
-            return point
-    return None
+    return "; ".join(differing)

@@ -1,53 +1,285 @@
-"""A sampler decides at which positions a step proposes tokens, and how many of them it reveals.
+"""What a sampler decides in a step: the positions to reveal, their tokens, and its random numbers.
 
-The loop proposes a token at each of these positions and reveals the most confident ones. The sampler's `proposal` says
-which token is proposed and what its confidence is. A sampler of transitions says itself which token or [MASK] each
-position may have after the step, by `transition`, and the loop draws it. A sampler is a small final object; to write
-one, implement `plan`.
+A `Sampler` plans the positions (`Plan`), from equal steps of time by default. Its `Proposal` chooses tokens: the
+likeliest one, or one that is sampled with Gumbel noise, if requested from the likeliest tokens only (top-p, top-k); and
+it scores positions, by the probability of their token, by the margin of the likeliest token over the second, or by
+negative entropy. A sampler of transitions gives the probabilities of tokens itself (`Sampler.transition`), from what
+the network says (`Prediction`).
+
+Random numbers belong to a row, a step and a position (`PositionNoise`): each sample has a generator of its own, seeded
+from (seed of the row, step, position, purpose). A row therefore gets the same numbers in every batch and under every
+padding, and an intervention at one position does not change the numbers at another: a run and its patched copy differ
+by the patch alone.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import SupportsIndex
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
-from diffusion_lens.denoising.prediction import Prediction
-from diffusion_lens.denoising.proposal import Proposal
-from diffusion_lens.denoising.randomness import PositionNoise
-from diffusion_lens.denoising.schedule import linear_times
-from diffusion_lens.shapes import PosMask
-from diffusion_lens.step_state import StepState
+from diffusion_lens.hooks.step import StepState
+from diffusion_lens.model.noise import Absorbing, Head, Noise, Schedule
+from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.settings import own_seed, whole_number
 from weight_conversion import NoiseSchedule, Variant
 
-
-class Surplus(ABC):
-    """A rule by which a step reveals more positions than planned, the scores of the proposed tokens being known."""
-
-    @abstractmethod
-    def counts(self, ordered: Float[Tensor, "batch pos"]) -> Int[Tensor, "batch"]:
-        """Number of positions that each row may reveal, from their scores in descending order; -inf is no position."""
+SCORES = ("probability", "margin", "entropy")
+# One number for the batch, one for each row (as a list, array or tensor), or the generator of these.
+Seed = SupportsIndex | Sequence[SupportsIndex] | torch.Generator
 
 
 @dataclass(frozen=True)
-class Above(Surplus):
-    """All positions whose score is above `threshold`."""
+class Proposal:
+    """How tokens are proposed, and how positions are ranked.
 
-    threshold: float
+    Attributes:
+        score: Score of a position: "probability" of the proposed token; "margin" of the likeliest token over the
+            second; or "entropy", the negative entropy, the sum of p · log(p + 1e-10) over the vocabulary.
+        scored_on: Distribution used to compute the score: "model" (softmax of the logits) or "sampled" (after
+            temperature, top-p and top-k).
+        top_p: Nucleus sampling: sample from the smallest set of most likely tokens whose total probability reaches
+            `top_p`; `None` for all tokens.
+        top_k: Number of most likely tokens to sample from; `None` for all tokens.
+        writes_mask: Whether [MASK] may be proposed, where the head has a column for it. A position where it is proposed
+            counts as revealed and stays masked, so that masks can remain at the end. Otherwise the best other token is
+            proposed there; the probabilities are still the model's own, in which [MASK] has its share.
+        crosses: Whether the token with which the total probability crosses `top_p` is sampled from, too; the likeliest
+            always is.
+        first: Limit that is applied first where both are given, "top_p" or "top_k".
+    """
 
-    def counts(self, ordered: Float[Tensor, "batch pos"]) -> Int[Tensor, "batch"]:
-        return (ordered > self.threshold).sum(dim=1)
+    score: str = "probability"
+    scored_on: str = "model"
+    top_p: float | None = None
+    top_k: SupportsIndex | None = None
+    writes_mask: bool = False
+    first: str = "top_p"
+    crosses: bool = True
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise ValueError(f"score={self.score!r}; it must be one of {', '.join(SCORES)}")
+        if self.first not in ("top_p", "top_k"):
+            raise ValueError(f"first={self.first!r}; it must be 'top_p' or 'top_k'")
+        if self.scored_on not in ("model", "sampled"):
+            raise ValueError(f"scored_on={self.scored_on!r}; it must be 'model' or 'sampled'")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}; it must be a probability above 0, or None to keep all tokens")
+        if self.top_k is not None and whole_number("top_k", self.top_k) < 1:
+            raise ValueError(f"top_k={self.top_k}; it must be a whole number, at least 1, or None to keep all tokens")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the score is the probability under the model, which the loop records in any case."""
+        return self.score == "probability" and self.scored_on == "model"
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are sampled from the likeliest ones only."""
+        return self.top_p is not None or self.top_k is not None
+
+    def propose(
+        self,
+        logits: Float[Tensor, "selected d_vocab_out"],
+        temperature: float = 0.0,
+        uniform: Float[Tensor, "selected d_vocab_out"] | None = None,
+        mask_id: int | None = None,
+    ) -> Int[Tensor, "selected"]:
+        """A token for each row of logits: the likeliest, or at a temperature one sampled by Gumbel-max in float64.
+
+        This is argmax exp(logits) / (-log u)^T of ML-GSAI/SMDM `add_gumbel_noise`, in logarithms so that nothing
+        overflows. It is in float64 because Gumbel noise of low precision lowers the temperature (Zheng et al. 2024,
+        arXiv 2409.02908).
+
+        Args:
+            uniform: Random numbers in (0, 1) for sampling at a temperature; `None` takes the likeliest token.
+            mask_id: Id of [MASK], if the model has one.
+        """
+        if uniform is None:
+            return self._writable(logits, mask_id).argmax(dim=-1)
+        allowed = self.allowed(logits, temperature, mask_id).double()
+        return (allowed - temperature * torch.log(-torch.log(uniform))).argmax(dim=-1)
+
+    def allowed(
+        self, logits: Float[Tensor, "selected d_vocab_out"], temperature: float, mask_id: int | None
+    ) -> Float[Tensor, "selected d_vocab_out"]:
+        """The logits, -inf at tokens that are not sampled: [MASK], unless it may be written, and unlikely ones."""
+        allowed = self._writable(logits, mask_id)
+        if not self.filters:
+            return allowed
+        likely = self._likeliest(logits / temperature)
+        # The best allowed token is always in, also where [MASK] alone reaches top_p.
+        likely.scatter_(1, allowed.argmax(dim=-1, keepdim=True), True)
+        return allowed.masked_fill(~likely, float("-inf"))
+
+    def scores(
+        self, logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"], temperature: float = 0.0
+    ) -> Float[Tensor, "selected"]:
+        """Score of each proposed token, in float64; tokens of higher score are revealed first."""
+        if self.scored_on == "sampled":
+            logits = logits.double() / (temperature or 1.0)
+            if self.filters:
+                logits = logits.masked_fill(~self._likeliest(logits), float("-inf"))
+        if self.score == "probability":
+            return confidence_of(logits, tokens)
+        probabilities = logits.double().softmax(dim=-1)
+        if self.score == "margin":
+            first, second = probabilities.topk(2, dim=-1).values.unbind(dim=-1)
+            return first - second
+        return (probabilities * (probabilities + 1e-10).log()).sum(dim=-1)
+
+    def _likeliest(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Bool[Tensor, "selected d_vocab_out"]:
+        top_k = None if self.top_k is None else whole_number("top_k", self.top_k)
+        return likeliest(logits, self.top_p, top_k, self.first, self.crosses)
+
+    def _writable(
+        self, logits: Float[Tensor, "selected d_vocab_out"], mask_id: int | None
+    ) -> Float[Tensor, "selected d_vocab_out"]:
+        if mask_id is None or mask_id >= logits.shape[-1] or self.writes_mask:
+            return logits
+        return logits.index_fill(1, torch.tensor([mask_id], device=logits.device), float("-inf"))
+
+
+def confidence_of(
+    logits: Float[Tensor, "selected d_vocab_out"], tokens: Int[Tensor, "selected"]
+) -> Float[Tensor, "selected"]:
+    """Softmax probability of each proposed token, in float64; 0 for an id without a logit, such as [MASK]."""
+    writable = tokens < logits.shape[-1]
+    chosen = torch.softmax(logits.double(), dim=-1).gather(1, tokens.clamp(max=logits.shape[-1] - 1)[:, None])[:, 0]
+    return chosen * writable
+
+
+def likeliest(
+    logits: Float[Tensor, "selected d_vocab_out"],
+    top_p: float | None,
+    top_k: int | None,
+    first: str = "top_p",
+    crosses: bool = True,
+) -> Bool[Tensor, "selected d_vocab_out"]:
+    """The likeliest tokens that together have more than `top_p`, and of these the `top_k` likeliest.
+
+    Tokens that tie with the last of the `top_k` are included, and at least one token is. Source: DreamLM/Dream
+    `generation_utils.py`, `top_p_logits` and `top_k_logits`, in this order.
+
+    Args:
+        first: "top_k" takes the `top_k` likeliest tokens first, and of these those that together have more than
+            `top_p`, as transformers does.
+        crosses: Whether the token with which they have it is included, too.
+    """
+    likely = torch.ones_like(logits, dtype=torch.bool)
+    for name in ("top_p", "top_k") if first == "top_p" else ("top_k", "top_p"):
+        remaining = logits.masked_fill(~likely, float("-inf"))
+        if name == "top_p" and top_p is not None:
+            # A token is in if the likelier tokens together do not exceed top_p yet.
+            ordered, index = remaining.double().sort(dim=-1, descending=True, stable=True)
+            mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+            mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
+            inside = mass_before <= top_p if crosses else (mass <= top_p) | (mass_before == 0)
+            likely &= torch.zeros_like(likely).scatter_(1, index, inside)
+        elif name == "top_k" and top_k is not None:
+            likely &= remaining >= remaining.topk(min(top_k, remaining.shape[-1]), dim=-1).values[:, -1:]
+    return likely
+
+
+class PositionNoise:
+    """Uniform random numbers on the CPU, in float64, so that a seed means the same on every device.
+
+    It takes a seed for each row, and Int[batch pos], the number of each position among the real ones of its row.
+    """
+
+    def __init__(self, seeds: Sequence[int], positions: Tokens) -> None:
+        self._seeds = seeds
+        self._positions = positions.cpu()
+
+    def by_position(self, step: int, positions: PosMask) -> Float[Tensor, "selected"]:
+        """Float[selected], one number in [0, 1) for each selected position, in reading order."""
+        width = int(self._positions.max()) + 1
+        # The word "place" is part of the hashed key, so another word would give other numbers.
+        uniform = torch.stack([_uniform(width, seed, step, "place") for seed in self._seeds])
+        return uniform.gather(1, self._positions)[positions.cpu()].to(positions.device)
+
+    def by_row(self, step: int) -> Float[Tensor, "batch"]:
+        """One number in [0, 1) for each row, on the CPU."""
+        return torch.cat([_uniform(1, seed, step, "row") for seed in self._seeds])
+
+    def by_token(self, step: int, positions: PosMask, n_tokens: int) -> Float[Tensor, "selected d_vocab_out"]:
+        """`n_tokens` numbers in (0, 1) for each selected position, in reading order."""
+        selected = positions.cpu().nonzero().tolist()
+        uniform = [_uniform(n_tokens, self._seeds[row], step, int(self._positions[row, pos])) for row, pos in selected]
+        if not uniform:
+            return torch.empty(0, n_tokens, dtype=torch.float64, device=positions.device)
+        return torch.stack(uniform).clamp_(min=torch.finfo(torch.float64).tiny).to(positions.device)
 
 
 @dataclass(frozen=True)
-class Within(Surplus):
-    """The first positions whose scores, negative entropies, add up to at most `bound` nats."""
+class Prediction:
+    """What the network says at the positions of a step, in the words that proposals and transitions ask for.
 
-    bound: float
+    Attributes:
+        output: Float[selected d_vocab_out], output of the head after guidance and hooks.
+        present: Int[selected], token or [MASK] at each position.
+        head: What the output means.
+        schedule: Schedule of noise of the run.
+        sigma: Noise of which the network was told, or that of each position; `None` for a model of next tokens.
+        temperature: 1 leaves the model's own probabilities; 0 gives all to the likeliest token.
+        proposal: Limits of the likeliest tokens that are sampled from.
+    """
 
-    def counts(self, ordered: Float[Tensor, "batch pos"]) -> Int[Tensor, "batch"]:
-        return (-ordered.cumsum(dim=1) <= self.bound).sum(dim=1)
+    output: Float[Tensor, "selected d_vocab_out"]
+    present: Int[Tensor, "selected"]
+    head: Head
+    schedule: Schedule
+    sigma: float | Float[Tensor, "selected"] | None
+    temperature: float
+    proposal: Proposal
+
+    @cached_property
+    def logits(self) -> Float[Tensor, "selected d_vocab_out"]:
+        """Logits whose softmax is p(x_0) at temperature 1; the head's own, [MASK] included, where it may be written."""
+        if self.proposal.writes_mask or self.sigma is None:
+            return self.output
+        return self.head.clean_logits(self.output, self.present, self.amount(self.sigma))
+
+    @property
+    def noise(self) -> Noise:
+        """The kind of noise, which every model has that a sampler of transitions fits."""
+        assert self.head.noise is not None
+        return self.head.noise
+
+    @property
+    def mask(self) -> int | None:
+        """Id of [MASK], if there is one."""
+        return self.noise.mask if isinstance(self.noise, Absorbing) else None
+
+    @property
+    def p_clean(self) -> Float[Tensor, "selected d_vocab_out"]:
+        """p(x_0) in float64, at the temperature and over the likeliest tokens, without [MASK]."""
+        logits = self.proposal.allowed(self.logits.double(), self.temperature or 1.0, self.mask)
+        if not self.temperature:
+            return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).double()
+        return (logits / self.temperature).softmax(dim=-1)
+
+    @property
+    def scores(self) -> Float[Tensor, "selected d_vocab"]:
+        """The scores in float64: the head's own or, where a setting changes p(x_0), those that follow from it."""
+        assert self.sigma is not None
+        sigma = self.amount(self.sigma)
+        if self.temperature == 1 and not self.proposal.filters:
+            return self.head.scores(self.output.double(), self.present, sigma)
+        return self.noise.scores(self.p_clean, self.present, sigma)
+
+    def amount(self, sigma: float | Float[Tensor, "selected"]) -> Float[Tensor, "selected"]:
+        """An amount of noise as a number for each position, in float64."""
+        if isinstance(sigma, Tensor):
+            return sigma
+        return torch.full(self.present.shape, sigma, dtype=torch.float64, device=self.present.device)
 
 
 @dataclass(frozen=True)
@@ -59,14 +291,17 @@ class Plan:
         counts: Int[batch], number of them to reveal in each row; a single entry counts the whole batch as one pool.
         remask: Bool[batch pos], revealed positions that return to [MASK] in this step; `None` for none.
         jitter: Float[batch pos], noise added to the confidence before positions are ranked; `None` for none.
-        surplus: Rule by which a row reveals more of them, depending on their scores; `None` for none.
+        threshold: Score above which a position is revealed beyond the number; `None` for none.
+        bound: Nats: the first positions whose scores, negative entropies, add up to no more are revealed beyond the
+            number; `None` for none.
     """
 
     positions: PosMask
     counts: Int[Tensor, "#batch"]
     remask: PosMask | None = None
     jitter: Float[Tensor, "batch pos"] | None = None
-    surplus: Surplus | None = None
+    threshold: float | None = None
+    bound: float | None = None
 
     @classmethod
     def of_all(cls, positions: PosMask, remask: PosMask | None = None) -> "Plan":
@@ -118,7 +353,7 @@ class Sampler(ABC):
 
     def couples_rows(self, variant: Variant) -> bool:
         """Whether the run of a row depends on the other rows of its batch."""
-        return self.keeps_prediction and not self.has_times_of_rows and variant.is_told_time
+        return self.keeps_prediction and not self.has_times_of_rows and variant.time_conditioning
 
     def by_row(self, variant: Variant) -> "Sampler":
         """The sampler with which every row of a batch runs as it runs alone with this one.
@@ -148,17 +383,12 @@ class Sampler(ABC):
         return 32 if steps is None else steps
 
     def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"], size: int) -> int:
-        """Number of steps of a run that writes block after block.
-
-        Args:
-            blocks: The number of the block of each position.
-            size: Number of positions in a block.
-        """
+        """Number of steps of a run that writes block after block: the block of each position, and a block's size."""
         return self.n_steps(steps, blanks)
 
     def times(self, n_steps: int) -> list[float]:
         """The `n_steps + 1` times of a run, falling from 1."""
-        times: list[float] = linear_times(n_steps, self.eps).tolist()
+        times: list[float] = torch.linspace(1, self.eps, n_steps + 1).tolist()
         return times
 
     def times_of_rows(self, step: StepState, noise: PositionNoise) -> Float[Tensor, "batch"]:
@@ -188,19 +418,62 @@ class Sampler(ABC):
 
 
 def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> PosMask:
-    """The `plan.counts` most confident of `plan.positions`, after `plan.jitter`, or more by `plan.surplus`.
-
-    Of equal ones, the leftmost come first.
-    """
+    """The `plan.counts` most confident of `plan.positions`; of equal ones, the leftmost come first."""
     pools = plan.counts.numel()
     if plan.jitter is not None:
         confidence = confidence + plan.jitter
     scores = confidence.masked_fill(~plan.positions, float("-inf")).reshape(pools, -1)
     order = scores.argsort(dim=1, descending=True, stable=True)
     counts = plan.counts
-    if plan.surplus is not None:
-        counts = counts.maximum(plan.surplus.counts(scores.gather(1, order)))
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
+    if plan.threshold is not None:
+        counts = counts.maximum((scores > plan.threshold).sum(dim=1))
+    if plan.bound is not None:
+        counts = counts.maximum((-scores.gather(1, order).cumsum(dim=1) <= plan.bound).sum(dim=1))
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
     return (rank < counts[:, None]).reshape(plan.positions.shape) & plan.positions
+
+
+def check_eps(eps: float) -> None:
+    """Raise a `ValueError` unless a run can end at this time."""
+    if not 0 <= eps < 1:
+        raise ValueError(
+            f"eps={eps}; the time at which a run ends must be at least 0 and below 1, the time of its start"
+        )
+
+
+def plain_seed(seed: Seed) -> int | tuple[int, ...] | torch.Generator:
+    """A seed as Python's own number, the seeds of rows as a tuple of these; a generator is returned as it is.
+
+    Raises:
+        TypeError: The seed is none of these.
+    """
+    if isinstance(seed, torch.Generator):
+        return seed
+    plain = seed.tolist() if hasattr(seed, "tolist") else seed  # of arrays and tensors
+    if isinstance(plain, Sequence) and not isinstance(plain, str | bytes):
+        return tuple(whole_number(f"seed[{row}]", row_seed) for row, row_seed in enumerate(plain))
+    try:
+        return whole_number("seed", seed)
+    except TypeError as error:
+        raise TypeError(f"{error}, or one for each row, or a torch.Generator") from None
+
+
+def row_seeds(seed: Seed, n_batch: int) -> list[int]:
+    """A seed for each row: hashed from one number and the row's index, taken from a list, or from a generator."""
+    plain = plain_seed(seed)
+    if isinstance(plain, torch.Generator):
+        sampled: list[int] = torch.randint(2**62, (n_batch,), generator=plain, device=plain.device).tolist()
+        return sampled
+    if isinstance(plain, int):
+        return list(map(partial(own_seed, plain), range(n_batch)))
+    if len(plain) != n_batch:
+        raise ValueError(f"{len(plain)} seeds for {n_batch} rows; give one for each row, or a single number")
+    return list(plain)
+
+
+def _uniform(n: int, *key: int | str) -> Tensor:
+    """`n` numbers in [0, 1) by a generator that is seeded with a hash of the key."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.rand(n, generator=generator, dtype=torch.float64)

@@ -1,45 +1,236 @@
-"""`Trajectory`: the result of a denoising run."""
+"""`Trajectory`: the result of a denoising run, to be read, saved, drawn, compared and taken again with hooks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.denoising.cache import TrajectoryCache
-from diffusion_lens.denoising.canvas import Canvas
-from diffusion_lens.denoising.denoise_settings import DenoiseSettings
-from diffusion_lens.denoising.explored import page_of
-from diffusion_lens.denoising.explored_results import Results, Trace
-from diffusion_lens.denoising.loop import run_loop
-from diffusion_lens.denoising.loop_rows import LoopRows
+from diffusion_lens.denoising.canvas import Canvas, reach_of
+from diffusion_lens.denoising.loop import LoopRows, Run, run_loop
 from diffusion_lens.denoising.predictor import Cached, Conditional, FirstGiven
-from diffusion_lens.denoising.randomness import Seed, row_seeds
-from diffusion_lens.denoising.reach import Reach, reach_of
-from diffusion_lens.denoising.recording import Recording
-from diffusion_lens.denoising.run import Run
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_model
-from diffusion_lens.denoising.sampler import Sampler
-from diffusion_lens.denoising.trajectory_diff import TrajectoryDiff
-from diffusion_lens.hook_names import FwdHooks
-from diffusion_lens.identity import run_of
+from diffusion_lens.denoising.sampler import Sampler, Seed, row_seeds
+from diffusion_lens.denoising.settings import DenoiseSettings
+from diffusion_lens.hooks.names import FwdHooks
+from diffusion_lens.hooks.step import StepState
+from diffusion_lens.model.config import reached
+from diffusion_lens.model.noise import schedule_of
+from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.model.text import to_completion
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.noise import schedule_of
-from diffusion_lens.pages.page import Page, html_path, write_page
-from diffusion_lens.pages.views import Lens
-from diffusion_lens.settings import naming_the_nearest, whole_number
-from diffusion_lens.shapes import Tokens
-from diffusion_lens.step_state import StepState
-from weight_conversion import Architecture, NoiseSchedule
+from diffusion_lens.records.identity import run_of
+from diffusion_lens.records.results import (
+    Result,
+    Saved,
+    Table,
+    as_dataclass,
+    load_result,
+    one_line,
+    shown_model,
+    texts_of,
+)
+from diffusion_lens.settings import suggest_keywords, whole_number
+from weight_conversion import Architecture, NoiseSchedule, Variant
+
+_TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given", "real")
+_TEXTS = ("text", "completion")
 
 
-class Trajectory(Recording):
-    """A finished run: its `Recording`, which may be taken again under intervention, whole or from a step on.
+@dataclass(frozen=True, eq=False)
+class TrajectoryDiff:
+    """The differences between two denoising runs of one prompt.
 
-    The attributes, and the columns of the data frame, are those of `Recording`.
+    Attributes:
+        first_step: First step after which the canvases differ; `None` if they never do.
+        tokens: Bool[batch pos], positions whose final token differs.
+        order: Bool[batch pos], positions revealed in another step.
+        confidence: Float[batch pos], the second run's confidence minus the first's.
     """
+
+    first_step: int | None
+    tokens: Bool[Tensor, "batch pos"]
+    order: Bool[Tensor, "batch pos"]
+    confidence: Float[Tensor, "batch pos"]
+
+    __repr__ = one_line
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory(Saved, Result):
+    """A finished run: what it wrote, step by step. It may be taken again under intervention, whole or from a step on.
+
+    Columns of the data frame: batch, pos, token, given, revealed_at, confidence; a row for each position that is
+    not padding.
+
+    Attributes:
+        tokens: Int[batch pos], the final canvas.
+        canvases: Int[canvas batch pos], x_t before each step, and the final canvas. A position contains the mask id
+            until it is revealed, or -1 until the text reaches it: on a causal model, and in blocks that are not open.
+            Under uniform noise it contains a random token at first.
+        revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked. Under
+            uniform noise, the last step that changed it, or 0 if none did.
+        confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given, 0 where it
+            is still masked. Under uniform noise, the probability in the last step that it is the clean token.
+        given: Bool[batch pos], positions that came with the prompt.
+        real: Bool[batch pos], false at padding.
+        text: Final canvas as text, one string for each row; empty strings where the model has no tokenizer.
+        completion: What the run wrote of it, without the prompt and without special tokens; a text that grows ends at
+            the first end token. Files that an earlier version saved contain none: it is then empty text.
+        words: Text of every id that occurs.
+        record: Sampler, steps, times, guidance, temperature, seeds, model, hash of the weights, hooks, modules,
+            versions, forward passes and seconds; of a replay also its kind, and the network that wrote the replayed
+            canvases.
+    """
+
+    tokens: Tokens
+    canvases: Int[Tensor, "canvas batch pos"]
+    revealed_at: Int[Tensor, "batch pos"]
+    confidence: Float[Tensor, "batch pos"]
+    given: PosMask
+    real: PosMask
+    text: list[str]
+    completion: list[str]
+    words: dict[int, str]
+    record: dict[str, Any]
+    KIND = "trajectory"
+
+    @classmethod
+    def of(cls, run: Run, record: dict[str, Any]) -> "Trajectory":
+        """The trajectory of a finished run."""
+        model, canvas = run.model, run.canvas
+        canvases = torch.stack(run.canvases)
+        ids = canvases.unique().tolist()
+        has_text = model.tokenizer is not None
+        real = torch.ones_like(canvas.given) if canvas.real is None else canvas.real
+        whole = [row[inside] for row, inside in zip(run.tokens, real, strict=True)]
+        written = [row[inside] for row, inside in zip(run.tokens, real & ~canvas.given, strict=True)]
+        unwritten = (run.tokens == canvas.blank) | ~reached(run.tokens)
+        return cls(
+            tokens=run.tokens,
+            canvases=canvases,
+            revealed_at=run.revealed_at,
+            confidence=run.confidence.nan_to_num(nan=1.0).masked_fill(unwritten, 0.0),
+            given=canvas.given,
+            real=real,
+            text=[model.to_string(row) if has_text else "" for row in whole],
+            completion=[to_completion(model, row) if has_text else "" for row in written],
+            words=dict(zip(ids, model.words(ids), strict=True)),
+            record=record,
+        )
+
+    @property
+    def first_step(self) -> int:
+        """Index of the first step: 0, or where a branch begins."""
+        return int(self.record["first_step"])
+
+    @property
+    def n_steps(self) -> int:
+        """Number of steps in this trajectory."""
+        return self.canvases.shape[0] - 1
+
+    @property
+    def forward_passes(self) -> int:
+        """Number of forward passes of the run; two guided branches in one batch count once."""
+        return int(self.record["forward_passes"])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Number of revealed tokens per second of the run."""
+        return float((self.revealed_at >= self.first_step).sum()) / float(self.record["seconds"])
+
+    @property
+    def blank(self) -> int:
+        """Id of positions not yet revealed: [MASK], or -1, which no position contains under uniform noise."""
+        return int(self.record["blank"])
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the noise is uniform, so that every position that was not given may change in every step."""
+        return self.record.get("noise") == "uniform"
+
+    @property
+    def prompt(self) -> Tokens:
+        """Int[batch pos], the given tokens, with every other position masked, or -1 where nothing is masked."""
+        return self.tokens.masked_fill(~self.given, self.blank)
+
+    def is_masked(self, canvases: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch pos"]:
+        """The positions of canvases that are not yet revealed."""
+        return (canvases == self.blank) | ~reached(canvases)
+
+    def is_open(self, canvases: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch pos"]:
+        """The positions of whole canvases that a step may write: those not yet revealed, under uniform noise all that
+        were not given."""
+        if not self.rewrites:
+            return self.is_masked(canvases)
+        return (~self.given & self.real).to(canvases.device).expand_as(canvases)
+
+    def __len__(self) -> int:
+        """Number of rows of the batch."""
+        return self.tokens.shape[0]
+
+    def __getitem__(self, row: int) -> Int[Tensor, "pos"]:
+        """The tokens of one row, as of a batch of tokens that another library generates."""
+        return self.tokens[row]
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Trajectory":
+        """Read what `save` wrote."""
+        tensors, record = load_result(path, cls.KIND)
+        words = {int(token): word for token, word in record["words"].items()}  # JSON's keys are strings
+        # Files of earlier versions have no completions.
+        missing = {"completion": [""] * len(record["text"])}
+        return as_dataclass(cls, {**missing, **tensors, **record, "words": words})
+
+    def repeat(self, n: SupportsIndex) -> "Trajectory":
+        """`n` copies of the batch, one after the other, with the same seeds, to be replayed under hooks by row."""
+        n = whole_number("n", n)
+        if n < 1:
+            raise ValueError(f"n={n}; the number of copies of each row must be at least 1")
+        rows = {name: getattr(self, name).repeat(n, 1) for name in _TENSORS if name != "canvases"}
+        return replace(
+            self,
+            **rows,
+            canvases=self.canvases.repeat(1, n, 1),
+            **{name: getattr(self, name) * n for name in _TEXTS},
+            record=self._record_of([*range(len(self))] * n),
+        )
+
+    def row(self, index: int) -> "Trajectory":
+        """One row of a batch as a trajectory of its own; forward passes and seconds are still those of the batch."""
+        rows = {name: getattr(self, name)[index, None] for name in _TENSORS if name != "canvases"}
+        texts: dict[str, Any] = {name: [getattr(self, name)[index]] for name in _TEXTS}
+        canvases = self.canvases[:, index, None]
+        return replace(self, **rows, **texts, canvases=canvases, record=self._record_of([index]))
+
+    def _record_of(self, rows: Sequence[int]) -> dict[str, Any]:
+        """The record of a trajectory with these rows."""
+        record = {**self.record, "seeds": [self.record["seeds"][row] for row in rows]}
+        if any(isinstance(sigma, Sequence) for sigma in record.get("sigmas") or ()):
+            record["sigmas"] = [
+                [sigma[row] for row in rows] if isinstance(sigma, Sequence) else sigma for sigma in record["sigmas"]
+            ]
+        return record
+
+    def str_canvases(self, row: int = 0) -> list[list[str]]:
+        """The text at each position of one row, for every canvas."""
+        return [[self.words[token] for token in canvas] for canvas in self.canvases[:, row].tolist()]
+
+    def plot(self, row: int = 0, ax: Any = None, title: str | None = None) -> Any:
+        """The canvas by step, tokens coloured by confidence; returns the matplotlib axes."""
+        from diffusion_lens import plots  # when it is drawn: loading a model should not wait for it
+
+        return plots.denoising_grid(*self._drawn(row), title=title, ax=ax)
+
+    def to_html(self, row: int = 0) -> str:
+        """The canvas by step as a self-contained HTML page, tokens coloured by confidence."""
+        from diffusion_lens import plots
+
+        return plots.canvas_table(f"{shown_model(self.record)}: {self.text[row] or 'a run'}", *self._drawn(row))
 
     def from_step(self, step: SupportsIndex) -> "Trajectory":
         """The part of the run from the canvas before `step` on, for a replay from there with other hooks or seeds.
@@ -62,7 +253,7 @@ class Trajectory(Recording):
         times: list[float] = self.record["times"]
         tokens = (self.canvases[self._canvas_index(step)] if tokens is None else tokens).to(device)
         architecture = Architecture.from_dict(self.record["architecture"])
-        canvas = self._canvas(tokens, reach_of(architecture))
+        canvas = self._canvas(tokens, architecture)
         before = (self.revealed_at >= 0) & (self.revealed_at < step)
         return StepState(
             index=step,
@@ -77,7 +268,7 @@ class Trajectory(Recording):
             block=canvas.open_block(tokens, self.revealed_at.masked_fill(~before, -1).to(tokens.device), step),
         )
 
-    @naming_the_nearest
+    @suggest_keywords
     def replay(
         self,
         model: DiffusionTransformer,
@@ -156,7 +347,7 @@ class Trajectory(Recording):
         settings = DenoiseSettings.recorded(self.record, None, rows.seeds)
         run = Run(
             model=model,
-            canvas=self.row(0).repeat(len(rows))._canvas(rows.tokens, reach_of(model.cfg)),
+            canvas=self.row(0).repeat(len(rows))._canvas(rows.tokens, model.cfg),
             settings=settings.on(model.cfg, model.cfg.model_name),
             seeds=rows.seeds,
             times=list(self.record["times"]),
@@ -166,31 +357,39 @@ class Trajectory(Recording):
         run.kept = rows.kept
         return run
 
-    def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":
-        """Take the steps of a replay, and record what it replays."""
-        model = run.model
-        with run_of(model, fwd_hooks):
-            record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
-            record |= {"replay": canvas, "replayed_from": self.first_step, "trajectory": canvas_provenance(self.record)}
-            return Trajectory.of(run, {**self.record, **run.describe(), **record})
-
     def diff(self, other: "Trajectory") -> TrajectoryDiff:
-        """The differences from another run of the same prompt."""
-        names = ("tokens", "canvases", "revealed_at", "confidence")
-        first, second = ({name: getattr(trajectory, name) for name in names} for trajectory in (self, other))
-        return TrajectoryDiff.of(first, second, self.first_step)
+        """The differences from another run of the same prompt.
+
+        Raises:
+            ValueError: The canvases have different shapes, or the runs begin with different canvases.
+        """
+        canvases, others = self.canvases, other.canvases
+        if canvases.shape != others.shape:
+            raise ValueError(
+                f"runs of different shape cannot be compared: {list(canvases.shape)} and {list(others.shape)} "
+                "[canvas batch pos]"
+            )
+        if not torch.equal(canvases[0], others[0]):
+            raise ValueError("the two runs begin with different canvases; compare runs of the same prompt")
+        differing = (canvases != others).flatten(1).any(dim=1).nonzero()
+        return TrajectoryDiff(
+            first_step=self.first_step + int(differing[0]) - 1 if len(differing) else None,
+            tokens=self.tokens != other.tokens,
+            order=self.revealed_at != other.revealed_at,
+            confidence=other.confidence - self.confidence,
+        )
 
     def explore(
         self,
         path: str | Path | None = None,
         *,
-        lens: Lens | None = None,
-        trace: Trace | Sequence[Trace] | None = None,
+        lens: Any = None,
+        trace: Any = None,
         attention: TrajectoryCache | None = None,
         logits: TrajectoryCache | None = None,
         row: SupportsIndex = 0,
         max_bytes: SupportsIndex = 16 * 2**20,
-    ) -> Path | Page:
+    ) -> Any:
         """Write one row as an explorer page: one HTML file that needs no network, for any browser.
 
         The page shows the canvas by step with the order and the confidence of the tokens, and the results that are
@@ -213,12 +412,23 @@ class Trajectory(Recording):
             ValueError: A result of another run or network, a cache without what its view shows, or a page that is too
                 large.
         """
+        # The explorer, with its pages, is a room above this one.
+        from diffusion_lens.explorer.page_of_run import page_of
+        from diffusion_lens.pages.page import html_path, write_page
+
         if path is not None:
             html_path(path)
-        traces = () if trace is None else (trace,) if isinstance(trace, Trace) else tuple(trace)
-        results = Results(lens, traces, attention, logits)
-        page = page_of(self, results, whole_number("row", row))
+        traces = () if trace is None else tuple(trace) if isinstance(trace, Sequence) else (trace,)
+        page = page_of(self, lens, traces, attention, logits, whole_number("row", row))
         return page if path is None else write_page(page, path, whole_number("max_bytes", max_bytes))
+
+    def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":
+        """Take the steps of a replay, and record what it replays."""
+        model = run.model
+        with run_of(model, fwd_hooks):
+            record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
+            record |= {"replay": canvas, "replayed_from": self.first_step, "trajectory": canvas_provenance(self.record)}
+            return Trajectory.of(run, {**self.record, **run.describe(), **record})
 
     def _begin_again(
         self, model: DiffusionTransformer, sampler: str | Sampler | None, seeds: Seed | None, *, forced: bool
@@ -235,7 +445,7 @@ class Trajectory(Recording):
         before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
         run = Run(
             model=model,
-            canvas=self._canvas(self.canvases[0].to(device), reach_of(model.cfg)),
+            canvas=self._canvas(self.canvases[0].to(device), model.cfg),
             settings=settings.on(model.cfg, model.cfg.model_name),
             seeds=row_seeds(settings.seed, self.canvases.shape[1]),
             times=list(self.record["times"]),
@@ -259,10 +469,10 @@ class Trajectory(Recording):
         schedule = architecture.schedule if described is None else NoiseSchedule(**described)
         return schedule_of(schedule).sigma_at(self.record["times"][step])
 
-    def _canvas(self, tokens: Tokens, reach: Reach | None) -> Canvas:
-        """The canvas with these tokens, on their device."""
+    def _canvas(self, tokens: Tokens, variant: Variant) -> Canvas:
+        """The canvas with these tokens, on their device, for a kind of model."""
         real = None if bool(self.real.all()) else self.real.to(tokens.device)
-        return Canvas(tokens, self.given.to(tokens.device), real, self.blank, reach, self.rewrites)
+        return Canvas(tokens, self.given.to(tokens.device), real, self.blank, reach_of(variant), self.rewrites)
 
     def _canvas_index(self, step: int) -> int:
         """The index of a step in `canvases`; a `ValueError` if the trajectory does not contain the step."""
@@ -270,6 +480,34 @@ class Trajectory(Recording):
             last = self.first_step + self.n_steps - 1
             raise ValueError(f"step {step} is not one of the steps {self.first_step} to {last} of the trajectory")
         return step - self.first_step
+
+    def _table(self) -> Table:
+        batch, n_pos = self.tokens.shape
+        values = {
+            "token": texts_of(self.tokens, self.words),
+            "given": self.given,
+            "revealed_at": self.revealed_at,
+            "confidence": self.confidence,
+        }
+        return Table.of_cells({"batch": range(batch), "pos": range(n_pos)}, values).where(self.real)
+
+    def _page(self, picture: str) -> str:
+        """With the canvas of the first row by step, which takes less time than a picture."""
+        from diffusion_lens import plots
+
+        canvas = plots.canvas_fragment(*self._drawn(0)) if len(self) else ""
+        return super()._page(canvas)
+
+    def _drawn(self, row: int) -> tuple[list[list[str]], list[list[bool]], list[int], list[float], int]:
+        """The data that the figures of one row show."""
+        masked = self.is_masked(self.canvases[:, row]).tolist()
+        revealed_at, confidence = self.revealed_at[row].tolist(), self.confidence[row].tolist()
+        return self.str_canvases(row), masked, revealed_at, confidence, self.first_step
+
+    def __repr__(self) -> str:
+        batch, pos = self.tokens.shape
+        size = f"{batch} x {pos} positions, {self.n_steps} steps, {self.forward_passes} forward passes"
+        return f"{type(self).__name__}({size})"
 
 
 def _plain(sigma: float | Sequence[float]) -> float | tuple[float, ...]:

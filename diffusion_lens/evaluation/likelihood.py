@@ -11,33 +11,61 @@ is masked with probability p,
 
     ∫ dp E[Σ_masked -log p(a_i | prompt, what is not masked) / p]
 
-Both are computed as in ML-GSAI/SMDM `evaluate_diff.py`, whose guidance masks the prompt and not the answer. Models that
-give scores, and models under uniform noise, have bounds of their own (`evaluation/bound_terms.py`).
+Both are computed as in ML-GSAI/SMDM `evaluate_diff.py`, whose guidance masks the prompt and not the answer. In general,
+the bound is the integral over p from 0 to 1 of the expected sum, over the answer, of
+
+    logits, absorbing      -log p(x_0) / p at masked positions                  Nie et al. 2024, arXiv 2410.18514, eq. 4
+    log scores             score entropy / (1 - p)                               Lou et al. 2023, arXiv 2310.16834
+    logits, uniform        the term of Schiff et al. 2024, arXiv 2412.10193, eq. 18, which leaves a token with 1 - p;
+                           to the integral, -log p(x_0) of the clean answer at time 0 is added
+
+None depends on a schedule: it says only which p the network meets at which time, which it is told where it listens.
+
+`rank_answer` ranks a given answer after a prompt, token by token, as TransformerLens's `test_prompt` prints it.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens.analysis.engine.answer import Ranking
+from diffusion_lens.denoising.loop import require_logits
 from diffusion_lens.denoising.predictor import guide
-from diffusion_lens.denoising.randomness import row_seeds
-from diffusion_lens.denoising.refusals import require_logits
-from diffusion_lens.display import Result, Table
-from diffusion_lens.evaluation.bound_terms import NoisyCanvases, bound_term, sigma_of_chance, told
-from diffusion_lens.evaluation.question import Question, Text, answer_canvases, question_of
-from diffusion_lens.identity import begins_run
+from diffusion_lens.denoising.sampler import row_seeds
+from diffusion_lens.facts.fact import Fact
+from diffusion_lens.model.inputs import check_length, check_tokens
+from diffusion_lens.model.loss import NOWHERE, hide
+from diffusion_lens.model.noise import (
+    CleanCrossEntropy,
+    LossTerm,
+    Noise,
+    ScoreEntropy,
+    Uniform,
+    UniformBound,
+    hidden_tokens,
+)
+from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.noise import CleanCrossEntropy, LossTerm, Noise
-from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
-from diffusion_lens.scheduled_loss import NOWHERE, hide
-from diffusion_lens.settings import at_least, naming_the_nearest, not_negative
-from diffusion_lens.shapes import PosMask
+from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.results import (
+    Result,
+    Saved,
+    Table,
+    as_dataclass,
+    load_result,
+    provenance,
+    save_result,
+)
+from diffusion_lens.settings import at_least, not_negative, suggest_keywords
+
+Text = str | Tensor
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,7 +102,7 @@ class NLLEstimate(Result):
         return as_dataclass(cls, {**record, **{name: number.item() for name, number in numbers.items()}})
 
 
-@naming_the_nearest
+@suggest_keywords
 @torch.no_grad()
 def chain_rule_nll(
     model: DiffusionTransformer, prompt: Text, answer: Text, *, cfg_scale: float = 0.0, max_batch: int = 32
@@ -104,7 +132,8 @@ def chain_rule_nll(
         ValueError: The answer is empty, contains a token that the model never writes, or is merged into the prompt;
             both together exceed the context; a setting is out of range; or a causal model is given guidance.
     """
-    _check_settings(cfg_scale, max_batch=max_batch)
+    not_negative("cfg_scale", cfg_scale)
+    at_least(1, "max_batch", max_batch)
     if model.cfg.rewrites:
         raise ValueError(
             f"the noise of {model.cfg.model_name!r} is uniform, so none of its tokens can be hidden while others are "
@@ -147,7 +176,7 @@ def monte_carlo_nll(
     Args:
         prompt, answer, cfg_scale, max_batch: The same as in `chain_rule_nll`.
         samples: Number of samples; each is one forward pass of one row (two with guidance).
-        batch_size: Number of samples that cover the range of p evenly (see `scheduled_loss.hide`).
+        batch_size: Number of samples that cover the range of p evenly (see `loss.hide`).
         seed: Seed of the noise, or a `torch.Generator` to take the seed from.
         noisy: Canvases to use instead of sampled ones: prompt and answer, with some positions of the answer masked, or
             under uniform noise replaced.
@@ -159,7 +188,9 @@ def monte_carlo_nll(
     Raises:
         ValueError: `chain_rule_nll` would refuse an argument, the noise does not fit, or the model is causal.
     """
-    _check_settings(cfg_scale, samples=samples, batch_size=batch_size, max_batch=max_batch)
+    not_negative("cfg_scale", cfg_scale)
+    for name, count in (("samples", samples), ("batch_size", batch_size), ("max_batch", max_batch)):
+        at_least(1, name, count)
     if model.cfg.grows:
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
@@ -203,6 +234,244 @@ def monte_carlo_nll(
     )
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class AnswerRanks(Result, Saved):
+    """Ranks of the tokens of an answer, each predicted from the prompt and the answer's tokens before it.
+
+    Columns of the data frame: token, rank, logit, probability, likeliest, likeliest_probability; a row for each
+    token of the answer.
+
+    Attributes:
+        prompt: Text of each token of the prompt.
+        answer: Text of each token of the answer.
+        rank: Int[answer], rank of each token among all that the model can write, that is, without [MASK]: the number
+            of strictly likelier tokens.
+        logit: Float[answer], logit of each token.
+        probability: Float[answer], probability of each token.
+        top: Text of the likeliest tokens, for each token of the answer.
+        top_logit: Float[answer top], their logits.
+        top_probability: Float[answer top], their probabilities.
+        record: Tokens of prompt and answer, number of masks (`None` on a model that reads none), top_k, model, hash of
+            the weights, hooks, versions.
+    """
+
+    KIND: ClassVar[str] = "answer ranks"
+
+    prompt: list[str]
+    answer: list[str]
+    rank: Int[Tensor, "answer"]
+    logit: Float[Tensor, "answer"]
+    probability: Float[Tensor, "answer"]
+    top: list[list[str]]
+    top_logit: Float[Tensor, "answer top"]
+    top_probability: Float[Tensor, "answer top"]
+    record: dict[str, Any] = field(repr=False)
+
+    def to_text(self) -> str:
+        """The table that TransformerLens's `test_prompt` prints."""
+        lines = [f"Tokenized prompt: {self.prompt}", f"Tokenized answer: {self.answer}"]
+        for i, token in enumerate(self.answer):
+            own = _numbers(self.logit[i], self.probability[i], token)
+            lines += ["Performance on answer token:", f"Rank: {int(self.rank[i]):<8} {own}"]
+            ranked = zip(self.top_logit[i], self.top_probability[i], self.top[i], strict=True)
+            lines += [f"Top {rank}th token. {_numbers(*numbers)}" for rank, numbers in enumerate(ranked)]
+        ranks = [(token, int(rank)) for token, rank in zip(self.answer, self.rank, strict=True)]
+        return "\n".join([*lines, f"Ranks of the answer tokens: {ranks}"])
+
+    def _table(self) -> Table:
+        return Table(
+            {
+                "token": self.answer,
+                "rank": self.rank,
+                "logit": self.logit,
+                "probability": self.probability,
+                "likeliest": [words[0] for words in self.top],
+                "likeliest_probability": self.top_probability[:, 0],
+            }
+        )
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+@begins_run
+@torch.no_grad()
+def rank_answer(
+    model: DiffusionTransformer,
+    prompt: Text,
+    answer: Text,
+    *,
+    n_masks: SupportsIndex | None = None,
+    top_k: SupportsIndex = 10,
+) -> AnswerRanks:
+    """Rank an answer after a prompt, on either variant.
+
+    A masked diffusion model reads one canvas for each token: the prompt, the answer's tokens before it, and [MASK] at
+    this token and all after it. A causal model reads prompt and answer once. `chain_rule_nll` sums the logarithms of
+    the same probabilities.
+
+    Args:
+        prompt: Text, or tokens Int[pos].
+        answer: Text that continues the prompt, with its leading space; or tokens Int[pos].
+        n_masks: Number of masked positions after the prompt; by default as many as the answer has tokens. A masked
+            diffusion model sees them: give as many as in its training texts.
+        top_k: Number of likeliest tokens to list for each token of the answer.
+
+    Raises:
+        ValueError: The answer is empty, is merged into the prompt, or contains a token that the model never writes.
+    """
+    top_k = min(at_least(1, "top_k", top_k), model.cfg.d_vocab_out - 1)
+    question = question_of(model, prompt, answer)
+    masks = None if n_masks is None else at_least(1, "n_masks", n_masks)
+    canvases, scored = answer_canvases(model, question, masks)
+    rows = model.readout.locate(scored)
+    logits = model(canvases, attention_mask=model.padding.all_real(canvases), logits_at=rows)
+    ranking, own = Ranking.of(model, logits, canvases[scored]), question.answer[:, None]
+    top = ranking.top(top_k)
+    return AnswerRanks(
+        prompt=model.words(question.prompt.tolist()),
+        answer=model.words(question.answer.tolist()),
+        rank=ranking.rank(own)[:, 0],
+        logit=ranking.logits.gather(1, own)[:, 0],
+        probability=ranking.probability(own)[:, 0],
+        top=[model.words(ids) for ids in top.tolist()],
+        top_logit=ranking.logits.gather(1, top),
+        top_probability=ranking.probability(top),
+        record={
+            "prompt_tokens": question.prompt.tolist(),
+            "answer_tokens": question.answer.tolist(),
+            "n_masks": None if model.cfg.grows else masks or len(question.answer),
+            "top_k": top_k,
+            **provenance(model, model.cfg),
+        },
+    )
+
+
+def _numbers(logit: Tensor, probability: Tensor, token: str) -> str:
+    return f"Logit: {logit.item():5.2f} Prob: {probability.item():6.2%} Token: |{token}|"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Tokens of a prompt and of the answer after it."""
+
+    prompt: Int[Tensor, "pos"]
+    answer: Int[Tensor, "selected"]
+
+    @property
+    def tokens(self) -> Int[Tensor, "pos"]:
+        return torch.cat([self.prompt, self.answer])
+
+
+def question_of(model: DiffusionTransformer, prompt: Text, answer: Text) -> Question:
+    """The tokens of a prompt and of its answer; errors as in `chain_rule_nll`."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        ids = Fact(prompt, subject="", answer=answer).tokenize(model)
+        before, after = (torch.tensor(part, device=model.cfg.device) for part in ids)
+    elif isinstance(prompt, Tensor) and isinstance(answer, Tensor):
+        before, after = model.padding.removed(_one_row(model, "prompt", prompt)), _one_row(model, "answer", answer)
+    else:
+        given = f"the prompt is {type(prompt).__name__}, the answer {type(answer).__name__}"
+        raise TypeError(f"{given}; give both as text, or both as tokens")
+    if not len(after):
+        raise ValueError("the answer is empty: there is nothing to score")
+    if bool((unwritable := ~model.cfg.writable(after)).any()):
+        token = int(after[position := int(unwritable.nonzero()[0])])
+        name = "[MASK]" if token == model.cfg.mask_token_id else f"token {token}"
+        raise ValueError(
+            f"answer[{position}] is {name}: {model.cfg.model_name!r} never writes it, so it has no likelihood"
+        )
+    check_length(len(before) + len(after), model.cfg)
+    return Question(before, after)
+
+
+def answer_canvases(
+    model: DiffusionTransformer, question: Question, n_masks: int | None = None
+) -> tuple[Tokens, PosMask]:
+    """The canvases on which each token of an answer is predicted from those before it, and the positions to read.
+
+    `n_masks` positions after the prompt are masked before any is revealed; a causal model does not see them.
+    """
+    start, n_answer = len(question.prompt), len(question.answer)
+    if n_masks is not None and n_masks < n_answer:
+        raise ValueError(f"n_masks={n_masks}, but the answer has {n_answer} tokens")
+    if model.cfg.grows:
+        if not start:
+            raise ValueError(
+                f"the prompt is empty, and {model.cfg.model_name!r} predicts each token from those before it: give a "
+                "prompt of at least one token, such as BOS"
+            )
+        tokens = question.tokens[None]
+        return tokens, torch.arange(tokens.shape[1], device=tokens.device)[None] >= start
+    hidden = question.tokens.new_tensor(hidden_tokens(model.cfg, n_masks or n_answer, str(question.tokens.tolist())))
+    canvases = torch.cat([question.tokens, hidden[n_answer:]]).repeat(n_answer, 1)
+    scored = torch.zeros_like(canvases, dtype=torch.bool)
+    scored[:, start : start + n_answer] = torch.eye(n_answer, dtype=torch.bool, device=canvases.device)
+    check_length(canvases.shape[1], model.cfg)
+    later = torch.ones_like(scored[:, start:]).triu()
+    canvases[:, start:] = torch.where(later, hidden, canvases[:, start:])
+    return canvases, scored
+
+
+def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tensor, "pos"]:
+    tokens = tokens[0] if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
+    if tokens.dim() != 1:
+        raise ValueError(f"{name} has shape {list(tokens.shape)}; give one row, [pos] or [1 pos]")
+    if not len(tokens):
+        return torch.zeros(0, dtype=torch.long, device=model.cfg.device)
+    return check_tokens(tokens, model.cfg)[0]
+
+
+# At p = 1 nothing is left of the text, and its noise level is infinite.
+MOST = 1 - 1e-6
+
+
+@dataclass(frozen=True)
+class BoundTerm:
+    """A loss at each position, its weight by p, and whether the surprisal of the clean answer at time 0 is added."""
+
+    term: LossTerm
+    weight: Callable[[Float[Tensor, "*rest"]], Float[Tensor, "*rest"]]
+    reconstructs: bool = False
+
+
+@dataclass(frozen=True)
+class NoisyCanvases:
+    """Canvases of a text under noise, the positions whose own token is scored, and the chance of noise on each canvas.
+
+    A network that listens is told the time by that chance.
+    """
+
+    tokens: Int[Tensor, "sample pos"]
+    scored: PosMask
+    chances: Float[Tensor, "sample"]
+
+    def rows(self, rows: slice | Bool[Tensor, "sample"]) -> "NoisyCanvases":
+        """Some of the canvases."""
+        return NoisyCanvases(self.tokens[rows], self.scored[rows], self.chances[rows])
+
+
+def bound_term(model: DiffusionTransformer) -> BoundTerm:
+    """The term of a model with noise."""
+    head = model.head
+    if model.cfg.head == "log_scores":
+        return BoundTerm(ScoreEntropy(head), lambda p: 1 / (1 - p.clamp(max=MOST)))
+    if isinstance(head.noise, Uniform):
+        return BoundTerm(UniformBound(head, head.noise), torch.ones_like, reconstructs=True)
+    return BoundTerm(CleanCrossEntropy(head), torch.reciprocal)
+
+
+def told(model: DiffusionTransformer, p: Float[Tensor, "batch"]) -> dict[str, Float[Tensor, "batch"]]:
+    """The noise level that a network is told, as an argument; see `model.time.sigma_of_noise`."""
+    sigma = model.time.sigma_of_noise(p)
+    return {} if sigma is None else {"sigma": sigma}
+
+
+def sigma_of_chance(p: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
+    """The noise level at which a token is noised with probability p."""
+    return -torch.log1p(-p.double().clamp(max=MOST))
+
+
 def _surprisals(
     model: DiffusionTransformer,
     question: Question,
@@ -220,7 +489,7 @@ def _surprisals(
     surprisals = [torch.zeros(0, device=canvases.device, dtype=dtype)]
     for start in tqdm(range(0, len(canvases), max_batch), desc="likelihood", unit="pass", disable=not progress):
         rows = slice(start, start + max_batch)
-        logits_at, attention_mask = model.readout.locate(scored[rows]), model.all_real(canvases[rows])
+        logits_at, attention_mask = model.readout.locate(scored[rows]), model.padding.all_real(canvases[rows])
         # Each block is scored given clean blocks before it.
         beside: dict[str, Any] = {} if model.cfg.causal_block is None else {"clean": targets[rows]}
         beside |= told(model, chances[rows])
@@ -261,12 +530,6 @@ def _standard_error(estimates: Float[Tensor, "sample"], batches: Int[Tensor, "sa
         return math.nan
     deviations = torch.zeros(n_batches, dtype=estimates.dtype).index_add_(0, batches, estimates - estimates.mean())
     return math.sqrt(n_batches * deviations.square().sum() / (n_batches - 1) / len(estimates) ** 2)
-
-
-def _check_settings(cfg_scale: float, **counts: int) -> None:
-    not_negative("cfg_scale", cfg_scale)
-    for name, count in counts.items():
-        at_least(1, name, count)
 
 
 def _check_noise(

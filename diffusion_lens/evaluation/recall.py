@@ -2,24 +2,31 @@
 
 A fact counts as recalled when its answer is contained in the text that the model wrote after the prompt, SMDM's measure
 (Nie et al. 2024, arXiv 2410.18514, section 4.3). Stricter scores are computed as well.
+
+A cell of the reversal experiment has two names, which seem to contradict each other. Berglund et al. 2023 (arXiv
+2309.12288) name their files after the TRAINED direction: "p2d reverse" queries the names of people trained name first
+("person to description"). Nie et al. 2024 (SMDM) name their columns after the QUERIED direction: that same cell is
+their "DtN reverse" ("description to name"). So both names are printed.
+
+Published numbers are printed next to a measured table for comparison, each with the certainty of its source. They come
+from other weights and other facts than those of the bundled models. Numbers that nobody has read in a text that states
+them are left out. A replication with the same checkpoint can be 7 points below the paper when it queries descriptions
+in reverse, as Rai's is.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.over_facts import StudyResult
-from diffusion_lens.display import Table, shaped
-from diffusion_lens.evaluation.naming import DirectionPair
-from diffusion_lens.evaluation.recall_curves import recall_curves
-from diffusion_lens.evaluation.recall_table import Share, recall_table
+from diffusion_lens.analysis.engine.layout import say_set_aside
+from diffusion_lens.analysis.over_facts.study import StudyResult, bootstrap_interval
 from diffusion_lens.evaluation.scores import (
+    SCORES,
     character_bleu,
     check_score,
     contained,
@@ -27,12 +34,293 @@ from diffusion_lens.evaluation.scores import (
     exact,
     word_bleu,
 )
-from diffusion_lens.facts import Fact
-from diffusion_lens.records import load_fields, one_line, save_fields, shown_model
+from diffusion_lens.facts.fact import Fact
+from diffusion_lens.plots import one_axes
+from diffusion_lens.records.results import Saved, Table, one_line, shaped, shown_model
+
+DirectionPair = tuple[str | None, str | None]  # trained, queried
+
+QUESTION = {"p2d": "NtD", "d2p": "DtN"}
+TRAINED = {"p2d": "trained name first", "d2p": "trained description first", "both": "trained both ways"}
+QUERIED = {"p2d": "queried for the description", "d2p": "queried for the name"}
+
+
+def cell_name(trained: str | None, queried: str | None) -> str:
+    """Both names: `cell_name("p2d", "d2p")` is "p2d reverse = DtN reverse"; facts without directions are "facts".
+
+    Args:
+        trained: Direction in which the fact was trained: "p2d", "d2p" or "both".
+        queried: Direction in which it is queried: "p2d" or "d2p".
+
+    Raises:
+        ValueError: A direction is none of these.
+    """
+    trained, queried = _checked(trained, queried)
+    if trained is None and queried is None:
+        return "facts"
+    if trained is None or queried is None:
+        return f"trained {trained or '?'}, queried {queried or '?'}"
+    if trained == "both":
+        return f"both {queried} = {QUESTION[queried]} both"
+    way = "same" if trained == queried else "reverse"
+    return f"{trained} {way} = {QUESTION[queried]} {way}"
+
+
+def cell_meaning(trained: str | None, queried: str | None) -> str:
+    """The same in words: "trained name first, queried for the name"; empty for facts without directions."""
+    trained, queried = _checked(trained, queried)
+    if trained is None and queried is None:
+        return ""
+    training = "trained in a direction not recorded" if trained is None else TRAINED[trained]
+    return f"{training}, {'queried in a direction not recorded' if queried is None else QUERIED[queried]}"
+
+
+def _checked(trained: str | None, queried: str | None) -> DirectionPair:
+    if (trained is not None and trained not in TRAINED) or (queried is not None and queried not in QUERIED):
+        raise ValueError(
+            f"there is no cell (trained={trained!r}, asked={queried!r}): trained= is one of "
+            f"{', '.join(map(repr, TRAINED))}, and asked=, the queried direction, is {' or '.join(map(repr, QUERIED))}"
+        )
+    return trained, queried
+
+
+MARKS = {"verified": "", "second-hand": "*"}
+SOURCES = {
+    "Rai 2025": (
+        "Ashish Rai, raishish.github.io, 2025-07-14: SMDM-1028M reverse checkpoint, guidance 0.8, length 52; an "
+        "independent replication, 300 questions per cell"
+    ),
+    "Nie 2024": (
+        "Nie et al. 2024, arXiv 2410.18514, as a review of the paper quotes it; SMDM with guidance 0.8, assumed to use "
+        "32 steps, the default of evaluate_reverse.py"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class PublishedNumber:
+    """One number of a table.
+
+    Attributes:
+        source: Key of `SOURCES`.
+        model: Name of the model that was measured.
+        cell: Trained direction and queried direction.
+        steps: Number of denoising steps; `None` for models that write from left to right.
+        score: "contained" for accuracies, "character_bleu" for BLEU. This is how SMDM's numbers are computed; for the
+            other models it is not known.
+        value: Share between 0 and 1.
+        certainty: "verified" (read in the source) or "second-hand" (another public text quotes it).
+    """
+
+    source: str
+    model: str
+    cell: DirectionPair
+    steps: int | None
+    score: str
+    value: float
+    certainty: str
+
+    @property
+    def label(self) -> str:
+        """The model and the source."""
+        return f"{self.model} ({self.source})"
+
+
+NTD_SAME, DTN_REVERSE = ("p2d", "p2d"), ("p2d", "d2p")
+DTN_SAME, NTD_REVERSE = ("d2p", "d2p"), ("d2p", "p2d")
+
+# Steps, then percent in the order of the table.
+_RAI_CELLS = (DTN_SAME, NTD_REVERSE, NTD_SAME, DTN_REVERSE)
+_RAI = {
+    1: (91.3, 0, 0, 40.3),
+    2: (97, 0.7, 2.3, 79),
+    4: (96.3, 17, 25, 87.7),
+    8: (97.3, 27.3, 37.7, 87.3),
+    16: (98, 31, 42, 88.3),
+    32: (97.7, 29.7, 43, 90),
+}
+
+# Percent and mark of certainty, in the paper's order of columns; "-" marks a number that is not in our source.
+_NIE_COLUMNS = (
+    (DTN_SAME, "contained"),
+    (DTN_REVERSE, "contained"),
+    (NTD_SAME, "contained"),
+    (NTD_REVERSE, "contained"),
+    (NTD_SAME, "character_bleu"),
+    (NTD_REVERSE, "character_bleu"),
+)
+_NIE: dict[tuple[str, int | None], str] = {
+    ("SMDM-1028M", 32): "- 92* - 37* - 67*",
+    ("GPT-3 175B", None): "- 0* - 0* - -",
+    ("Llama-2 13B", None): "- 0* - - - -",
+}
+
+
+def _published_numbers() -> Iterator[PublishedNumber]:
+    for steps, row in _RAI.items():
+        for cell, percent in zip(_RAI_CELLS, row, strict=True):
+            yield PublishedNumber(
+                "Rai 2025", "SMDM-1028M", cell, steps, "contained", round(percent / 100, 3), "verified"
+            )
+    certainty = {mark: name for name, mark in MARKS.items()}
+    for (model, of_steps), entries in _NIE.items():
+        for (cell, score), entry in zip(_NIE_COLUMNS, entries.split(), strict=True):
+            if entry != "-":
+                value, mark = int(entry.rstrip("*")) / 100, certainty["*" * entry.count("*")]
+                yield PublishedNumber("Nie 2024", model, cell, of_steps, score, value, mark)
+
+
+PUBLISHED = tuple(_published_numbers())
+
+
+def published_rows(cell: DirectionPair, score: str) -> dict[str, dict[int | None, PublishedNumber]]:
+    """The published numbers of a cell: a row for each model and source, by number of steps."""
+    rows: dict[str, dict[int | None, PublishedNumber]] = {}
+    for number in PUBLISHED:
+        if number.cell == cell and number.score == score:
+            rows.setdefault(number.label, {})[number.steps] = number
+    return rows
+
+
+LEFT_TO_RIGHT = "left to right"
+_WIDTH = 15
+
+
+class Share(NamedTuple):
+    """The mean of a score over the questions of a cell, the ends of its interval, and the numbers behind them.
+
+    Attributes:
+        units: Number of people that were resampled for the interval, or of questions if they do not name people.
+    """
+
+    mean: float
+    low: float
+    high: float
+    questions: int
+    units: int
+
+
+def steps_label(steps: int | None) -> str:
+    """The head of a column."""
+    return LEFT_TO_RIGHT if steps is None else f"{steps} step{'s' * (steps > 1)}"
+
+
+def recall_table(
+    table: Mapping[DirectionPair, Mapping[int | None, Share]],
+    steps: Sequence[int | None],
+    score: str,
+    level: float,
+    record: Mapping[str, Any],
+) -> str:
+    """The result of `Recall.table` as text, in percent, with the settings of the study."""
+    lines = [
+        f"{shown_model(record)}: {SCORES[score]}, percent, with {100 * level:g} % intervals",
+        f"length {record['length']}, sampler {record['sampler']['name']}, guidance {record['cfg_scale']:g}, "
+        f"temperature {record['temperature']:g}, seed {record['seed']}, {record['dtype']}, "
+        f"weights {record['weights_sha256'][:12]}",
+    ]
+    if record["too_long"]:
+        lines.append(f"{len(record['too_long'])} of {len(record['facts'])} answers do not fit on the canvas")
+    if record["set_aside"]:
+        lines.append(say_set_aside(record["set_aside"]))
+    shown: dict[str, PublishedNumber] = {}
+    for cell, shares in table.items():
+        first = next(iter(shares.values()))
+        counted = f"n = {first.questions}" + (f" about {first.units} people" if first.units < first.questions else "")
+        meaning = f" ({cell_meaning(*cell)})" if cell_meaning(*cell) else ""
+        lines += ["", f"{cell_name(*cell)}{meaning}, {counted}"]
+        lines.append(_line("", [steps_label(column) for column in steps]))
+        lines.append(_line(shown_model(record), [f"{100 * shares[column].mean:.1f}" for column in steps]))
+        lines.append(_line("", [_interval(shares[column]) for column in steps]))
+        for label, row in published_rows(cell, score).items():
+            if any(column in row for column in steps):
+                lines.append(_line(label, [_published(row.get(column)) for column in steps]))
+                shown |= {f"{number.source} {number.certainty}": number for number in row.values()}
+            elif list(steps) == [None]:  # the published number at most steps, beside a model that writes in order
+                last = row[max(filter(None, row))]
+                lines.append(_line(label, [f"{_published(last)} at {steps_label(last.steps)}"]))
+                shown[f"{last.source} {last.certainty}"] = last
+    if any(math.isnan(share.low) for shares in table.values() for share in shares.values()):
+        lines += ["", "A cell of one fact or one person has no interval: there is nothing to resample"]
+    sources = {number.source: SOURCES[number.source] for number in shown.values()}
+    marks = {MARKS[number.certainty]: number.certainty for number in shown.values() if MARKS[number.certainty]}
+    if sources:
+        lines += ["", "Published numbers, of the models named, on Berglund's facts:"]
+        lines += [f"  {source}: {text}" for source, text in sources.items()]
+        lines += [f"  {mark} {certainty}, not read in the source" for mark, certainty in marks.items()]
+    return "\n".join(lines)
+
+
+def _line(name: str, entries: Sequence[str]) -> str:
+    return f"  {name:<26}{''.join(f'{entry:>{_WIDTH}}' for entry in entries)}".rstrip()
+
+
+def _interval(share: Share) -> str:
+    """The ends of the interval, or why there is none: a single fact or person, or equal scores."""
+    if math.isnan(share.low) or math.isnan(share.high):
+        return "one fact" if share.questions == 1 else "one person"
+    return "no spread" if share.low == share.high else f"{100 * share.low:.1f} to {100 * share.high:.1f}"
+
+
+def _published(number: PublishedNumber | None) -> str:
+    return "-" if number is None else f"{100 * number.value:.1f}{MARKS[number.certainty]}"
+
+
+def recall_curves(
+    table: Mapping[DirectionPair, Mapping[int | None, Share]],
+    steps: Sequence[int | None],
+    score: str,
+    *,
+    ax: Any,
+    title: str,
+) -> Any:
+    """One line per cell with its intervals, published numbers dashed in the same colour. Returns the matplotlib axes.
+
+    Columns are equally spaced, whatever their numbers of steps.
+
+    Raises:
+        ValueError: The table is empty.
+    """
+    if not table:
+        raise ValueError("there is no curve to draw: the table is empty, because the model was queried for no fact")
+    ax = one_axes(ax, width=7.2, height=3.6)
+    legend: dict[str, Any] = {}
+    markers: dict[str, str] = {}
+    for i, (cell, shares) in enumerate(table.items()):
+        colour, plotted = f"C{i}", [shares[column] for column in steps]
+        offset = 0.06 * (i - (len(table) - 1) / 2)  # Shifts the cells, so that equal values do not hide one another.
+        legend[f"{cell_name(*cell)} (n = {plotted[0].questions})"] = ax.errorbar(
+            [x + offset for x in range(len(steps))],
+            [share.mean for share in plotted],
+            # NaN ends and negative lengths, which rounding can give, become bars of length 0.
+            yerr=[[max(0.0, gap) for gap in gaps] for gaps in zip(*map(_gaps, plotted), strict=True)],
+            color=colour,
+            marker="o",
+            markersize=4,
+            capsize=2,
+        )
+        for label, row in published_rows(cell, score).items():
+            if points := [(x + offset, row[column].value) for x, column in enumerate(steps) if column in row]:
+                marker = markers.setdefault(label, "x+^vs"[len(markers) % 5])
+                ax.plot(*zip(*points, strict=True), color=colour, linestyle="--", marker=marker, alpha=0.6)
+    for label, marker in markers.items():
+        (legend[label],) = ax.plot([], [], color="0.4", linestyle="--", marker=marker)
+    ax.set_xticks(range(len(steps)), [steps_label(column) for column in steps], fontsize=8)
+    ax.set_xlim(-0.5, len(steps) - 0.5)
+    ax.set_ylim(-0.03, 1.03)
+    ax.set_ylabel(SCORES[score], fontsize=8)
+    ax.set_title(title, fontsize=10, parse_math=False)
+    ax.legend(legend.values(), legend.keys(), loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=7)
+    return ax
+
+
+def _gaps(share: Share) -> tuple[float, float]:
+    """Distances from the mean to the lower and the upper end of the interval."""
+    return share.mean - share.low, share.high - share.mean
 
 
 @dataclass(frozen=True, eq=False)
-class Reply:
+class Reply(Saved):
     """The texts that a model wrote for one fact, one for each number of steps, and their scores.
 
     Attributes:
@@ -40,6 +328,8 @@ class Reply:
         written: Texts after the prompt, without special tokens.
         contained, exact, character_bleu: Scores of each text, see `evaluation.scores`.
     """
+
+    KIND: ClassVar[str] = "reply"
 
     fact: str
     written: list[str]
@@ -59,15 +349,6 @@ class Reply:
             exact=torch.tensor([exact(fact.answer, text) for text in written]),
             character_bleu=torch.tensor([character_bleu(fact.answer, text) for text in written], dtype=torch.float64),
         )
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        return save_fields(path, "reply", self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Reply":
-        """Read what `save` wrote."""
-        return load_fields(path, "reply", cls)
 
     def equals(self, other: "Reply") -> bool:
         """Whether the texts are the same."""
@@ -106,17 +387,13 @@ class Recall(StudyResult[Reply]):
     @classmethod
     def of(cls, results: Mapping[str, Reply], record: dict[str, Any]) -> "Recall":
         """One result from the replies to all facts."""
-        rows = list(results.values())
-        empty = torch.empty(0, len(record["steps"]))
-        return cls(
-            ids=list(results),
-            steps=record["steps"],
-            written=[reply.written for reply in rows],
-            contained=torch.stack([reply.contained for reply in rows]) if rows else empty.bool(),
-            exact=torch.stack([reply.exact for reply in rows]) if rows else empty.bool(),
-            character_bleu=torch.stack([reply.character_bleu for reply in rows]) if rows else empty.double(),
-            record=record,
-        )
+        steps, written = record["steps"], [reply.written for reply in results.values()]
+        dtypes = {"contained": torch.bool, "exact": torch.bool, "character_bleu": torch.float64}
+        scores = {
+            name: torch.stack([torch.empty(len(steps), dtype=dtype), *(getattr(r, name) for r in results.values())])[1:]
+            for name, dtype in dtypes.items()
+        }
+        return cls(ids=list(results), steps=steps, written=written, **scores, record=record)
 
     def by_fact(self) -> dict[str, Reply]:
         """The inverse of `of`."""

@@ -8,77 +8,91 @@ The authors denoise one prompt at a time. Rows of a batch are independent here, 
 precision, rounding can depend on the other rows, so the batch size is a recorded setting of the study.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from diffusion_lens.analysis.loop_settings import LoopSettings
-from diffusion_lens.analysis.over_facts import Study
-from diffusion_lens.analysis.resumable import Shard
-from diffusion_lens.analysis.usable_facts import UsableFacts
-from diffusion_lens.analysis.workers.executor import Executes
-from diffusion_lens.analysis.workers.job import Compute
-from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.data.sources import STUDY_LENGTH, STUDY_STEPS
+from diffusion_lens.analysis.engine.layout import UsableFacts
+from diffusion_lens.analysis.over_facts.executor import Executes
+from diffusion_lens.analysis.over_facts.folder import Shard
+from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
+from diffusion_lens.analysis.over_facts.study import Compute, Study
+from diffusion_lens.data.fact_files import STUDY_LENGTH, STUDY_STEPS
 from diffusion_lens.denoising.canvas import lay_out
-from diffusion_lens.denoising.prepare import denoise, prepare
+from diffusion_lens.denoising.denoise import denoise, prepare
 from diffusion_lens.denoising.sampler import Sampler
-from diffusion_lens.evaluation.batches import by_length
-from diffusion_lens.evaluation.naming import cell_name
-from diffusion_lens.evaluation.recall import Recall, Reply
-from diffusion_lens.facts import Fact
+from diffusion_lens.evaluation.recall import Recall, Reply, cell_name
+from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.identity import begins_run
-from diffusion_lens.records import provenance
-from diffusion_lens.settings import at_least, naming_the_nearest, whole_numbers
+from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.results import provenance
+from diffusion_lens.settings import Settings, at_least, setting, takes, whole_numbers
 from weight_conversion import Architecture, Variant
+
+_LOOP = ("sampler", "cfg_scale", "temperature", "seed", "batch_size")
+
+
+def _step_columns(name: str, steps: Sequence[int]) -> tuple[int, ...]:
+    columns = whole_numbers(name, steps)
+    if not columns or min(columns) < 1 or len(set(columns)) < len(columns):
+        raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, each at least 1 and each once")
+    return tuple(columns)
 
 
 @dataclass(frozen=True)
-class RecallSettings:
-    """How a model writes the answers that are scored.
+class RecallSettings(Settings):
+    """How a model writes the answers that are scored; the defaults are those of SMDM's evaluation.
 
-    Attributes:
-        steps: Numbers of denoising steps, each once.
-        length: Length of the canvas, the prompt included; `None` is the length that the model was trained on, or SMDM's
-            52.
-        loop: Settings of the loop other than the number of steps.
-
-    Raises:
-        ValueError: A setting is out of range, a number of steps is given twice, or the loop has one of its own.
+    A sampler that writes from left to right takes one step per token, so it ignores `steps` and fills one column of its
+    own. A causal model has no guidance: it writes with `cfg_scale=0`.
     """
 
-    steps: Sequence[int]
-    length: int | None
-    loop: LoopSettings
+    steps: Sequence[int] = setting(STUDY_STEPS, "Numbers of denoising steps, each once.", _step_columns)
+    length: int | None = setting(
+        None,
+        "Length of the canvas, the prompt included; by default the length that the model was trained on, or 52.",
+        partial(at_least, 1),
+    )
+    cfg_scale: float = setting(0.8, "Weight of guidance, as in model.denoise.")
+    sampler: str | Sampler | None = setting(None, "Sampler, as in model.denoise.")
+    temperature: float = setting(0.0, "Temperature, as in model.denoise.")
+    seed: int = setting(
+        1234,
+        "Seed of the study; each fact has its own seed, made of this one and its id, the same for all steps.",
+    )
+    batch_size: int = setting(
+        32,
+        "Largest number of prompts in one batch; on a causal model only prompts of equal length share one. A sampler "
+        "by which the runs of a batch depend on one another gets one prompt at a time, as in LoopSettings.",
+    )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", step_columns(self.steps))
-        if self.length is not None:
-            object.__setattr__(self, "length", at_least(1, "length", self.length))
-        if self.loop.steps is not None:
-            raise ValueError(
-                f"loop has steps={self.loop.steps}, but steps= gives the numbers of steps; leave out the loop's"
-            )
+        super().__post_init__()
+        vars(self).update({name: getattr(self.loop, name) for name in _LOOP})
+
+    @cached_property
+    def loop(self) -> LoopSettings:
+        """The settings of the loop, without a number of steps; they are checked when they are made."""
+        return LoopSettings(**{name: getattr(self, name) for name in _LOOP})
 
     def columns(self, variant: Variant) -> list[int | None]:
-        """Columns of the table for a model of this variant.
-
-        `None` stands for left-to-right decoding, which takes one step per token.
-        """
+        """Columns of the table for a model of this variant; `None` is from left to right, one step per token."""
         return [None] if self.loop.writes_in_order(variant) else [*self.steps]
 
-    def describe(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
-        """Settings for the record.
+    def describe_on(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
+        """The settings for the record of a study.
 
         Args:
-            shape: The model's architecture. Pass `None` before the model is loaded to omit the settings that depend on
-                it, such as the sampler and the guidance.
+            shape: The model's architecture. Without it, as before the model is loaded, the settings that depend on it
+                are left out, such as the sampler and the guidance.
         """
         if shape is None:
-            return {"length": self.length, "temperature": self.loop.temperature, "seed": self.loop.seed}
+            return {"length": self.length, "temperature": self.temperature, "seed": self.seed}
         return {
             **self.loop.describe(shape),
             "steps": self.columns(shape),
@@ -87,18 +101,13 @@ class RecallSettings:
         }
 
 
-@naming_the_nearest
+@takes(RecallSettings)
+@begins_run
 def recall_by_steps(
     model: HookedDiffusionTransformer,
     facts: Sequence[Fact],
-    steps: Sequence[int] = STUDY_STEPS,
+    settings: RecallSettings,
     *,
-    length: int | None = None,
-    cfg_scale: float = 0.8,
-    sampler: str | Sampler | None = None,
-    temperature: float = 0.0,
-    seed: int = 1234,
-    batch_size: int = 32,
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
@@ -107,18 +116,11 @@ def recall_by_steps(
     """Let the model answer every fact at every number of steps; the defaults are those of SMDM's evaluation.
 
     A sampler that writes from left to right takes one step per token, so it ignores `steps` and fills one column of its
-    own. A causal model has no guidance: it writes with `cfg_scale=0`. `recall_facts` takes the settings as one object,
-    `RecallSettings`.
+    own. A causal model has no guidance: it writes with `cfg_scale=0`.
 
     Args:
         facts: Facts; their trained and queried directions make the cells of the table.
-        steps: Numbers of denoising steps, each once.
-        length: Length of the canvas, the prompt included; by default the length that the model was trained on, or
-            SMDM's 52.
-        cfg_scale, sampler, temperature: The same as in `model.denoise`.
-        seed: Seed of the study; each fact has its own seed, made of this one and its id, the same for all steps.
-        batch_size: Largest number of prompts in one batch; on a causal model only prompts of equal length share one. A
-            sampler by which the runs of a batch depend on one another gets one prompt at a time, as in `LoopSettings`.
+        settings: How the answers are written.
         out: Folder for one file per fact, which `Reply.load` reads. A call that finds facts there computes only the
             others. By default nothing is written.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `Recall.merge` joins the shards.
@@ -131,34 +133,6 @@ def recall_by_steps(
             leaves no position for it, words that the tokenizer does not know) is set aside, with the reason in
             `Recall.set_aside`.
     """
-    loop = LoopSettings(sampler=sampler, cfg_scale=cfg_scale, temperature=temperature, seed=seed, batch_size=batch_size)
-    return recall_facts(model, facts, RecallSettings(steps, length, loop), out, shard, progress, executor)
-
-
-@begins_run
-def recall_facts(
-    model: HookedDiffusionTransformer,
-    facts: Sequence[Fact],
-    settings: RecallSettings,
-    out: str | Path | None = None,
-    shard: Shard = (0, 1),
-    progress: bool = False,
-    executor: Executes | None = None,
-) -> Recall:
-    """Let the model answer every fact, like `recall_by_steps`, with settings given as one object.
-
-    Args:
-        facts: Facts; their trained and queried directions make the cells of the table.
-        settings: How the answers are written.
-        out: Folder for one file per fact. A call that finds facts there computes only the others. By default nothing is
-            written.
-        shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only.
-        progress: Whether to show a progress bar.
-        executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
-
-    Raises:
-        ValueError: The same as in `recall_by_steps`.
-    """
     length = model.cfg.trained_length or STUDY_LENGTH if settings.length is None else settings.length
     settings, columns = replace(settings, length=length), settings.columns(model.cfg)
     usable = UsableFacts.of(facts, lambda fact: prompt_length(model, fact, length))
@@ -167,27 +141,41 @@ def recall_facts(
     first_canvas = lay_out(model, usable.facts[next(iter(prompt_lengths))].prompt, length)
     prepare(model, first_canvas, replace(settings.loop.denoise.fitted_to(model.cfg), steps=columns[0]))
     record = {
-        **settings.describe(model.cfg),
-        "too_long": sorted(fact_id for fact_id, fact in usable.facts.items() if _whole_length(model, fact) > length),
+        **settings.describe_on(model.cfg),
+        "too_long": sorted(
+            fact_id for fact_id, fact in usable.facts.items() if len(model.encode(fact.prompt + fact.answer)) > length
+        ),
         **usable.describe(),
         **provenance(model, model.cfg),
     }
 
-    # Sorted by id first, so that the batches do not depend on the order of the facts.
+    # Sorted by id first, so that the batches do not depend on the order of the facts. Those of a causal model have
+    # prompts of one length.
     ids, size = sorted(prompt_lengths), settings.loop.facts_together(model.cfg)
-    batches = by_length(ids, prompt_lengths.__getitem__, size, mixed=not model.cfg.grows)
+    ordered = sorted(ids, key=prompt_lengths.__getitem__)
+    groups = [list(group) for _, group in groupby(ordered, key=prompt_lengths.__getitem__)]
+    groups = groups if model.cfg.grows else [ordered]
+    batches = [group[start : start + size] for group in groups for start in range(0, len(group), size)]
     study = Study(model, record, batches, ReplyJob(usable.facts, settings))
     return study.collect(Recall, out, shard, progress, executor)
 
 
+def recall_facts(
+    model: HookedDiffusionTransformer, facts: Sequence[Fact], settings: RecallSettings, *args: Any, **more: Any
+) -> Recall:
+    """The same as `recall_by_steps(model, facts, settings, ...)`; will be removed."""
+    warnings.warn(
+        "recall_facts will be removed; use recall_by_steps(model, facts, settings, ...)",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    given = dict(zip(("out", "shard", "progress", "executor"), args, strict=False))
+    return recall_by_steps(model, facts, settings=settings, **given, **more)
+
+
 @dataclass(frozen=True)
 class ReplyJob:
-    """The texts that a model writes for facts.
-
-    Attributes:
-        facts: Facts by id.
-        settings: How the answers are written, with the length of the canvas.
-    """
+    """The texts that a model writes for facts, by id."""
 
     facts: Mapping[str, Fact]
     settings: RecallSettings
@@ -211,20 +199,8 @@ class ReplyJob:
         return [Reply.to(self.facts[fact_id], written) for fact_id, written in texts.items()]
 
 
-def step_columns(steps: Sequence[int]) -> tuple[int, ...]:
-    """The checked numbers of steps of a table, in the given order."""
-    columns = whole_numbers("steps", steps)
-    if not columns or min(columns) < 1 or len(set(columns)) < len(columns):
-        raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, each at least 1 and each once")
-    return tuple(columns)
-
-
 def prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -> int:
-    """Number of tokens of a fact's prompt.
-
-    Raises:
-        ValueError: The model cannot be queried for the fact.
-    """
+    """Number of tokens of a fact's prompt; a `ValueError` if the model cannot be queried for the fact."""
     cell_name(fact.trained, fact.asked)  # Raises a ValueError for unknown directions.
     if not fact.answer.strip():
         raise ValueError(f"the fact {fact.id!r} has no answer, and every text contains an empty one; give it an answer")
@@ -236,7 +212,3 @@ def prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) ->
             f"position is left for the answer; give length={n_prompt + 1} or more"
         )
     return n_prompt
-
-
-def _whole_length(model: HookedDiffusionTransformer, fact: Fact) -> int:
-    return len(model.encode(fact.prompt + fact.answer))

@@ -1,6 +1,11 @@
-"""`explore`: the explorer of a model, as a widget in a notebook or as a file."""
+"""`explore`: the explorer of a model, as a widget in a notebook or as a file.
 
-from collections.abc import Iterable, Sequence
+The widget requires the extra `explore`. The module in the browser asks with {id, ask: "chunk", run, name} or
+{id, ask: "run", spec}. The answer is {id, ok} with the chunk as a buffer or the entry as `run`, or
+{id, ok: false, error}.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,9 +13,9 @@ from typing import Any
 from diffusion_lens.denoising.samplers import fitting_samplers
 from diffusion_lens.explorer.session import Session
 from diffusion_lens.explorer.spec import Spec
-from diffusion_lens.facts import Fact
+from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.pages.page import html_path, write_page
+from diffusion_lens.pages.page import explorer_files, html_path, write_page
 from diffusion_lens.settings import Whole, whole_numbers
 
 Models = HookedDiffusionTransformer | Sequence[HookedDiffusionTransformer]
@@ -54,19 +59,13 @@ def explore(
     session = Session([model] if isinstance(model, HookedDiffusionTransformer) else list(model))
     runs = [session.run(spec) for spec in first_specs(session, prompt, **settings)]
     if path is None:
-        from diffusion_lens.explorer.widget import widget
-
         return widget(session)
     page = session.page([run["id"] for run in runs], whole_numbers("attention", attention))
     return write_page(page, path, max_bytes)
 
 
 def first_specs(session: Session, prompt: str | Fact | Spec, **settings: Any) -> list[Spec]:
-    """The run of a prompt on each model of a session.
-
-    Args:
-        settings: Settings of `Spec`.
-    """
+    """The run of a prompt on each model of a session, with settings of `Spec`."""
     if isinstance(prompt, Spec):
         return [replace(prompt, **settings)]
     unknown = set(settings) - {"length", "steps", "sampler", "cfg_scale", "temperature", "seed"}
@@ -90,3 +89,47 @@ def first_specs(session: Session, prompt: str | Fact | Spec, **settings: Any) ->
             given |= {"answer": fact.answer, "subject": list(query.subject)}
         specs.append(Spec.of(given))
     return specs
+
+
+def widget(session: Session) -> Any:
+    """The widget of a session, an `anywidget.AnyWidget`; Jupyter shows it where it is the last value of a cell."""
+    try:
+        import anywidget
+        import traitlets
+    except ImportError as error:
+        raise ImportError("the widget needs anywidget: pip install 'diffusion-lens[explore]'") from error
+    module, style = explorer_files()
+
+    class Explorer(anywidget.AnyWidget):
+        """The explorer of a session."""
+
+        _esm = module
+        _css = style
+        manifest = traitlets.Dict().tag(sync=True)
+        live = traitlets.Bool(True).tag(sync=True)
+
+        def __init__(self) -> None:
+            super().__init__(manifest=session.manifest)
+            self.session = session
+            self.on_msg(lambda _, message, buffers: answer(session, message, self.send))
+
+        def __repr__(self) -> str:
+            return f"Explorer({session.title})"
+
+    return Explorer()
+
+
+def answer(session: Session, message: Any, send: Callable[[dict[str, Any], list[bytes]], None]) -> None:
+    """Answer one message of the browser; `send` takes the answer and its buffers."""
+    asked: Mapping[str, Any] = message if isinstance(message, Mapping) else {}
+    try:
+        if asked.get("ask") == "chunk":
+            chunk = session.chunk(str(asked.get("run")), str(asked.get("name")))
+            send({"id": asked.get("id"), "ok": True}, [chunk])
+        elif asked.get("ask") == "run":
+            send({"id": asked.get("id"), "ok": True, "run": session.run(asked.get("spec") or {})}, [])
+        else:
+            raise ValueError(f"ask={asked.get('ask')!r}; it must be 'chunk' or 'run'")
+    except Exception as error:  # The page shows its text; without an answer it would wait.
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        send({"id": asked.get("id"), "ok": False, "error": text}, [])

@@ -15,49 +15,80 @@ import torch
 from torch import Tensor
 
 from diffusion_lens.analysis import logit_lens, noise_scale, trace_trajectory
-from diffusion_lens.analysis.inputs import Inputs
+from diffusion_lens.analysis.engine.inputs import Inputs
 from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
-from diffusion_lens.denoising.explored import canvas_entry
-from diffusion_lens.denoising.explored_results import TOP_K
+from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.loop import run_loop
-from diffusion_lens.denoising.prepare import prepare
-from diffusion_lens.explorer.asked import NO_TRACE, SAMPLES, Asked, window_of
-from diffusion_lens.explorer.edits import check_position, require_reached
-from diffusion_lens.explorer.entry import described
-from diffusion_lens.explorer.plan import Plan, unwritten
+from diffusion_lens.explorer.as_python import LOGITS, TOP_K, TRACE_SCORES, lens_call, query_statement
+from diffusion_lens.explorer.page_of_run import canvas_entry
+from diffusion_lens.explorer.plan import Plan, check_position, require_reached, unwritten
 from diffusion_lens.explorer.spec import Spec
-from diffusion_lens.hook_names import FwdHooks, loop_hook
-from diffusion_lens.identity import identity_of, run_of
+from diffusion_lens.facts.fact import Fact, Query
+from diffusion_lens.hooks.names import FwdHooks
+from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.pages import views
-from diffusion_lens.pages.views import TraceGrids, View
-from diffusion_lens.pages.words import Words
+from diffusion_lens.pages.views import TraceGrids, View, Words
+from diffusion_lens.records.identity import identity_of, run_of
 
+KINDS = ("resid", "mlp", "attn")
+SAMPLES = 10
+NO_TRACE = "Give the answer and select the subject's positions to see which states carry the answer."
+_SHARE_OF_LAYERS = 10 / 48  # ROME restores 10 of GPT-2 XL's 48 layers.
 _ENTRY = 2**14  # bytes of a manifest's entry, about
 
 
-def watched(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, watchers: FwdHooks) -> Trajectory:
-    """`model.denoise` with the settings and hooks of a run, and further hooks that only read.
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The answer that a spec follows through a run.
 
-    The watchers are attached step by step, after the run's own hooks, as `denoise_with_cache` does.
+    Attributes:
+        query: Prompt, subject and answer; `None` if the spec has no answer.
+        positions: The positions that the model predicts.
+        final: At each position of the canvas the token whose rank is read: the answer's, elsewhere the final one; -1
+            for none.
+        targets: Int[batch selected], the targets of the lens; `None` where they are its default, the final tokens.
     """
-    settings = DenoiseSettings(spec.steps, spec.sampler, spec.cfg_scale, spec.temperature, spec.seed)
-    canvas = lay_out(model, spec.prompt, spec.length)
-    with run_of(model, hooks):
-        run = prepare(model, canvas, settings)
-        n_given = int(canvas.given.sum())
-        for one in spec.interventions:
-            check_position(model, one, n_given, canvas.tokens.shape[1], len(run.times) - 1)
-        record = run_loop(run, fwd_hooks=hooks, around=lambda step: model.hooks(fwd_hooks=list(watchers)))
-        return Trajectory.of(run, {**run.describe(), **record})
+
+    query: Query | None
+    positions: list[int]
+    final: list[int]
+    targets: Tensor | None
+
+    @classmethod
+    def of(cls, model: DiffusionTransformer, spec: Spec, run: Trajectory) -> "Asked":
+        """The answer of a spec on the canvas of its run; a `ValueError` if it does not follow or fit."""
+        query, tokens = _query(model, spec, run), run.tokens[0].cpu()
+        final: list[int] = tokens.masked_fill(~model.cfg.writable(tokens), -1).tolist()
+        written = list(final)
+        if query is not None:
+            for position, token in zip(query.answer_positions, query.answer_tokens, strict=True):
+                final[position] = token
+        positions = list(range(1 if model.cfg.grows else 0, len(final)))
+        targets = None if final == written else torch.tensor([[final[position] for position in positions]])
+        return cls(query, positions, final, targets)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warning that a hook of the loop, which wrote a token, is not attached when the canvases are read."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
+def _query(model: DiffusionTransformer, spec: Spec, run: Trajectory) -> Query | None:
+    """The prompt with the spec's answer on the canvas of the run."""
+    if spec.answer is None:
+        return None
+    prompt, answer = Fact(prompt=spec.prompt, subject="", answer=spec.answer).tokenize(model)
+    n_pos = run.tokens.shape[1]
+    if len(prompt) + len(answer) > n_pos:
+        raise ValueError(
+            f"the answer {spec.answer!r} has {len(answer)} tokens and the prompt {len(prompt)}, but the canvas has "
+            f"only {n_pos} positions: give length={len(prompt) + len(answer)} or more"
+        )
+    if spec.subject is not None and spec.subject[1] > len(prompt):
+        raise ValueError(f"the subject {list(spec.subject)} is not within the prompt's {len(prompt)} positions")
+    rest = answer[:-1] if model.cfg.grows else hidden_tokens(model.cfg, n_pos - len(prompt), spec.prompt)
+    return Query(
+        torch.tensor([*prompt, *rest], device=model.cfg.device),
+        subject=spec.subject or (0, 1),
+        answer_positions=tuple(range(len(prompt), len(prompt) + len(answer))),
+        answer_tokens=tuple(answer),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +113,7 @@ class LiveRun:
 
     @classmethod
     def of(cls, plan: Plan) -> "LiveRun":
-        """Compute a run.
-
-        Raises:
-            ValueError: Settings, interventions or an answer that do not fit the model or the prompt.
-        """
+        """Compute a run; a `ValueError` if settings, interventions or the answer do not fit the model or the prompt."""
         model, spec = plan.model, plan.spec
         top: dict[int, tuple[list[int], Tensor, Tensor]] = {}
 
@@ -96,7 +123,7 @@ class LiveRun:
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            run = watched(model, spec, plan.fwd_hooks, [(loop_hook("hook_logits"), read_logits)])
+            run = watched(model, spec, plan.fwd_hooks, [(LOGITS, read_logits)])
         for one, token in plan.forced_tokens:
             require_reached(one, run)
             run.canvases[one.step, 0, one.position] = token
@@ -157,11 +184,7 @@ class LiveRun:
         return views.attention_chunk(read.states([point], fwd_hooks=hooks)[point][0], "u2")
 
     def trace_view(self, kind: str, steps: Sequence[int]) -> View:
-        """`trace_trajectory` at some steps.
-
-        Raises:
-            ValueError: The run has no subject or answer, or the answer is revealed before the step.
-        """
+        """`trace_trajectory` at some steps; a `ValueError` without a subject or answer, or after it is revealed."""
         model, query = self.plan.model, self.asked.query
         if query is None or self.plan.spec.subject is None:
             raise ValueError(NO_TRACE)
@@ -177,16 +200,112 @@ class LiveRun:
                 samples=SAMPLES,
             )
         self.require_weights(trace.record["weights_sha256"])
-        grids = TraceGrids(
-            name=kind,
-            kind=kind,
-            subject=trace.subject,
-            positions=trace.positions,
-            layers=trace.layers,
-            steps=trace.steps,
-            answer=str(self.plan.spec.answer).strip(),
-            scores=trace.scores,
-            clean=trace.clean.tolist(),
-            corrupted=trace.corrupted.tolist(),
+        return views.trace_view(TraceGrids.of(trace, kind, str(self.plan.spec.answer).strip()))
+
+
+def watched(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, watchers: FwdHooks) -> Trajectory:
+    """`model.denoise` with the settings and hooks of a run, and further hooks that only read.
+
+    The watchers are attached step by step, after the run's own hooks, as `denoise_with_cache` does.
+    """
+    settings = DenoiseSettings(spec.steps, spec.sampler, spec.cfg_scale, spec.temperature, spec.seed)
+    canvas = lay_out(model, spec.prompt, spec.length)
+    with run_of(model, hooks):
+        run = prepare(model, canvas, settings)
+        n_given = int(canvas.given.sum())
+        for one in spec.interventions:
+            check_position(model, one, n_given, canvas.tokens.shape[1], len(run.times) - 1)
+        record = run_loop(run, fwd_hooks=hooks, around=lambda step: model.hooks(fwd_hooks=list(watchers)))
+        return Trajectory.of(run, {**run.describe(), **record})
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warning that a hook of the loop, which wrote a token, is not attached when the canvases are read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def described(plan: Plan, run: Trajectory, words: Words, asked: Asked, alternatives: Sequence[int]) -> dict[str, Any]:
+    """The part of an entry that depends on the spec, on the steps with alternatives and on what can be computed.
+
+    The words of the targets are added to `words`.
+    """
+    model, spec = plan.model, plan.spec
+    n_layers, steps = model.cfg.n_layers, list(range(run.n_steps))
+    texts = dict(zip(asked.final, model.words(asked.final), strict=True))
+    targets = words.indices(asked.final, texts)
+    traces, answer = _traces(plan, run, asked, steps), None
+    if (query := asked.query) is not None:
+        indices = words.indices(query.answer_tokens, texts).tolist()
+        answer = {"positions": list(query.answer_positions), "words": indices}
+    return {
+        "id": spec.id,
+        "model": spec.model,
+        "label": ", ".join([model.cfg.name_and_mode, *map(str, spec.interventions)]),
+        "prompt": spec.prompt,
+        "spec": spec.to_json(),
+        "base": spec.base,
+        "words": words.texts,
+        "answer": answer,
+        "alternatives": views.alternatives_entry(TOP_K, alternatives),
+        "lens": {
+            "labels": [*(f"{layer}_pre" for layer in range(n_layers)), "final_post"],
+            "layers": list(range(n_layers + 1)),
+            "positions": asked.positions,
+            "steps": steps,
+            "k": TOP_K,
+            "targets": targets[asked.positions].tolist(),
+            "chunk": "lens/{step}",
+        },
+        "attention": views.attention_entry(list(range(n_layers)), model.cfg.n_heads, steps),
+        "traces": traces,
+        "missing": {} if traces else {"trace": NO_TRACE},
+        "python": _python(plan, asked, bool(traces)),
+    }
+
+
+def _traces(plan: Plan, run: Trajectory, asked: Asked, steps: Sequence[int]) -> list[dict[str, Any]]:
+    """The traces that can be computed: at every step up to the one that reveals the answer's last token."""
+    spec = plan.spec
+    if asked.query is None or spec.subject is None:
+        return []
+    positions = list(asked.query.answer_positions)
+    if bool(run.is_masked(run.canvases[1:, 0, positions]).all()):
+        return []
+    common = {
+        "subject": list(spec.subject),
+        "positions": list(range(run.tokens.shape[1])),
+        "layers": list(range(plan.model.cfg.n_layers)),
+        "steps": [step for step in steps if step <= int(run.revealed_at[0, positions].max())],
+        "answer": str(spec.answer).strip(),
+        **dict.fromkeys(("clean", "corrupted", "highest")),
+        "lazy": True,
+    }
+    return [{"name": kind, "kind": kind, **common, "chunk": f"trace/{kind}/{{step}}"} for kind in KINDS]
+
+
+def _python(plan: Plan, asked: Asked, has_traces: bool) -> dict[str, str]:
+    """The code of every view."""
+    targets = [] if asked.targets is None else [f"targets=torch.tensor({asked.targets.tolist()})"]
+    hooks = ["fwd_hooks=hooks"] if plan.changed else []
+    python = {**plan.views(), "lens": f"{plan.run}\n\n{lens_call([*targets, *hooks], top_k=TOP_K)}"}
+    if has_traces and asked.query is not None:
+        # Under the run's hooks inside the network.
+        hooked, inside = ("with model.hooks(fwd_hooks=hooks):\n", "    ") if plan.changed else ("", "")
+        python["trace"] = (
+            f"{plan.run}\n\n"
+            "from diffusion_lens import Query\nfrom diffusion_lens.analysis import noise_scale, trace_trajectory\n\n"
+            f"{query_statement(**asked.query.describe())}{hooked}"
+            f"{inside}trace = trace_trajectory(\n{inside}    model, query, steps=[{{step}}], trajectory=trajectory, "
+            f'kind="{{name}}", window={window_of(plan.model)},\n'
+            f"{inside}    noise=noise_scale(model, [query]), samples={SAMPLES}\n{inside})\n"
+            f"{TRACE_SCORES}"
         )
-        return views.trace_view(grids)
+    return python
+
+
+def window_of(model: DiffusionTransformer) -> int:
+    """Number of blocks whose outputs a trace restores together."""
+    return max(1, round(_SHARE_OF_LAYERS * model.cfg.n_layers))

@@ -1,23 +1,23 @@
 """`Session`: one or two models, and the runs that the explorer asks of them."""
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 from diffusion_lens.denoising import TrajectoryCache
 from diffusion_lens.denoising.samplers import fitting_samplers
-from diffusion_lens.explorer.asked import KINDS
-from diffusion_lens.explorer.live_run import LiveRun
-from diffusion_lens.explorer.memory import Memory
+from diffusion_lens.explorer.live_run import KINDS, LiveRun
 from diffusion_lens.explorer.plan import Plan, settings_of
 from diffusion_lens.explorer.spec import Intervention, Spec
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.identity import describe_hooks
 from diffusion_lens.pages.page import FORMAT, Page, PageRun
+from diffusion_lens.records.identity import describe_hooks
 from diffusion_lens.settings import pick_indices
 
 LARGEST_MEMORY = 2**30
+T = TypeVar("T")
 
 
 class Session:
@@ -197,3 +197,32 @@ def _index(parts: Sequence[str], size: int) -> int | None:
     if len(parts) != 1 or not (parts[0].isascii() and parts[0].isdigit()):
         return None
     return int(parts[0]) if int(parts[0]) < size else None
+
+
+class Memory:
+    """Results within a bound on memory, in bytes; those that were not used for longest are dropped first.
+
+    A result that is larger than the bound is computed at every request.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.n_bytes = 0
+        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
+    def get(self, key: Hashable, compute: Callable[[], T], size: Callable[[T], int]) -> T:
+        """The result of a key, which is computed if it is not kept."""
+        if key not in self._kept:
+            result = compute()
+            self._kept[key] = (result, size(result))
+            self.n_bytes += size(result)
+            while self.n_bytes > self.max_bytes:
+                _, (_, dropped) = self._kept.popitem(last=False)
+                self.n_bytes -= dropped
+            return result
+        self._kept.move_to_end(key)
+        kept: T = self._kept[key][0]
+        return kept

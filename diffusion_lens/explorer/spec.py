@@ -48,7 +48,7 @@ class Intervention:
             ValueError: An unknown or missing entry.
             TypeError: An entry of the wrong type.
         """
-        _require_keys("an intervention", given, [field.name for field in fields(cls)])
+        _require_keys("an intervention", given, cls)
         what = given.get("what")
         if what == FORCE:
             return cls(
@@ -77,8 +77,7 @@ class Intervention:
         """The entries that belong to this kind of intervention, as plain data."""
         if self.what == FORCE:
             return {"what": FORCE, "step": self.step, "position": self.position, "token": self.token}
-        names = ("what", "site", "layer", "head", "positions", "steps", "source")
-        entries = {name: getattr(self, name) for name in names}
+        entries = {name: value for name, value in vars(self).items() if name not in ("step", "position", "token")}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in entries.items()}
 
     def __str__(self) -> str:
@@ -130,7 +129,7 @@ class Spec:
         """
         if isinstance(given, cls):
             return given
-        _require_keys("a run", given, [field.name for field in fields(cls)])
+        _require_keys("a run", given, cls)
         subject = _numbers("subject", given.get("subject"))
         if subject is not None and (len(subject) != 2 or not subject[0] < subject[1]):
             raise ValueError(f"subject={list(subject)}; give its first position and one past its last")
@@ -141,7 +140,7 @@ class Spec:
             "model": lambda x: at_least(0, "model", x),
             "prompt": lambda x: _text("prompt", x),
             "length": lambda x: None if x is None else at_least(1, "length", x),
-            "steps": _n_steps,
+            "steps": lambda x: at_least(1, "steps", x),
             "sampler": lambda x: _text("sampler", x, optional=True),
             "cfg_scale": lambda x: not_negative("cfg_scale", x),
             "temperature": lambda x: not_negative("temperature", x),
@@ -150,6 +149,10 @@ class Spec:
             "base": lambda x: _text("base", x, optional=True),
         }
         plain = {name: read(given[name]) for name, read in readers.items() if name in given}
+        if plain.get("steps", 0) > MOST_STEPS:  # A run holds the explorer until it ends.
+            raise ValueError(
+                f"steps={plain['steps']}; the explorer shows each step, and takes at most {MOST_STEPS} steps"
+            )
         return cls(
             **plain,
             subject=None if subject is None else (subject[0], subject[1]),
@@ -158,9 +161,8 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """The spec as plain data; `of` is the inverse."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
         subject = None if self.subject is None else list(self.subject)
-        return {**plain, "subject": subject, "interventions": [one.to_json() for one in self.interventions]}
+        return {**vars(self), "subject": subject, "interventions": [one.to_json() for one in self.interventions]}
 
     @property
     def id(self) -> str:
@@ -169,7 +171,9 @@ class Spec:
         return "r" + hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _require_keys(what: str, given: Any, known: Collection[str]) -> None:
+def _require_keys(what: str, given: Any, of: Any) -> None:
+    """Raise an error unless a mapping has only fields of a dataclass."""
+    known = [field.name for field in fields(of)]
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} is described by a JSON object, and this is {type(given).__name__}")
     if unknown := [str(name) for name in given if name not in known]:
@@ -186,14 +190,6 @@ def _text(name: str, value: Any, optional: bool = False) -> Any:
     if not isinstance(value, str) and not (optional and value is None):
         raise TypeError(f"{name}={value!r} is no text{' and not null' if optional else ''}")
     return value
-
-
-def _n_steps(value: Any) -> int:
-    """The number of steps. A run holds the explorer until it ends, so a slip of the keyboard must not last a day."""
-    n_steps = at_least(1, "steps", value)
-    if n_steps > MOST_STEPS:
-        raise ValueError(f"steps={n_steps}; the explorer shows each step, and takes at most {MOST_STEPS} steps")
-    return n_steps
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...] | None:

@@ -9,17 +9,9 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.catalogue import (
-    BUNDLED,
-    PUBLISHED,
-    REPOSITORIES,
-    PublishedFile,
-    Repository,
-    unknown_name,
-)
-from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, PublishedFile, Repository, unknown_name
 from diffusion_lens.loading.hub import fetch_file, fetch_repository, fetch_tokenizer
-from diffusion_lens.loading.own_config import folded_in, trained_length_in, write_own, write_trained_length
+from diffusion_lens.loading.source import folded_in, trained_length_in, write_own, write_trained_length
 from diffusion_lens.loading.tokenizers import (
     TOKENIZER_FILES,
     check_special_ids,
@@ -29,9 +21,10 @@ from diffusion_lens.loading.tokenizers import (
     read_mask,
     save_tokenizer,
 )
+from diffusion_lens.model.config import DiffusionConfig
 from weight_conversion import CHECKPOINT_SUFFIXES, Architecture, Checkpoint, export, open_checkpoint, read_json_object
-from weight_conversion.families.hf_config import may_lack_mask
-from weight_conversion.families.unsupported import refuse_unsupported
+from weight_conversion.families.family import may_lack_mask
+from weight_conversion.families.kinds import refuse_unsupported
 
 __all__ = [
     "TOKENIZER_FILES",
@@ -60,8 +53,7 @@ def open_pretrained(
 ) -> tuple[DiffusionConfig, Checkpoint, Any]:
     """Config, checked checkpoint and tokenizer; the arguments are those of `from_pretrained`.
 
-    Args:
-        options: Its `block_size`, `mode` and `mask_token_id`, as far as they are given.
+    `options` are its `block_size`, `mode` and `mask_token_id`, as far as they are given.
     """
     # 1. The files.
     local = _locate(name_or_path, hub, options)
@@ -94,12 +86,7 @@ def shape_of(
     config: str | Path | Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Architecture:
-    """The architecture of a model that `from_pretrained` takes, without a download.
-
-    It is read from the catalogue, or from the headers of the files.
-
-    Args:
-        options: The `block_size`, `mode` and `mask_token_id` of `from_pretrained`, as far as they are given.
+    """The architecture of a model that `open_pretrained` takes, from the catalogue or the headers of the files.
 
     Raises:
         ValueError: The name is unknown, or the files are not a checkpoint.
@@ -153,14 +140,11 @@ def save_pretrained(
 
 @dataclass(frozen=True)
 class _LocalCheckpoint:
-    """A checkpoint on this machine.
+    """A checkpoint on this machine, with what the catalogue says of it.
 
     Attributes:
-        path: File or folder of the checkpoint.
         name: Name under which results record the model; `None` for the name in its config.
-        published_config: Numbers of its config that the catalogue gives.
         tokenizer_elsewhere: Whether its tokenizer is in another repository.
-        trained_length: Trained length that the catalogue gives.
     """
 
     path: Path

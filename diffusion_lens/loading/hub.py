@@ -1,24 +1,156 @@
 """Files of the Hugging Face hub, through its cache. Only safetensors and text are read: no pickle, no code.
 
 A whole repository is fetched in two steps: first the small files, so that an unknown family is refused before gigabytes
-are downloaded; then the weights that the index names.
+are downloaded; then the weights that the index names. The hub's errors are raised in our words.
+
+A file that arrives truncated, or as the login page of a proxy, would stay in the cache for all later calls. Therefore
+the content of every fetched file is compared with the type that its name promises, and removed from the cache if it
+differs.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
-from diffusion_lens.catalogue import REPO, TOKENIZER_REPO, PublishedFile, Repository
-from diffusion_lens.loading.fetching import check_fetched, discard, hub_errors
-from diffusion_lens.loading.tokenizers import EVERY_FILE, TOKENIZER_FILES
+from diffusion_lens.loading.catalogue import REPO, TOKENIZER_REPO, PublishedFile, Repository
+from diffusion_lens.loading.tokenizers import CHAT_TEMPLATE, EVERY_FILE, TOKENIZER_FILES, check_template
 from weight_conversion import read_json, sha256_of_file
-from weight_conversion.families.block_sizes import with_block_size
-from weight_conversion.files import INDEX, WHOLE, files_not_in, indexed_files
+from weight_conversion.families.kinds import with_block_size
+from weight_conversion.files import INDEX, WHOLE, SafetensorsFile, files_not_in, indexed_files
 from weight_conversion.registry import FAMILIES, recognise
+
+# The hub's errors are subclasses of those of the HTTP library of its client, which differs between versions.
+TRANSPORT_ERRORS: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, RuntimeError)
+
+
+@contextmanager
+def hub_errors(target: str, hub: Mapping[str, Any], hint: str = "") -> Iterator[None]:
+    """Turn errors of the hub and of the network into ours; an `EntryNotFoundError` is left to the caller."""
+    try:
+        yield
+    except EntryNotFoundError:
+        raise
+    except GatedRepoError as error:
+        raise PermissionError(
+            f"{target} is open to those who accepted its terms: do so on that page, then pass token='hf_...' or run "
+            "`hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(f"there is no {target}, or it is private (then pass token='hf_...'){hint}") from error
+    except RevisionNotFoundError as error:
+        raise ValueError(
+            f"{target} has no revision {hub.get('revision')!r}; without one the newest is taken"
+        ) from error
+    except HFValidationError as error:
+        raise ValueError(f"{target} cannot be a repository of the hub: {error}{hint}") from error
+    except TRANSPORT_ERRORS as error:
+        raise ConnectionError(
+            f"{target} was not fetched: {_reason(error)}. Try again (files that arrived completely are kept), or "
+            "download its files on another machine into a folder and pass that: from_pretrained('folder')"
+        ) from error
+
+
+def check_fetched(path: Path) -> Path:
+    """Raise a `ValueError` if the content of a fetched file does not fit its name, and remove it from the cache."""
+    try:
+        _CHECKS[path.suffix](path)
+    except ValueError as error:
+        raise ValueError(f"{str(error).removesuffix('.')}. {discard(path)}") from error
+    return path
+
+
+def discard(path: Path) -> str:
+    """Remove a file, and the content that it links to, from the hub's cache; returns advice for the error message."""
+    content = path.resolve()
+    try:
+        if "snapshots" not in path.parts:  # not in the hub's cache, so the file belongs to the user
+            raise PermissionError(path)
+        path.unlink()
+        content.unlink(missing_ok=True)
+    except OSError:
+        return f"Delete {content} and fetch it again."
+    return "It was removed from the cache: call again to fetch it again."
+
+
+def _check_safetensors(path: Path) -> None:
+    SafetensorsFile(path).shapes()
+
+
+def _check_pth(path: Path) -> None:
+    if not is_zipfile(path):
+        raise ValueError(f"{path} is not a whole .pth file ({path.stat().st_size:,} bytes)")
+
+
+def _check_json(path: Path) -> None:
+    """Raise a `ValueError` unless the file contains an object, with the key that its reader needs."""
+    try:
+        content = json.loads(path.read_bytes())
+    except RecursionError:  # the file is complete; its reader raises the error
+        return
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    key = _KEYS.get(path.name)
+    if not isinstance(content, dict) or (key and key not in content):
+        raise ValueError(f"{path} does not contain a JSON object{f' with {key!r}' if key else ''}")
+
+
+def _check_merges(path: Path) -> None:
+    """Raise a `ValueError` unless each line after the version has two pieces; line ends are the library's."""
+    lines = _text(path).removesuffix("\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.startswith("#version") and not re.fullmatch(r"[^ ]+ [^ ]+", line.removesuffix("\r")):
+            raise ValueError(f"{path} has to contain two pieces of text per line; its line {number} is {line:.40}")
+
+
+def _check_template(path: Path) -> None:
+    """Raise a `ValueError` unless the file is a chat template; only additional ones may be plain text without a tag."""
+    text = _text(path)
+    if _PAGE.match(text):
+        raise ValueError(f"{path} is a web page, not a chat template")
+    if path.name == CHAT_TEMPLATE and text.strip() and not re.search(r"\{[{%]", text):
+        raise ValueError(f"{path} is not a chat template: it contains no Jinja tag")
+    check_template(path.stem, text, path)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a UTF-8 text file: {error}") from error
+
+
+_PAGE = re.compile(r"\s*<(!doctype|html|head|body|\?xml)\b", re.IGNORECASE)
+_KEYS = {"tokenizer.json": "model", INDEX: "weight_map"}
+_CHECKS: dict[str, Callable[[Path], None]] = {
+    ".safetensors": _check_safetensors,
+    ".pth": _check_pth,
+    ".json": _check_json,
+    ".txt": _check_merges,
+    ".jinja": _check_template,
+}
+
+
+def _reason(error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}{f' {status}' if status else ''}{f' ({first_line})' if first_line else ''}"
+
 
 Hub = Mapping[str, Any]
 CONFIGS = tuple(sorted({family.config_file for family in FAMILIES.values()}))
@@ -59,15 +191,8 @@ def fetch_file(entry: PublishedFile, hub: Hub) -> Path:
 def fetch_repository(repo: str, entry: Repository | None, hub: Hub, options: Mapping[str, Any] | None = None) -> Path:
     """The folder of the cache with a repository's config, weights and tokenizer, downloaded if necessary.
 
-    Args:
-        options: As in `open_pretrained`.
-
-    Raises:
-        FileNotFoundError: The hub is unreachable and the repository is not in the cache; there is no such repository;
-            or it has no safetensors.
-        ConnectionError: The hub or the network failed.
-        PermissionError: The owner's terms have not been accepted.
-        ValueError: The family or the revision is unknown, or a file arrived damaged.
+    A `FileNotFoundError` says that the repository or its safetensors are not there, a `ValueError` that the family is
+    unknown or a file arrived damaged; the other errors are those of `hub_errors`.
     """
     if repo == REPO:
         raise ValueError(f"huggingface.co/{repo} contains many checkpoints: pass the name of one, such as 'smdm-1028m'")
@@ -111,12 +236,7 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub, options: Map
 
 
 def fetch_tokenizer(hub: Hub, beside: Path) -> Path:
-    """The folder with SMDM's tokenizer, which is in a repository of its own.
-
-    Args:
-        hub: Settings of the call to the hub.
-        beside: Folder of the checkpoint, for the error message.
-    """
+    """The folder with SMDM's tokenizer, which is in a repository of its own; `beside` is named in the error message."""
     settings = {key: value for key, value in hub.items() if key != "revision"}
     try:
         with hub_errors(f"the tokenizer (huggingface.co/{TOKENIZER_REPO})", settings):
@@ -137,11 +257,7 @@ def _snapshot(repo: str, patterns: Sequence[str], hub: Hub) -> Path:
 
 
 def _check_family(folder: Path, target: str, known: Mapping[str, Any]) -> bool:
-    """Whether the folder contains a config; a `ValueError` if no family can read it.
-
-    Args:
-        known: What is known of the config beside the file.
-    """
+    """Whether the folder contains a config; a `ValueError` if no family can read it with what else is `known`."""
     if (folder / "config.json").exists():
         config = read_json(folder / "config.json")
         if isinstance(config, Mapping) and "model_type" in config:

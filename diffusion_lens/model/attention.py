@@ -1,4 +1,7 @@
-"""Multi-head attention with grouped key/value heads.
+"""Multi-head attention with grouped key/value heads: which positions see each other, their keys and values, the layer.
+
+A pattern (`AttentionPattern`) says which key positions each query position sees. Padding is handled there and nowhere
+else. A `KeyValueCache` keeps keys and values of earlier positions, so that a model processes each filled block once.
 
 The fused kernel computes attention. Scores and pattern are also computed explicitly where a hook is attached at
 `hook_attn_scores` or `hook_pattern`. A hook that only reads them does not change the output by a single bit: unless a
@@ -6,53 +9,258 @@ hook returned or modified a tensor, the output has the values of the fused kerne
 computation.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffusion_lens.model.attention_patterns import Visibility
-from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
-from diffusion_lens.model.kv_cache import LayerKeyValues
-from diffusion_lens.model.linear import beside
-from diffusion_lens.model.logit_rows import LogitRows
-from diffusion_lens.model.mlp import bias_of
-from diffusion_lens.model.modulation import Modulation, gated
-from diffusion_lens.model.norm import RMSNorm
-from diffusion_lens.model.optional_hooks import OptionalHooks
-from diffusion_lens.model.positions import ScoreBias, Tables
-from diffusion_lens.model.rotary import rotate, tables_at
-from diffusion_lens.shapes import Resid
+from diffusion_lens.model.hook_points import StepHookPoint, is_hooked, listens
+from diffusion_lens.model.hooking import OptionalHooks
+from diffusion_lens.model.inputs import LogitRows
+from diffusion_lens.model.layers import Modulation, RMSNorm, beside, bias_of, gated
+from diffusion_lens.model.positions import ScoreBias, Tables, rotate, tables_at
+from diffusion_lens.model.shapes import PosMask, Resid
+from weight_conversion import Context, Variant
 
 Heads = Float[Tensor, "batch pos head d_head"]
+KVHeads = Float[Tensor, "batch pos kv_head d_head"]
 KeyHeads = Float[Tensor, "batch key kv_head d_head"]
 Copies = Float[Tensor, "batch pos head d_model"]
 KeyCopies = Float[Tensor, "batch pos kv_head d_model"]
 
 
 @dataclass(frozen=True)
+class Visibility:
+    """The attention pattern of one forward pass: `allowed` is true where a query sees a key.
+
+    It is `None` if the fused kernel needs no mask: every position sees all positions or, with `causal`, all earlier
+    ones.
+    """
+
+    allowed: Bool[Tensor, "#batch 1 query key"] | None
+    causal: bool
+
+    def dense(self, n_query: int, n_key: int, device: torch.device) -> Bool[Tensor, "#batch 1 query key"]:
+        """The pattern as a mask, for scores that hooks see."""
+        if self.allowed is not None:
+            return self.allowed
+        full = torch.ones(1, 1, n_query, n_key, dtype=torch.bool, device=device)
+        return full.tril() if self.causal else full
+
+    def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "Visibility":
+        """The pattern of some query rows only."""
+        if self.allowed is not None:
+            batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
+            return Visibility(self.allowed[:, 0].expand(rows.shape[0], -1, -1)[batch, rows][:, None], causal=False)
+        if self.causal:
+            allowed = torch.arange(n_key, device=rows.device) <= rows[..., None]
+            return Visibility(allowed[:, None], causal=False)
+        return self
+
+
+@dataclass(frozen=True)
+class AttentionPattern:
+    """Attention by blocks: a position sees its own block of positions and all earlier ones.
+
+    A `block_size` of 1 is causal attention; `None` is one block for the whole text, which is bidirectional attention.
+    """
+
+    block_size: int | None
+
+    @staticmethod
+    def of(variant: Variant) -> "AttentionPattern":
+        """The pattern of a kind of model."""
+        if variant.counts_from_prompt:
+            return FromPrompt(variant.block_size, variant.block_context)
+        return AttentionPattern(variant.block_size)
+
+    @property
+    def causal(self) -> bool:
+        return self.block_size == 1
+
+    def visibility(
+        self,
+        n_pos: int,
+        device: torch.device,
+        real: PosMask | None,
+        n_past: int = 0,
+        origin: Int[Tensor, "batch"] | None = None,
+    ) -> Visibility:
+        """The pattern of `n_pos` queries, after `n_past` earlier positions, whose keys come from the cache.
+
+        Padding is seen only by itself, because the softmax of a row that sees nothing is undefined.
+
+        Args:
+            real: Bool[batch pos], false at padding; `None` without padding.
+            origin: Int[batch], the position of each row from which on blocks are counted, where it is not the first
+                token; by default it is behind the last position.
+        """
+        if n_past:
+            together = torch.arange(n_past + n_pos, device=device)
+            return Visibility(None if n_pos == 1 else self.between(together)[None, None, n_past:], causal=False)
+        if real is None:
+            causal = self.block_size == 1
+            if causal or self.block_size is None or self.block_size >= n_pos:
+                return Visibility(None, causal)
+            return Visibility(self.between(torch.arange(n_pos, device=device))[None, None], causal=False)
+        itself = torch.eye(n_pos, dtype=torch.bool, device=device)
+        # Blocks are counted from the first real token, so that padding on the left shifts none of them.
+        allowed = self.between(real.long().cumsum(dim=1) - 1) & real[:, None, :]
+        return Visibility((allowed | itself)[:, None], self.causal)
+
+    def beside_clean(self, n_pos: int, device: torch.device, real: PosMask | None) -> Visibility:
+        """The pattern of a noisy text that is followed by the clean text, as models of blocks are trained.
+
+        A noisy position sees the noisy positions of its block and the clean ones of earlier blocks. A clean position
+        sees clean ones, as far as a finished text is seen. Sources: Arriola et al. 2025, BD3LM, arXiv 2503.09573;
+        JetAstra/SDAR `block_attn_mask`. `n_pos` is the length of each of the two.
+        """
+        assert self.block_size is not None
+        numbers = torch.arange(n_pos, device=device)[None] if real is None else real.long().cumsum(dim=1) - 1
+        blocks = numbers.div(self.block_size, rounding_mode="floor")
+        query, key = blocks[:, :, None], blocks[:, None, :]
+        finished = self._finished(numbers, blocks)
+        noisy = torch.cat([key == query, key < query], dim=2)
+        clean = torch.cat([torch.zeros_like(finished), finished], dim=2)
+        allowed = torch.cat([noisy, clean], dim=1)
+        if real is not None:
+            itself = torch.eye(2 * n_pos, dtype=torch.bool, device=device)
+            allowed = (allowed & real.repeat(1, 2)[:, None, :]) | itself
+        return Visibility(allowed[:, None], causal=False)
+
+    def between(self, positions: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch query key"]:
+        """The pattern among real tokens with these numbers; its last axes are queries and keys."""
+        if self.block_size is None:
+            return torch.ones_like(positions, dtype=torch.bool)[..., None].expand(*positions.shape, positions.shape[-1])
+        return self._finished(positions, positions.div(self.block_size, rounding_mode="floor"))
+
+    def _finished(
+        self, numbers: Int[Tensor, "*batch pos"], blocks: Int[Tensor, "*batch pos"]
+    ) -> Bool[Tensor, "*batch query key"]:
+        """The pattern among the tokens of a finished text, from their numbers and those of their blocks."""
+        return blocks[..., None, :] <= blocks[..., :, None]
+
+
+@dataclass(frozen=True)
+class FromPrompt(AttentionPattern):
+    """Attention by blocks that are counted from an origin (`model.at_block`), behind the prompt.
+
+    Attributes:
+        context: How the positions before the origin see each other: "causal", each sees earlier ones only; or "prompt",
+            each sees all of them.
+    """
+
+    context: Context = "causal"
+
+    def visibility(
+        self,
+        n_pos: int,
+        device: torch.device,
+        real: PosMask | None,
+        n_past: int = 0,
+        origin: Int[Tensor, "batch"] | None = None,
+    ) -> Visibility:
+        """The context before the origin, then blocks that see all of themselves and everything before."""
+        assert self.block_size is not None
+        n_key = n_past + n_pos
+        first = torch.full((1, 1), n_key, device=device) if origin is None else origin[:, None]
+        numbers = torch.arange(n_key, device=device)[None]
+        if real is not None:
+            first, numbers = (real & (numbers < first)).sum(dim=1, keepdim=True), real.long().cumsum(dim=1) - 1
+        blocks = (numbers - first).div(self.block_size, rounding_mode="floor").clamp(min=-1)
+        query, key = blocks[:, n_past:, None], blocks[:, None, :]
+        allowed = key <= query
+        if self.context == "causal":
+            allowed = torch.where(query < 0, numbers[:, None, :] <= numbers[:, n_past:, None], allowed)
+        if real is not None:
+            allowed = (allowed & real[:, None, :]) | torch.eye(n_pos, dtype=torch.bool, device=device)
+        return Visibility(allowed[:, None], causal=False)
+
+    def _finished(
+        self, numbers: Int[Tensor, "*batch pos"], blocks: Int[Tensor, "*batch pos"]
+    ) -> Bool[Tensor, "*batch query key"]:
+        if self.context == "causal":
+            return numbers[..., None, :] <= numbers[..., :, None]
+        return super()._finished(numbers, blocks)
+
+
+class LayerKeyValues:
+    """Rotated keys, and values, of one layer in order of position.
+
+    Args:
+        copies: Number of copies of these rows that a pass computes, one after the other. They exist in the pass of the
+            layer only: nothing is appended.
+    """
+
+    def __init__(
+        self, keys: KeyHeads | None = None, values: KeyHeads | None = None, *, copies: int | None = None
+    ) -> None:
+        self.keys = keys
+        self.values = values
+        self.copies = copies
+
+    @property
+    def n_pos(self) -> int:
+        """Number of positions stored."""
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    def extend(self, keys: KVHeads, values: KVHeads) -> tuple[KeyHeads, KeyHeads]:
+        """Append keys and values of new positions; returns those of all positions."""
+        if self.keys is not None and self.values is not None:
+            # They may have been stored on another device than that of the block.
+            earlier_keys, earlier_values = self.keys.to(keys.device), self.values.to(keys.device)
+            keys, values = self._joined(earlier_keys, keys), self._joined(earlier_values, values)
+        if self.copies is None:
+            self.keys, self.values = keys, values
+        return keys, values
+
+    def _joined(self, earlier: Float[Tensor, "row column kv_head d_head"], new: KVHeads) -> KeyHeads:
+        """The positions of `earlier`, then the new ones."""
+        if self.copies is None:
+            return torch.cat([earlier, new], dim=1)
+        by_copy = new.unflatten(0, (self.copies, -1))
+        return torch.cat([earlier.expand(self.copies, -1, -1, -1, -1), by_copy], dim=2).flatten(0, 1)
+
+    def keep(self, n_pos: int) -> None:
+        """Forget the positions from `n_pos` on."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[:, :n_pos], self.values[:, :n_pos]
+
+
+class KeyValueCache:
+    """A `LayerKeyValues` for each layer. Pass it as `past_kv_cache` with only the new tokens as input."""
+
+    def __init__(self, n_layers: int) -> None:
+        self.layers = [LayerKeyValues() for _ in range(n_layers)]
+
+    @property
+    def n_pos(self) -> int:
+        """Number of positions stored."""
+        return self.layers[0].n_pos
+
+    def keep(self, n_pos: int) -> None:
+        """Forget the positions from `n_pos` on."""
+        for layer in self.layers:
+            layer.keep(n_pos)
+
+
+@dataclass(frozen=True)
 class AttentionContext:
     """Positions, attention pattern and optional hook points, which all layers of one forward pass share.
 
-    Attributes:
-        visibility: Which positions see which.
-        rotary: Tables by which queries and keys are rotated; `None` if they are not.
-        query_factors: Float[#batch query 1 1] by which rotated queries are multiplied; `None` if they are not.
-        bias: What is added to the scores, -inf where a query may not see a key; `None` if nothing is.
-        optional: Hook points that pass on request.
-        condition: Vector of the time, in a network that is told it.
+    What the network or the pass does not have is `None`.
     """
 
     visibility: Visibility
-    rotary: Tables | None = None
-    query_factors: Float[Tensor, "#batch query 1 1"] | None = None
-    bias: ScoreBias | None = None
-    optional: OptionalHooks = field(default_factory=OptionalHooks)
-    condition: Float[Tensor, "batch d_cond"] | None = None
+    rotary: Tables | None = None  # by which queries and keys are rotated
+    query_factors: Float[Tensor, "#batch query 1 1"] | None = None  # by which rotated queries are multiplied
+    bias: ScoreBias | None = None  # added to the scores, -inf where a query may not see a key
+    optional: OptionalHooks | None = None  # hook points that pass on request
+    condition: Float[Tensor, "batch d_cond"] | None = None  # the vector of the time
 
     def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "AttentionContext":
         """The context for queries at some rows only."""
@@ -72,15 +280,6 @@ class AttentionContext:
         rotary = None if self.rotary is None else (self.rotary[0].to(device), self.rotary[1].to(device))
         factors, bias, condition = (_on(each, device) for each in (self.query_factors, self.bias, self.condition))
         return AttentionContext(visibility, rotary, factors, bias, self.optional, condition)
-
-    def turn(self, x: Heads | KeyHeads) -> Heads | KeyHeads:
-        """Queries or keys at the positions of the pass."""
-        return x if self.rotary is None else rotate(x, self.rotary)
-
-    def turn_queries(self, q: Heads) -> Heads:
-        """Queries at the positions of the pass, scaled by these positions where the network does so."""
-        turned = self.turn(q)
-        return turned if self.query_factors is None else turned * self.query_factors.to(q.dtype)
 
 
 class Attention(nn.Module):
@@ -108,28 +307,18 @@ class Attention(nn.Module):
         clip: float | None = None,
     ) -> None:
         super().__init__()
-        self.q = q
-        self.k = k
-        self.v = v
-        self.o = o
+        self.q, self.k, self.v, self.o = q, k, v, o
         self.d_head = d_head
         self.q_norm = nn.Identity() if q_norm is None else q_norm
         self.k_norm = nn.Identity() if k_norm is None else k_norm
         if clip is not None:
             self.clip = clip
         self.hook_attn_in = StepHookPoint()
-        self.hook_q_input = StepHookPoint()
-        self.hook_k_input = StepHookPoint()
-        self.hook_v_input = StepHookPoint()
-        self.hook_q = StepHookPoint()
-        self.hook_k = StepHookPoint()
-        self.hook_v = StepHookPoint()
-        self.hook_rot_q = StepHookPoint()
-        self.hook_rot_k = StepHookPoint()
-        self.hook_attn_scores = StepHookPoint(pos_dim=2)
-        self.hook_pattern = StepHookPoint(pos_dim=2)
-        self.hook_z = StepHookPoint()
-        self.hook_result = StepHookPoint()
+        self.hook_q_input, self.hook_k_input, self.hook_v_input = (StepHookPoint() for _ in range(3))
+        self.hook_q, self.hook_k, self.hook_v = (StepHookPoint() for _ in range(3))
+        self.hook_rot_q, self.hook_rot_k = StepHookPoint(), StepHookPoint()
+        self.hook_attn_scores, self.hook_pattern = StepHookPoint(pos_dim=2), StepHookPoint(pos_dim=2)
+        self.hook_z, self.hook_result = StepHookPoint(), StepHookPoint()
 
     @property
     def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
@@ -173,30 +362,28 @@ class Attention(nn.Module):
         rows: LogitRows | None = None,
         modulation: Modulation | None = None,
     ) -> Float[Tensor, "batch query d_model"]:
-        """Compute attention. With `rows`, queries and outputs are computed for those rows only.
-
-        Args:
-            q_input, k_input, v_input: The normalised residual stream, or a copy of it for each head.
-            modulation: What the time does to the attention; its gate multiplies the result of every head.
-        """
+        """Compute attention, with `rows` for those queries only; inputs are the normalised stream, or copies of it."""
         q = self.hook_q(self._by_head(self.q, q_input if rows is None else rows.gather(q_input)))
         k = self.hook_k(self._by_head(self.k, k_input))
-        v = self.hook_v(self.clipped(self._by_head(self.v, v_input)))
-        k = self.hook_rot_k(context.turn(self.clipped(self.k_norm(k))))
+        v = self._by_head(self.v, v_input)
+        v = self.hook_v(v if self.clip is None else self.clipped(v))
+        k = self.hook_rot_k(self._turned(k, self.k_norm, context.rotary))
         if past is not None:
             k, v = past.extend(k, v)
-        query_context = context if rows is None else context.at(rows.grid, k.shape[1])
-        q = self.hook_rot_q(query_context.turn_queries(self.clipped(self.q_norm(q))))
-        mixed = _fused(q, k, v, query_context)
+        if rows is not None:
+            context = context.at(rows.grid, k.shape[1])
+        q = self._turned(q, self.q_norm, context.rotary)
+        q = self.hook_rot_q(q if context.query_factors is None else q * context.query_factors.to(q.dtype))
+        mixed = _fused(q, k, v, context)
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
-            mixed = self._explicit(q, k, v, query_context, mixed)
+            mixed = self._explicit(q, k, v, context, mixed)
         z = self.hook_z(mixed)
-        if context.optional.use_attn_result:
+        if context.optional is not None and context.optional.use_attn_result:
             result = einsum(z, beside(self.W_O, z), "batch pos head d, head d model -> batch pos head model")
             summed: Tensor = self.hook_result(gated(result, modulation)).sum(dim=2)
             return summed + gated(beside(self.b_O, summed).expand(len(summed), 1, -1), modulation)
         out: Tensor = self.o(z.flatten(2))
-        return gated(out, modulation)
+        return out if modulation is None else gated(out, modulation)
 
     def copies(self, resid_pre: Resid, context: AttentionContext) -> tuple[Copies, KeyCopies, KeyCopies]:
         """A copy of the residual stream for each head that reads it: for queries, keys and values."""
@@ -205,14 +392,19 @@ class Attention(nn.Module):
             return resid_pre.unsqueeze(2).repeat(1, 1, heads, 1)
 
         n_heads, n_kv_heads = (linear.out_features // self.d_head for linear in (self.q, self.k))
-        if context.optional.use_attn_in:
+        if context.optional is not None and context.optional.use_attn_in:
             shared = self.hook_attn_in(copy(n_heads))
             return shared, shared, shared
-        return (
-            self.hook_q_input(copy(n_heads)),
-            self.hook_k_input(copy(n_kv_heads)),
-            self.hook_v_input(copy(n_kv_heads)),
-        )
+        keys, values = copy(n_kv_heads), copy(n_kv_heads)
+        return self.hook_q_input(copy(n_heads)), self.hook_k_input(keys), self.hook_v_input(values)
+
+    def _turned(self, x: Heads | KeyHeads, norm: nn.Module, rotary: Tables | None) -> Heads | KeyHeads:
+        """Queries or keys after the norms of heads, clipped and rotated, each only where the network does so."""
+        if type(norm) is not nn.Identity or listens(norm):
+            x = norm(x)
+        if self.clip is not None:
+            x = self.clipped(x)
+        return x if rotary is None else rotate(x, rotary)
 
     def clipped(self, x: Heads | KeyHeads) -> Heads | KeyHeads:
         """Queries, keys or values within the bound of this network, if it has one."""
@@ -221,7 +413,8 @@ class Attention(nn.Module):
     def _by_head(self, linear: nn.Linear, x: Resid | Copies) -> Heads:
         """A projection of the stream, or of one copy of it for each head."""
         if x.dim() == 3:
-            heads: Heads = linear(x).unflatten(-1, (-1, self.d_head))
+            flat = linear(x)
+            heads: Heads = flat.view(*flat.shape[:-1], flat.shape[-1] // self.d_head, self.d_head)
             return heads
         weight = _by_head(beside(linear.weight, x), self.d_head)
         heads = einsum(x, weight, "batch pos head model, head d model -> batch pos head d")

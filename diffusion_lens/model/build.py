@@ -1,26 +1,41 @@
-"""Builds the parts of a model from an architecture, and fills them with weights. No other file of model/ does."""
+"""From an architecture to a network: its parts, its weights, and where these are. No other file of model/ does it.
+
+With `device_map=`, weights are on several GPUs, in the CPU's memory or in a file (`Placement`). Parameters are ordinary
+tensors at the place that the map gives them, never on "meta", as after `accelerate.dispatch_model`: views of weights,
+edits in place, hashes and exports read and write them there. The modules bring weights and activations together
+(`model/layers.py`). Blocks on a GPU run on it; all others run on the main device, the first GPU of the map or else the
+CPU, as with accelerate. Tokens, logits and residual streams are passed and returned on the main device,
+`model.cfg.device`; an activation at a hook point is on the device of its block. A weight "on disk" is a mapped file
+without a name in the folder for temporary files, which the system reads when it is used and may drop from memory.
+"""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from diffusion_lens.config import ROTARY_DTYPES
 from diffusion_lens.model.attention import Attention
 from diffusion_lens.model.block import Block
-from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
-from diffusion_lens.model.experts import MixtureOfExperts, Router
-from diffusion_lens.model.linear import Linear
-from diffusion_lens.model.mlp import GatedMLP, PlainMLP
-from diffusion_lens.model.modulation import TimeEmbedding
-from diffusion_lens.model.norm import LayerNorm, Norm, RMSNorm
-from diffusion_lens.model.placement import Placement
-from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions
-from diffusion_lens.model.rotary import Rotary
-from diffusion_lens.model.shared_weights import share
+from diffusion_lens.model.config import ROTARY_DTYPES, as_device
+from diffusion_lens.model.layers import Embed, LayerNorm, Linear, Norm, PosEmbed, RMSNorm, Unembed
+from diffusion_lens.model.mlp import GatedMLP, MixtureOfExperts, PlainMLP, Router
+from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions, Rotary
+from diffusion_lens.model.time import TimeEmbedding
 from weight_conversion import ALIGNMENT, N_FREQUENCIES, Architecture, tensor_shapes
+
+DISK = "disk"
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device]
+
+# The parts, without weights (on the meta device)
 
 
 def build_embed(a: Architecture) -> Embed:
@@ -31,38 +46,27 @@ def build_unembed(a: Architecture) -> Unembed:
     return Unembed(a.d_model, a.d_vocab_out, a.unembed_bias)
 
 
-_NORMS: dict[str, Callable[[Architecture], Norm]] = {
-    "rms": lambda a: RMSNorm(a.d_model, a.norm_eps),
-    "layer": lambda a: LayerNorm(a.d_model, a.norm_eps, bias=a.norms_shift, modulated=a.is_told_time),
-}
+def build_pos_embed(a: Architecture) -> PosEmbed:
+    return PosEmbed(a.n_ctx, a.d_model)
 
 
 def build_norm(a: Architecture) -> Norm:
     """A norm of the residual stream."""
-    return _NORMS[a.norm](a)
+    if a.norm == "rms":
+        return RMSNorm(a.d_model, a.norm_eps)
+    return LayerNorm(a.d_model, a.norm_eps, bias=a.norms_shift, modulated=a.time_conditioning)
 
 
 def build_time_embed(a: Architecture) -> TimeEmbedding:
     assert a.time is not None
-    return TimeEmbedding(
-        hidden=_linear(N_FREQUENCIES, a.time.d_cond, bias=True), out=_linear(a.time.d_cond, a.time.d_cond, bias=True)
-    )
+    width = a.time.d_cond
+    return TimeEmbedding(hidden=_linear(N_FREQUENCIES, width, bias=True), out=_linear(width, width, bias=True))
 
 
 def build_modulation(a: Architecture, vectors: int) -> nn.Linear:
     """The map from the vector of the time to so many vectors of the width of the stream."""
     assert a.time is not None
     return _linear(a.time.d_cond, vectors * a.d_model, bias=True)
-
-
-_POSITIONS: dict[str, Callable[[Architecture], Positions]] = {
-    "rotary": lambda a: Rotary(
-        a.rotary_dim or a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation, a.rotary_scaling
-    ),
-    "standard": lambda a: OutsideAttention(learned=True),
-    "none": lambda a: OutsideAttention(learned=False),
-    "alibi": lambda a: LinearBiases(a.n_heads),
-}
 
 
 def build_positions(a: Architecture) -> Positions:
@@ -72,12 +76,7 @@ def build_positions(a: Architecture) -> Positions:
     return positions
 
 
-def build_pos_embed(a: Architecture) -> PosEmbed:
-    return PosEmbed(a.n_ctx, a.d_model)
-
-
 def build_blocks(a: Architecture) -> list[Block]:
-    """The blocks without weights (on the meta device); `load_tensors` fills them."""
     queries, keys = a.n_heads * a.d_head, a.n_key_value_heads * a.d_head
     blocks = [
         Block(
@@ -94,7 +93,7 @@ def build_blocks(a: Architecture) -> list[Block]:
             ),
             ln2=build_norm(a),
             mlp=_build_mlp(a, layer),
-            modulation=build_modulation(a, 6) if a.is_told_time else None,
+            modulation=build_modulation(a, 6) if a.time_conditioning else None,
         )
         for layer in range(a.n_layers)
     ]
@@ -120,27 +119,38 @@ def _build_mlp(a: Architecture, layer: int) -> GatedMLP | PlainMLP | MixtureOfEx
 
 
 def _build_gated(a: Architecture, width: int) -> GatedMLP:
-    return GatedMLP(
-        gate=_linear(a.d_model, width, a.mlp_bias),
-        up=_linear(a.d_model, width, a.mlp_bias),
-        down=_linear(width, a.d_model, a.mlp_bias),
-    )
+    gate, up = (_linear(a.d_model, width, a.mlp_bias) for _ in range(2))
+    return GatedMLP(gate, up, down=_linear(width, a.d_model, a.mlp_bias))
 
 
 def _build_plain(a: Architecture, width: int) -> PlainMLP:
     return PlainMLP(up=_linear(a.d_model, width, a.mlp_bias), down=_linear(width, a.d_model, a.mlp_bias))
 
 
+def _linear(d_in: int, d_out: int, bias: bool) -> nn.Linear:
+    return Linear(d_in, d_out, bias=bias, device="meta")
+
+
 _MLPS: dict[tuple[str, str], Callable[[Architecture, int], GatedMLP | PlainMLP]] = {
     ("gated", "silu"): _build_gated,
     ("plain", "gelu_new"): _build_plain,
 }
+_POSITIONS: dict[str, Callable[[Architecture], Positions]] = {
+    "rotary": lambda a: Rotary(
+        a.rotary_dim or a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation, a.rotary_scaling
+    ),
+    "standard": lambda a: OutsideAttention(learned=True),
+    "none": lambda a: OutsideAttention(learned=False),
+    "alibi": lambda a: LinearBiases(a.n_heads),
+}
+
+# Their weights
 
 
 def load_tensors(
     module: nn.Module,
     tensors: Iterable[tuple[str, Tensor]],
-    placement: Placement,
+    placement: "Placement",
     dtype: torch.dtype,
     assign: bool = False,
 ) -> None:
@@ -181,39 +191,13 @@ def load_tensors(
     if missing := [name for name, weight in weights.items() if filled[name] < len(weight)]:
         raise ValueError(f"the tensors lack {', '.join(missing[:4])}, or some of its rows")
     for name, weight in weights.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, nn.Parameter(weight))
+        put_parameter(module, name, nn.Parameter(weight))
 
 
-def _can_replace(piece: Tensor, weight: Tensor) -> bool:
-    """Whether a tensor can take the place of a weight, and no bit of a result depends on it."""
-    kinds = [(each.shape, each.stride(), each.dtype, each.device) for each in (piece, weight)]
-    return kinds[0] == kinds[1] and piece.data_ptr() % ALIGNMENT == 0
-
-
-def share_tensors(module: nn.Module, other: nn.Module) -> None:
-    """Let the parameters of `module` be those of `other`.
-
-    Raises:
-        ValueError: The two networks have parameters of different names or shapes.
-    """
-    shapes, theirs = (
-        {name: tuple(parameter.shape) for name, parameter in network.named_parameters(remove_duplicate=False)}
-        for network in (module, other)
-    )
-    if different := sorted(shapes.items() ^ theirs.items()):
-        raise ValueError(f"networks of different shapes cannot share weights; first at {different[0][0]!r}")
-    for name, parameter in list(other.named_parameters(remove_duplicate=False)):
-        owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, parameter)
-    share(module, other)
-
-
-def zero_shifts(a: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """The biases of the norms before constants are folded into them."""
-    for name, shape in tensor_shapes(a).items():
-        if re.search(r"(^|\.)ln\w+\.bias$", name):
-            yield name, torch.zeros(shape)
+def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Let a parameter be the one of this name."""
+    owner, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(owner), attribute, parameter)
 
 
 def random_tensors(a: Architecture, seed: int, std: float = 0.02) -> Iterator[tuple[str, Tensor]]:
@@ -231,5 +215,164 @@ def random_tensors(a: Architecture, seed: int, std: float = 0.02) -> Iterator[tu
             yield name, torch.randn(shape, generator=generator) * scale
 
 
-def _linear(d_in: int, d_out: int, bias: bool) -> nn.Linear:
-    return Linear(d_in, d_out, bias=bias, device="meta")
+def zero_shifts(a: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """The biases of the norms before constants are folded into them."""
+    for name, shape in tensor_shapes(a).items():
+        if re.search(r"(^|\.)ln\w+\.bias$", name):
+            yield name, torch.zeros(shape)
+
+
+def _can_replace(piece: Tensor, weight: Tensor) -> bool:
+    """Whether a tensor can take the place of a weight, and no bit of a result depends on it."""
+    kinds = [(each.shape, each.stride(), each.dtype, each.device) for each in (piece, weight)]
+    return kinds[0] == kinds[1] and piece.data_ptr() % ALIGNMENT == 0
+
+
+# Models with the same tensors as weights
+
+_GROUPS: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
+
+
+def share_tensors(module: nn.Module, other: nn.Module) -> None:
+    """Let the parameters of `module` be those of `other`; a `ValueError` if their names or shapes differ."""
+    shapes, theirs = (
+        {name: tuple(parameter.shape) for name, parameter in network.named_parameters(remove_duplicate=False)}
+        for network in (module, other)
+    )
+    if different := sorted(shapes.items() ^ theirs.items()):
+        raise ValueError(f"networks of different shapes cannot share weights; first at {different[0][0]!r}")
+    for name, parameter in list(other.named_parameters(remove_duplicate=False)):
+        put_parameter(module, name, parameter)
+    group = _GROUPS.setdefault(other, WeakSet([other]))
+    group.add(module)
+    _GROUPS[module] = group
+
+
+def sharing(model: nn.Module) -> list[Any]:
+    """The other models with the weights of this one. A copy of a model has weights of its own."""
+    return [other for other in _GROUPS.get(model, ()) if other is not model]
+
+
+def require_own_weights(model: nn.Module, change: str) -> None:
+    """Raise a `ValueError` if another model has the same weights, which would not know of this change of them."""
+    if sharing(model):
+        raise ValueError(
+            f"{change} rewrites weights that are also those of another model, as in `load_pair` of one checkpoint, and "
+            "the other model would compute something else from then on: load the checkpoint for each model "
+            "(from_pretrained), or delete the other one"
+        )
+
+
+# Where the weights are
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The place of every part of a model.
+
+    Attributes:
+        homes: Device of each part by the beginning of its parameters' names, or "disk"; "" for all other parts.
+        main: Device of tokens and logits, and of all parts that are not on a GPU.
+    """
+
+    homes: Mapping[str, torch.device | str]
+    main: torch.device
+
+    @classmethod
+    def on(cls, device: str | torch.device) -> "Placement":
+        """All parts on one device."""
+        return cls({"": torch.device(device)}, torch.device(device))
+
+    @classmethod
+    def of(cls, device_map: DeviceMap, model: nn.Module, dtype: torch.dtype) -> "Placement":
+        """The placement for a `device_map` of `from_pretrained`; "auto" and the like count bytes in this dtype.
+
+        Raises:
+            ValueError: A strategy, device or part is unknown, or a parameter gets no place.
+        """
+        if isinstance(device_map, str) and device_map in STRATEGIES:
+            device_map = _inferred(device_map, model, dtype)
+        elif not isinstance(device_map, Mapping):
+            device_map = {"": device_map}
+        homes = {part: _home(place) for part, place in device_map.items()}
+        _check_parts(homes, model)
+        gpus = [home for home in homes.values() if isinstance(home, torch.device) and home.type != "cpu"]
+        return cls(homes, gpus[0] if gpus else torch.device("cpu"))
+
+    @property
+    def is_one_device(self) -> bool:
+        """Whether all weights are on the main device."""
+        return set(self.homes.values()) == {self.main}
+
+    def home(self, name: str) -> torch.device | str:
+        """The device of a part or parameter, or "disk"."""
+        return self.homes[max((part for part in self.homes if _is_within(name, part)), key=len)]
+
+    def block_devices(self, blocks: Any) -> tuple[torch.device, ...] | None:
+        """The device on which each block runs; `None` if all run on the main device."""
+        firsts = [next(block.named_parameters())[0] for block in blocks]
+        devices = tuple(self.runs_on(f"blocks.{i}.{name}") for i, name in enumerate(firsts))
+        return None if set(devices) == {self.main} else devices
+
+    def runs_on(self, name: str) -> torch.device:
+        """The device on which a parameter is used."""
+        home = self.home(name)
+        return home if isinstance(home, torch.device) and home.type != "cpu" else self.main
+
+    def empty(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory for a parameter at its place."""
+        home = self.home(name)
+        if isinstance(home, torch.device):
+            return torch.empty(shape, device=home, dtype=dtype)
+        # The file loses its name at once, so that nothing is left of it, however the process ends.
+        with tempfile.TemporaryDirectory(prefix="diffusion-lens-", ignore_cleanup_errors=True) as folder:
+            path = str(Path(folder) / "weight")
+            return torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+
+
+def _is_within(name: str, part: str) -> bool:
+    return part == "" or name == part or name.startswith(f"{part}.")
+
+
+def _home(place: Any) -> torch.device | str:
+    if place == DISK:
+        return DISK
+    if isinstance(place, int) and not isinstance(place, bool):
+        place = f"{'cuda' if torch.cuda.is_available() or not torch.backends.mps.is_available() else 'mps'}:{place}"
+    if not isinstance(place, str | torch.device):
+        raise ValueError(
+            f"device_map puts a part on {place!r}; a place is the number of a GPU, a device such as 'cpu' or 'cuda:1', "
+            f"or {DISK!r}"
+        )
+    try:
+        device = as_device(place)
+    except ValueError as error:
+        known = ", ".join(map(repr, STRATEGIES))
+        raise ValueError(f"device_map: {error}; or {DISK!r} in a map, or as the whole map {known}") from None
+    return torch.device(device.type, 0) if device.type == "cuda" and device.index is None else device
+
+
+def _check_parts(homes: Mapping[str, Any], model: nn.Module) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    if homeless := [name for name in names if not any(_is_within(name, part) for part in homes)]:
+        raise ValueError(
+            f"device_map has no place for {', '.join(homeless[:3])}{' and others' if len(homeless) > 3 else ''}: name "
+            'the parts that lack one, or give all others a place with the key ""'
+        )
+    parts = {name for name, _ in model.named_modules()} | set(names)
+    if unknown := [part for part in homes if part not in parts]:
+        near = get_close_matches(unknown[0], parts, n=3, cutoff=0.0)
+        raise ValueError(f"device_map places {unknown[0]!r}, and the model has no such part; nearest are {near}")
+
+
+def _inferred(strategy: str, model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    # Importing it takes a second.
+    from accelerate import infer_auto_device_map  # type: ignore[import-untyped]
+    from accelerate.utils import get_balanced_memory, get_max_memory  # type: ignore[import-untyped]
+
+    settings: dict[str, Any] = {"no_split_module_classes": ["Block"], "dtype": dtype}
+    most = get_max_memory()
+    if strategy != "sequential" and len(most) > 1:
+        most = get_balanced_memory(model, most, low_zero=strategy == "balanced_low_0", **settings)
+    inferred: dict[str, Any] = infer_auto_device_map(model, max_memory=most, **settings)
+    return inferred

@@ -6,12 +6,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from diffusion_lens.step_state import StepClock, StepState
+from diffusion_lens.hooks.step import StepClock, StepState
 
 NO_POSITIONS = -1  # as `pos_dim`, where `None` is an axis that TransformerLens does not know
+# Hooks of torch at all modules, in dictionaries that torch fills and empties.
+_GLOBAL_PRE, _GLOBAL, _GLOBAL_BACKWARD_PRE, _GLOBAL_BACKWARD = (
+    getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward_pre", "forward", "backward_pre", "backward")
+)
 
 
 class StepHookPoint(HookPoint):
@@ -60,21 +64,38 @@ class StepHookPoint(HookPoint):
                 super().remove_hooks(*args, **kwargs)
 
     def __call__(self, x: Tensor) -> Tensor:
-        is_hooked = listens(self) or _has_any_global_hook()
+        # Hook points are called dozens of times in a block, most of them without hooks: no call is made for these.
+        if (
+            self._forward_hooks
+            or self._forward_pre_hooks
+            or self._backward_hooks
+            or self._backward_pre_hooks
+            or _GLOBAL
+            or _GLOBAL_PRE
+            or _GLOBAL_BACKWARD
+            or _GLOBAL_BACKWARD_PRE
+        ):
+            return self._hooked(x)
         # A subclass, or another `forward` in its place, may compute something.
-        if not is_hooked and type(self) is StepHookPoint and "forward" not in vars(self):
+        if self.__class__ is StepHookPoint and "forward" not in self.__dict__:
             return x
-        if self.clock.branches is None or not is_hooked:
-            result: Any = super().__call__(x)
-            return x if result is x else self._fitting(result, x)
+        return self._of_torch(x)
+
+    def _hooked(self, x: Tensor) -> Tensor:
+        """What passes the hooks, of each branch of guidance by itself."""
+        if self.clock.branches is None:
+            return self._of_torch(x)
         halves = x.chunk(2)
         results = []
         with self.clock.one_branch_at_a_time() as branches:
             for state, half in zip(branches, halves, strict=True):
                 self.clock.step = state
-                result = super().__call__(half)
-                results.append(half if result is half else self._fitting(result, half))
+                results.append(self._of_torch(half))
         return x if all(new is old for new, old in zip(results, halves, strict=True)) else torch.cat(results)
+
+    def _of_torch(self, x: Tensor) -> Tensor:
+        result: Any = super().__call__(x)
+        return x if result is x else self._fitting(result, x)
 
     def _checked(self, user_hook: Any) -> Callable[..., Any]:
         """The hook, followed by the check of what it returned, so that an error can name the hook."""
@@ -128,7 +149,13 @@ def listens(module: nn.Module) -> bool:
 
 def is_hooked(point: nn.Module) -> bool:
     """Whether a hook is attached to a hook point of any kind; another module in its place counts as a hook."""
-    return not isinstance(point, HookPoint) or listens(point)
+    return bool(
+        point._forward_hooks
+        or point._forward_pre_hooks
+        or point._backward_hooks
+        or point._backward_pre_hooks
+        or not isinstance(point, HookPoint)
+    )
 
 
 def hooked_modules(within: nn.Module, skip: nn.Module | None = None) -> Iterator[nn.Module]:
@@ -145,7 +172,6 @@ def hooked_modules(within: nn.Module, skip: nn.Module | None = None) -> Iterator
         if id(module) in seen:
             continue
         seen.add(id(module))
-        # As in `listens`, without the cost of a call for each module.
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             yield module
         waiting.extend(module._modules.values())  # type: ignore[arg-type]  # None is in `seen`
@@ -153,7 +179,7 @@ def hooked_modules(within: nn.Module, skip: nn.Module | None = None) -> Iterator
 
 def anything_listens(within: nn.Module, skip: nn.Module | None = None) -> bool:
     """Whether any module carries a hook."""
-    return any(True for _ in hooked_modules(within, skip))
+    return next(hooked_modules(within, skip), None) is not None
 
 
 def lend_clock(point: HookPoint, clock: StepClock) -> None:

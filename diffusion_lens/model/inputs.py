@@ -1,21 +1,22 @@
-"""Checks of the inputs of a forward pass."""
+"""The inputs of a forward pass: their checks, which positions are padding, and which rows of the logits are read."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.model.shapes import PosMask, Resid, Tokens
+from diffusion_lens.model.text import word_of
+
+Rows = Tensor | Sequence[int] | tuple[Tensor, Tensor]
 
 
 def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
-    """Token ids as Int64[batch pos] on the model's device. A single sequence may be given without a batch axis.
-
-    Raises:
-        TypeError: The tokens are not integers, or not an ordinary tensor.
-        ValueError: The tensor has not one or two axes, is empty, is longer than the context, or has an id without a row
-            in the embedding.
-    """
+    """Token ids as Int64[batch pos] on the model's device. A single sequence may be given without a batch axis."""
     check_storage(tokens, "tokens")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(f"tokens are {tokens.dtype}; they must be integers (a residual stream needs start_at_layer=)")
@@ -27,7 +28,7 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
         raise ValueError(f"tokens have shape {list(tokens.shape)}: the model needs at least one token")
     check_length(tokens.shape[1], cfg)
     tokens = tokens.to(device=cfg.device, dtype=torch.long)
-    smallest, largest = (int(id_) for id_ in tokens.aminmax())
+    smallest, largest = map(int, tokens.aminmax())
     if smallest < 0 or largest >= cfg.d_vocab:
         hint = " (-1 marks positions that a causal model has not reached)" if smallest == -1 else ""
         wrong = smallest if smallest < 0 else largest
@@ -65,13 +66,7 @@ def check_length(n_pos: int, cfg: DiffusionConfig) -> None:
 
 
 def check_attention_mask(mask: Tensor, n_batch: int, n_pos: int, device: str | torch.device | None) -> Tensor | None:
-    """`attention_mask` (1 or true at real tokens, 0 at padding) as Bool[batch pos]; `None` if nothing is padding.
-
-    Raises:
-        TypeError: The mask is not an ordinary tensor.
-        ValueError: The mask has another shape, has values other than 0 and 1 (such as one that is added to scores), or
-            has a row of padding only.
-    """
+    """`attention_mask` (1 or true at real tokens, 0 at padding) as Bool[batch pos]; `None` if nothing is padding."""
     check_storage(mask, "attention_mask")
     if mask.dim() == 1:
         mask = mask[None]
@@ -105,15 +100,7 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
 
 
 def check_past(n_cached: Sequence[int], n_pos: int, real: Tensor | None, cfg: DiffusionConfig, in_loop: bool) -> int:
-    """Number of earlier positions in the cache, which must be the same in every layer that runs.
-
-    Args:
-        n_cached: Number of positions cached in each of these layers.
-        n_pos: Number of new positions.
-        real: Bool[batch pos], false at padding; `None` without padding.
-        cfg: Config of the model.
-        in_loop: Whether the denoising loop says which block is open.
-    """
+    """Number of earlier positions in the cache, which must be the same in every layer that runs."""
     lengths = set(n_cached)
     if not lengths:
         return 0
@@ -142,3 +129,167 @@ def check_past(n_cached: Sequence[int], n_pos: int, real: Tensor | None, cfg: Di
         )
     check_length(n_pos + max(lengths), cfg)
     return max(lengths)
+
+
+def own_pad_id(tokenizer: Any, mask_token_id: int | None) -> int | None:
+    """The id of a token that is used for padding only, so that tokens alone show the padding; otherwise `None`.
+
+    The token's name must contain "pad", and it must not be another special token: if texts end with the token that pads
+    them, the model may have written it.
+    """
+    name = None if tokenizer is None else tokenizer.pad_token
+    if name is None or "pad" not in name.lower():
+        return None
+    others = [tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token, tokenizer.mask_token]
+    id_ = int(tokenizer.pad_token_id)
+    return None if name in others or id_ == mask_token_id else id_
+
+
+@dataclass(frozen=True)
+class Padding:
+    """`model.padding`: which positions are padding, by the mask of a call or by a token that only pads."""
+
+    model: Any
+
+    @property
+    def id(self) -> int:
+        """The id at padding positions: the tokenizer's padding token, else its end token, else 0."""
+        tokenizer = self.model.tokenizer
+        for candidate in (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None)):
+            if candidate is not None:
+                return int(candidate)
+        return 0
+
+    def real(self, tokens: Tokens) -> PosMask | None:
+        """Bool[batch pos], true from the first to the last token of each row that is not `own_pad_id`.
+
+        `None` if there is no padding, or if the tokens alone do not show it.
+
+        Raises:
+            ValueError: A row has padding only.
+        """
+        pad = own_pad_id(self.model.tokenizer, self.model.cfg.mask_token_id)
+        if pad is None:
+            return None
+        text = tokens != pad
+        if bool(text.all()):
+            return None
+        if not bool(text.any(dim=1).all()):
+            row, padding = int((~text.any(dim=1)).nonzero()[0]), word_of(self.model, pad)
+            raise ValueError(
+                f"row {row} of the tokens is all padding ({padding!r}), but the model needs at least one token"
+            )
+        real: PosMask = (text.cumsum(dim=1) > 0) & (text.flip(1).cumsum(dim=1).flip(1) > 0)
+        return real
+
+    def all_real(self, tokens: Tokens) -> Tensor | None:
+        """An `attention_mask` for tokens without padding; `None` if no token would be read as padding anyway."""
+        return None if self.model.own_pad_id is None else torch.ones_like(tokens)
+
+    def removed(self, row: Int[Tensor, "pos"]) -> Int[Tensor, "selected"]:
+        """One row of tokens without the padding around them, if the tokens show it (`real`)."""
+        real = self.real(row[None]) if len(row) else None
+        return row if real is None else row[real[0]]
+
+    def certainly_real(self, tokens: Tokens) -> PosMask | None:
+        """`real`, but an error if padding is possible and the tokens alone do not show it.
+
+        Losses and continuations use it, because padding that is read as text would change their numbers.
+
+        Raises:
+            ValueError: The tokenizer has no token that is used for padding only, and some rows, but not all, begin or
+                end with the token that pads shorter rows.
+        """
+        model, pad = self.model, self.id
+        if model.own_pad_id is not None or model.tokenizer is None or pad == model.cfg.mask_token_id:
+            return self.real(tokens)
+        filler = tokens == pad
+        if pad == model.tokenizer.bos_token_id and bool(filler[:, 0].all()):
+            filler = filler[:, 1:]
+        for edge, column in (("begins", slice(1)), ("ends", slice(-1, None))):
+            at_edge = filler[:, column].any(dim=1)
+            if bool(at_edge.any()) and not bool(at_edge.all()):
+                row, other = int(at_edge.long().argmax()), int((~at_edge).long().argmax())
+                side = " (with padding_side='left' before a continuation)" * model.cfg.is_autoregressive
+                raise ValueError(
+                    f"row {row} of the tokens {edge} with {word_of(model, pad)!r} and row {other} does not, and the "
+                    "tokenizer has no padding token that is not also text: the tokens alone do not show what is "
+                    f"padding. Take tokens, mask = model.tokenize(texts){side} and pass attention_mask=mask with the "
+                    "tokens, or pass the texts themselves; if every token here is text, pass "
+                    "attention_mask=torch.ones_like(tokens)"
+                )
+        return None
+
+    def checked(self, tokens: Tensor, attention_mask: Tensor | None = None) -> tuple[Tokens, PosMask | None]:
+        """Tokens on the model's device, and which of them are real, by the mask or else by `certainly_real`."""
+        tokens = check_tokens(tokens, self.model.cfg)
+        if attention_mask is None:
+            return tokens, self.certainly_real(tokens)
+        return tokens, check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """The rows whose logits are returned, padded to equally many per sequence: the last block computes no others.
+
+    No layer mixes positions after the last block's attention: a position whose logits are not returned needs a key and
+    a value there, but no query, MLP, norm or logits.
+
+    Attributes:
+        grid: Int[batch selected], rows to compute.
+        entries: Batch index and column of `grid` of each requested row; `None` if all of `grid` was requested.
+        n_pos: Number of rows of a sequence.
+    """
+
+    grid: Int[Tensor, "batch selected"]
+    entries: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]] | None
+    n_pos: int
+
+    @classmethod
+    def parse(cls, rows: Rows, n_batch: int, n_pos: int, device: torch.device) -> "LogitRows":
+        """Read `logits_at`: Int[selected], Bool[batch pos], or a pair of batch and row indices."""
+        if isinstance(rows, tuple) and len(rows) == 2 and isinstance(rows[0], Tensor) and isinstance(rows[1], Tensor):
+            return cls._of_pairs(rows[0].to(device), rows[1].to(device), n_batch, n_pos)
+        index = torch.as_tensor(rows, device=device) if len(rows) else torch.zeros(0, dtype=torch.long, device=device)
+        if index.dtype == torch.bool and index.shape == (n_batch, n_pos):
+            batch, pos = index.nonzero(as_tuple=True)
+            return cls._of_pairs(batch, pos, n_batch, n_pos)
+        if index.dim() != 1 or index.dtype == torch.bool:
+            raise ValueError(f"logits_at is {index.dtype} {list(index.shape)}; see forward() for what it may be")
+        if index.numel() and not -n_pos <= int(index.min()) <= int(index.max()) < n_pos:
+            raise ValueError(f"logits_at={index.tolist()} reaches outside the {n_pos} rows")
+        return cls((index % n_pos).expand(n_batch, -1), None, n_pos)
+
+    @classmethod
+    def _of_pairs(
+        cls, batch: Int[Tensor, "entry"], rows: Int[Tensor, "entry"], n_batch: int, n_pos: int
+    ) -> "LogitRows":
+        for name, index, size in (("batch", batch, n_batch), ("row", rows, n_pos)):
+            if index.numel() and not -size <= int(index.min()) <= int(index.max()) < size:
+                raise ValueError(f"logits_at reaches {name} indices outside the {size} there are: {index.tolist()}")
+        batch, rows = batch % n_batch, rows % n_pos
+        counts = batch.bincount(minlength=n_batch)
+        by_batch = batch.argsort(stable=True)
+        column = torch.empty_like(batch)
+        column[by_batch] = torch.arange(len(batch), device=batch.device) - (counts.cumsum(0) - counts)[batch[by_batch]]
+        grid = torch.zeros(n_batch, int(counts.max()), dtype=torch.long, device=batch.device)
+        grid[batch, column] = rows
+        return cls(grid, (batch, column), n_pos)
+
+    def on(self, device: torch.device) -> "LogitRows":
+        """The rows for a block on this device."""
+        entries = None if self.entries is None else (self.entries[0].to(device), self.entries[1].to(device))
+        return LogitRows(self.grid.to(device), entries, self.n_pos)
+
+    @property
+    def saves_work(self) -> bool:
+        """Whether `grid` omits enough rows to make gathering worthwhile."""
+        return 4 * self.grid.shape[1] <= 3 * self.n_pos
+
+    def gather(self, x: Resid) -> Float[Tensor, "batch selected d_model"]:
+        """The rows of `grid`."""
+        return x[torch.arange(x.shape[0], device=x.device)[:, None], self.grid]
+
+    def without_padding(self, x: Float[Tensor, "batch selected d_model"]) -> Float[Tensor, "*selected d_model"]:
+        """The requested rows among the gathered ones."""
+        return x if self.entries is None else x[self.entries]

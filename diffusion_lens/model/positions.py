@@ -13,23 +13,49 @@ Of every kind, queries may also be scaled by their position, after they are turn
 
 The words are those of TransformerLens's `positional_embedding_type`. `model.positions` is the object of a model.
 Positions count real tokens, so that padding on the left moves none of them. `model/build.py` lists the kinds by name.
+
+Rotary positions (Su et al. 2021, arXiv 2104.09864), half-split: dimension i is rotated with dimension i + d_head/2.
+
+The tables are computed in float32 and rounded to the precision with which the checkpoint was trained. The rotation is
+computed in the wider precision of tables and activations. Families that rotate in the precision of the activations have
+tables of that precision.
 """
 
 import math
-from abc import ABC, abstractmethod
+from dataclasses import astuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from weight_conversion import QueryScale
+from weight_conversion import QueryScale, RotaryScaling, YarnScaling
 
 Tables = tuple[Tensor, Tensor]
 Heads = Float[Tensor, "batch pos head d_head"]
 ScoreBias = Float[Tensor, "#batch head query key"]
 
 
-class Positions(ABC):
+class PassPositions(NamedTuple):
+    """The positions of one forward pass: `given` where there is padding, else `n_pos` of them from `n_past` on."""
+
+    n_pos: int
+    device: torch.device
+    given: Int[Tensor, "batch pos"] | None
+    n_past: int  # earlier positions, whose keys come from the cache
+    activation: torch.dtype
+
+    @property
+    def numbers(self) -> Int[Tensor, "#batch pos"]:
+        """The position of each token."""
+        return (
+            torch.arange(self.n_past, self.n_past + self.n_pos, device=self.device)[None]
+            if self.given is None
+            else self.given
+        )
+
+
+class Positions:
     """What a kind of positions does. By default queries and keys are not turned, and nothing is added.
 
     Attributes:
@@ -46,25 +72,12 @@ class Positions(ABC):
         return None
 
     def turn(self, x: Heads, positions: Int[Tensor, "#batch pos"]) -> Heads:
-        """Queries or keys as they are at some positions.
-
-        Args:
-            x: Queries or keys before they are turned, as at `hook_q` and `hook_k`, after the norms of heads if the
-                model has any.
-            positions: Position of each, counted from 0.
-
-        Raises:
-            ValueError: A position is negative.
-        """
+        """Queries or keys at positions that count from 0; `x` is as at `hook_q` and `hook_k`, after norms of heads."""
         check_positions(positions)
         return x
 
     def scale_queries(self, q: Heads, positions: Int[Tensor, "#batch pos"]) -> Heads:
-        """Turned queries as they meet the keys, which is as they are at `hook_rot_q`.
-
-        Raises:
-            ValueError: A position is negative.
-        """
+        """Turned queries as they meet the keys, which is as they are at `hook_rot_q`."""
         check_positions(positions)
         factors = self.query_factors(positions.to(q.device))
         return q if factors is None else q * factors.to(q.dtype)
@@ -76,15 +89,9 @@ class Positions(ABC):
         lengths = torch.floor(positions / self.query_scale.original_max_position_embeddings)
         return (1 + self.query_scale.beta * torch.log(1 + lengths))[:, :, None, None]
 
-    def query_factors_of_pass(
-        self, n_pos: int, device: torch.device, positions: Int[Tensor, "batch pos"] | None, n_past: int
-    ) -> Float[Tensor, "#batch pos 1 1"] | None:
-        """`query_factors` of a pass; the arguments are those of `of_pass`."""
-        if self.query_scale is None:
-            return None
-        if positions is None:
-            positions = torch.arange(n_past, n_past + n_pos, device=device)[None]
-        return self.query_factors(positions)
+    def query_factors_of_pass(self, at: PassPositions) -> Float[Tensor, "#batch pos 1 1"] | None:
+        """`query_factors` of all positions of a pass."""
+        return None if self.query_scale is None else self.query_factors(at.numbers)
 
     def score_bias(self, queries: Int[Tensor, "#batch query"], keys: Int[Tensor, "#batch key"]) -> ScoreBias | None:
         """What is added to the scores of queries and keys at these positions; `None` if nothing is."""
@@ -92,24 +99,9 @@ class Positions(ABC):
         check_positions(keys)
         return None
 
-    @abstractmethod
-    def of_pass(
-        self,
-        n_pos: int,
-        device: torch.device,
-        positions: Int[Tensor, "batch pos"] | None,
-        n_past: int,
-        activation: torch.dtype,
-    ) -> tuple[Tables | None, ScoreBias | None]:
-        """What all layers of one forward pass share: the tables of the rotation, and what is added to the scores.
-
-        Args:
-            n_pos: Number of query positions.
-            device: Device of the result.
-            positions: Position of each token where there is padding; by default the `n_pos` positions from `n_past` on.
-            n_past: Number of earlier positions, whose keys come from the cache.
-            activation: Precision of the activations.
-        """
+    def of_pass(self, at: PassPositions) -> tuple[Tables | None, ScoreBias | None]:
+        """What all layers of one forward pass share: the tables of the rotation, and what is added to the scores."""
+        return None, None
 
 
 class OutsideAttention(Positions):
@@ -121,17 +113,6 @@ class OutsideAttention(Positions):
 
     def __init__(self, learned: bool) -> None:
         self.learned = learned
-
-    def of_pass(
-        self,
-        n_pos: int,
-        device: torch.device,
-        positions: Int[Tensor, "batch pos"] | None,
-        n_past: int,
-        activation: torch.dtype,
-    ) -> tuple[None, None]:
-        """Neither tables nor a bias."""
-        return None, None
 
 
 class LinearBiases(Positions):
@@ -157,17 +138,9 @@ class LinearBiases(Positions):
         check_positions(keys)
         return self._between(queries, keys)
 
-    def of_pass(
-        self,
-        n_pos: int,
-        device: torch.device,
-        positions: Int[Tensor, "batch pos"] | None,
-        n_past: int,
-        activation: torch.dtype,
-    ) -> tuple[None, ScoreBias]:
-        """No tables; the bias between the positions of the pass and those, with the cache's, that it sees."""
-        keys = torch.arange(n_past + n_pos, device=device)[None] if positions is None else positions
-        return None, self._between(keys[:, n_past:], keys)
+    def of_pass(self, at: PassPositions) -> tuple[None, ScoreBias]:
+        keys = torch.arange(at.n_past + at.n_pos, device=at.device)[None] if at.given is None else at.given
+        return None, self._between(keys[:, at.n_past :], keys)
 
     def _between(self, queries: Tensor, keys: Tensor) -> Tensor:
         distance = (queries[:, None, :, None] - keys[:, None, None, :]).abs()
@@ -181,3 +154,143 @@ def check_positions(positions: Int[Tensor, "#batch pos"]) -> None:
             f"position {int(positions.min())} is negative; positions count from 0. Where only the distance of queries "
             "and keys matters, add the same number to all of them"
         )
+
+
+class Rotary(Positions):
+    """Cosines and sines for all positions up to the longest sequence so far, stored per device.
+
+    Args:
+        d_head: Dimensions of a head that are rotated, from the first one on.
+        base: Base of the frequencies.
+        dtype: Precision to which the tables are rounded.
+        rotation: "float32", or "activation" for tables in the precision of the activations.
+        scaling: Scaling of the frequencies, if they are scaled.
+    """
+
+    # Only frequencies that are scaled have the attribute: records describe objects by their attributes.
+    scaling: RotaryScaling | YarnScaling | None = None
+
+    def __init__(
+        self,
+        d_head: int,
+        base: float,
+        dtype: torch.dtype,
+        rotation: str = "float32",
+        scaling: RotaryScaling | YarnScaling | None = None,
+    ) -> None:
+        self.d_head = d_head
+        self.base = base
+        self.dtype = dtype
+        self.rotation = rotation
+        if scaling is not None:
+            self.scaling = scaling
+        self._tables: dict[torch.device, Tables] = {}
+
+    @property
+    def frequencies(self) -> Float[Tensor, "frequency"]:
+        """Radians per position by which each pair of dimensions is rotated, in float32 on the CPU."""
+        divisors = self.base ** (torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head)
+        return 1.0 / divisors if self.scaling is None else scaled(divisors, self.scaling, self.base)
+
+    def turn(self, x: Heads, positions: Int[Tensor, "#batch pos"]) -> Heads:
+        """Queries or keys, rotated by their positions; see `Positions.turn`."""
+        check_positions(positions)
+        n_pos = int(positions.max()) + 1 if positions.numel() else 0
+        return rotate(x, self.tables(n_pos, x.device, positions.to(x.device), activation=x.dtype))
+
+    def of_pass(self, at: PassPositions) -> tuple[Tables, None]:
+        return self.tables(at.n_pos, at.device, at.given, at.n_past, at.activation), None
+
+    def tables(
+        self,
+        n_pos: int,
+        device: torch.device,
+        positions: Int[Tensor, "#batch pos"] | None = None,
+        n_past: int = 0,
+        activation: torch.dtype = torch.float32,
+    ) -> Tables:
+        """Cosine and signed sine, Float[(batch) pos 1 d_head].
+
+        They are those of `positions`, or by default of the `n_pos` positions from `n_past` on.
+        """
+        n_all, known = n_past + n_pos, self._tables.get(device)
+        if known is None or known[0].shape[0] < n_all:
+            known = self._tables[device] = self._compute(max(n_all, 2 * known[0].shape[0] if known else 0), device)
+        cos, sin = known
+        if self.rotation == "activation":
+            cos, sin = cos.to(activation), sin.to(activation)
+        if positions is None:
+            return cos[n_past : n_past + n_pos, None], sin[n_past : n_past + n_pos, None]
+        return cos[positions][:, :, None], sin[positions][:, :, None]
+
+    # Tables are reused by later calls, so they must not be inference tensors, even if this call is in inference mode.
+    @torch.inference_mode(False)
+    def _compute(self, length: int, device: torch.device) -> Tables:
+        # The angles are computed on the CPU, so that the tables do not depend on the device.
+        # Frequencies are rounded once before they are multiplied with the positions, as in the code of every family.
+        angles = torch.outer(torch.arange(length, device="cpu").float(), self.frequencies)
+        factor = 1.0 if self.scaling is None else self.scaling.table_factor
+        cos, sin = ((table * factor).to(self.dtype).float() for table in (angles.cos(), angles.sin()))
+        return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
+
+
+def scaled(
+    divisors: Float[Tensor, "frequency"], scaling: RotaryScaling | YarnScaling, base: float
+) -> Float[Tensor, "frequency"]:
+    """Frequencies after scaling, to the bit those of transformers; `divisors` are their reciprocals before it."""
+    if isinstance(scaling, YarnScaling):
+        return _by_dimension(divisors, scaling, base)
+    return _by_wavelength(1.0 / divisors, scaling)
+
+
+def _by_wavelength(frequencies: Float[Tensor, "frequency"], scaling: RotaryScaling) -> Float[Tensor, "frequency"]:
+    """`_compute_llama3_parameters`; see `RotaryScaling`."""
+    factor, low, high, length = map(float, astuple(scaling))
+    wavelengths = 2 * math.pi / frequencies
+    share = (length / wavelengths - low) / (high - low)
+    between = (1 - share) * frequencies / factor + share * frequencies
+    lowered = torch.where(wavelengths > length / low, frequencies / factor, between)
+    return torch.where(wavelengths < length / high, frequencies, lowered)
+
+
+def _by_dimension(
+    divisors: Float[Tensor, "frequency"], scaling: YarnScaling, base: float
+) -> Float[Tensor, "frequency"]:
+    """`_compute_yarn_parameters`; see `YarnScaling`.
+
+    Frequency i of n is base^(-i/n). It turns r times within the original length at i = n log(length / 2πr) / log(base),
+    which gives both ends of the ramp.
+    """
+    n_dims = 2 * len(divisors)
+
+    def dimension(turns: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return (n_dims * math.log(length / (turns * 2 * math.pi))) / (2 * math.log(base))
+
+    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, n_dims - 1)
+    width = 0.001 if first == last else last - first
+    kept = 1 - ((torch.arange(len(divisors), device="cpu").float() - first) / width).clamp(0, 1)
+    return 1.0 / (scaling.factor * divisors) * (1 - kept) + 1.0 / divisors * kept
+
+
+def tables_at(tables: Tables, rows: Int[Tensor, "batch selected"]) -> Tables:
+    """Cosine and signed sine of some rows, Float[batch selected 1 d_head]."""
+    cos, sin = tables
+    if cos.dim() == 3:
+        return cos[rows], sin[rows]
+    batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    return cos[batch, rows], sin[batch, rows]
+
+
+def rotate(x: Heads, tables: Tables) -> Heads:
+    """Rotate queries or keys by their position; dimensions beyond those of the tables stay as they are."""
+    cos, sin = tables
+    if (width := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat([rotate(x[..., :width], tables), x[..., width:]], dim=-1)
+    if x.dtype == cos.dtype:
+        return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    return (wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)

@@ -1,260 +1,135 @@
-"""The weights under TransformerLens's names and shapes. Those of one block are views: writing into them edits it."""
+"""What is done with the weights of a model: folding the norms, and replacing some for a while.
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+A norm computes n · w + b, and every projection that reads it is linear, so W (n · w + b) = (W · diag(w)) n + W b: the
+network computes the same function if w is multiplied into the projections, W b is added to their biases, the norm's
+weight becomes 1 and its bias 0 (TransformerLens's `fold_ln`). Projections without a bias get one. Tools that multiply
+the normalised stream with `W_U`, `W_in` or `W_Q` directly then use the matrices that the network applies.
+
+The norms of single heads (`attn.q_norm`, `attn.k_norm`) are not folded, because a rotation, which is not diagonal,
+follows them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-from transformer_lens import FactoredMatrix
-from transformer_lens.utilities.matrix import composition_scores
+from torch import Tensor, nn
 
-from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.model.block import Block
-from diffusion_lens.model.embed import Embed, PosEmbed, Unembed
-from diffusion_lens.model.experts import MixtureOfExperts
-from diffusion_lens.model.linear import beside
-from diffusion_lens.model.norm import Norm
-from diffusion_lens.model.positions import Positions
-from diffusion_lens.settings import Whole, pick_layer, whole_number
+from diffusion_lens.model.build import put_parameter, require_own_weights
+from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.model.layers import LayerNorm, Norm, Unembed, beside
+from diffusion_lens.model.mlp import Router
+from diffusion_lens.model.transformer import DiffusionTransformer
 
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge.composition_scores import CompositionScores
+FOLDABLE = re.compile(r"(^|\.)(ln1|ln2|ln_final)\.(weight|bias)$")
+EXACT = (torch.float32, torch.float64)
+# Other weight processing of TransformerLens, and why it is not done here.
+NOT_EXACT = {
+    "center_writing_weights": "would change the logits: RMSNorm does not subtract the mean of the residual stream",
+    "center_unembed": "would shift all logits of a row alike; subtract logits.mean(-1, keepdim=True) instead",
+    "fold_value_biases": "needs a bias of the attention's output, which these models do not all have",
+    "refactor_factored_attn_matrices": "would mix the dimensions that the rotation keeps apart",
+}
 
 
-class WeightViews(ABC):
-    """`model.W_Q` and the like are copies that stack the blocks; `model.blocks[i].attn.W_Q` is a view to edit."""
+@torch.no_grad()
+def fold_norms(model: DiffusionTransformer) -> None:
+    """Fold the norms of a model in place. Folding a folded model changes nothing.
 
-    cfg: DiffusionConfig
-    main_device: torch.device
-    embed: Embed
-    pos_embed: PosEmbed
-    positions: Positions
-    unembed: Unembed
-    blocks: Sequence[Block]
-    ln_final: Norm
+    Logits change only by rounding (3e-6 of their size in float32). If embedding and head are tied, the head becomes a
+    separate matrix, because only the head is scaled.
 
-    @property
-    def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
-        return self.embed.W_E
+    Raises:
+        ValueError: The weights have less precision than float32, so that rounding would change the logits; or the time
+            shifts and scales what the norms give; or another model has the same tensors as weights.
+    """
+    require_own_weights(model, "folding the norms")
+    if model.cfg.time_conditioning:
+        raise ValueError(
+            f"the norms of {model.cfg.model_name!r} cannot be folded: the time scales and shifts their outputs before "
+            "the projections read them, so that no matrix is right at every time. Leave out fold_ln, and multiply "
+            "with what passes the norms (model.ln_final(resid, ...), model.time.final_weight())"
+        )
+    if model.cfg.dtype not in EXACT:
+        raise ValueError(
+            f"the norms of {model.cfg.model_name!r} cannot be folded in {model.cfg.dtype}: rounding each product "
+            "again changes the logits. Load it with dtype=torch.float32, fold, and convert with "
+            "model.to(dtype) afterwards if you accept that rounding"
+        )
+    for block in model.blocks:
+        model.cfg.qkv_bias |= _fold(block.ln1, block.attn.q, block.attn.k, block.attn.v)
+        model.cfg.mlp_bias |= _fold(block.ln2, *block.mlp.readers)
+    if model.cfg.tied:
+        model.unembed.weight = nn.Parameter(
+            model.unembed.weight.clone(), requires_grad=model.unembed.weight.requires_grad
+        )
+        model.cfg.tied = False
+    model.cfg.unembed_bias |= _fold(model.ln_final, model.unembed)
+    _set_folded(model, folded=True)
 
-    @property
-    def W_pos(self) -> Float[Tensor, "pos d_model"]:
-        """The learned vector of each position; an `AttributeError` for a model without them, as in TransformerLens."""
-        return self.pos_embed.W_pos
 
-    @property
-    def W_U(self) -> Float[Tensor, "d_model d_vocab_out"]:
-        return self.unembed.W_U
+def check_folded(model: DiffusionTransformer) -> None:
+    """Correct a config that says that the norms are folded although a norm has a weight other than 1."""
+    if model.cfg.layer_norm_folding and not norms_are_one(model.state_dict()):
+        _set_folded(model, folded=False)
 
-    @property
-    def b_U(self) -> Float[Tensor, "d_vocab_out"]:
-        return self.unembed.b_U
 
-    @property
-    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
-        return self._stack(lambda block: block.attn.W_Q)
+def norms_are_one(weights: Mapping[str, Tensor]) -> bool:
+    """Whether all norms that can be folded have the weight 1 and the bias 0; names are those of our layout."""
+    return all(
+        bool((weight == (0 if name.endswith(".bias") else 1)).all())
+        for name, weight in weights.items()
+        if FOLDABLE.search(name)
+    )
 
-    @property
-    def W_K(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
-        return self._stack(lambda block: block.attn.W_K)
 
-    @property
-    def W_V(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
-        return self._stack(lambda block: block.attn.W_V)
+def _set_folded(model: DiffusionTransformer, folded: bool) -> None:
+    kind = "RMS" if model.cfg.uses_rms_norm else "LN"
+    model.cfg.normalization_type = f"{kind}Pre" if folded else kind
+    model.cfg.layer_norm_folding = folded
 
-    @property
-    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
-        return self._stack(lambda block: block.attn.W_O)
 
-    @property
-    def b_Q(self) -> Float[Tensor, "layer head d_head"]:
-        return self._stack(lambda block: block.attn.b_Q)
+def _fold(norm: Norm, *readers: nn.Linear | Router | Unembed) -> bool:
+    """Fold a norm into the projections that read it; whether there was a bias, which they now have."""
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    for reader in readers:
+        if bias is not None:
+            assert not isinstance(reader, Router), "no router follows a LayerNorm with a bias"
+            read = reader.weight @ beside(bias, reader.weight)
+            if reader.bias is None:
+                reader.bias = nn.Parameter(read, requires_grad=reader.weight.requires_grad)
+            else:
+                reader.bias.add_(read)
+        reader.weight.mul_(beside(norm.weight, reader.weight))
+    norm.weight.fill_(1.0)
+    if bias is not None:
+        bias.zero_()
+    return bias is not None
 
-    @property
-    def b_K(self) -> Float[Tensor, "layer kv_head d_head"]:
-        return self._stack(lambda block: block.attn.b_K)
 
-    @property
-    def b_V(self) -> Float[Tensor, "layer kv_head d_head"]:
-        return self._stack(lambda block: block.attn.b_V)
-
-    @property
-    def b_O(self) -> Float[Tensor, "layer d_model"]:
-        return self._stack(lambda block: block.attn.b_O)
-
-    @property
-    def W_in(self) -> Float[Tensor, "layer d_model d_mlp"]:
-        return self._stack_mlps("W_in")
-
-    @property
-    def W_gate(self) -> Float[Tensor, "layer d_model d_mlp"]:
-        return self._stack_mlps("W_gate")
-
-    @property
-    def W_out(self) -> Float[Tensor, "layer d_mlp d_model"]:
-        return self._stack_mlps("W_out")
-
-    @property
-    def b_gate(self) -> Float[Tensor, "layer d_mlp"]:
-        return self._stack_mlps("b_gate")
-
-    @property
-    def b_in(self) -> Float[Tensor, "layer d_mlp"]:
-        return self._stack_mlps("b_in")
-
-    @property
-    def b_out(self) -> Float[Tensor, "layer d_model"]:
-        return self._stack_mlps("b_out")
-
-    def tl_parameters(self) -> dict[str, Tensor]:
-        """The matrices and norm weights under TransformerLens's names, for its `SVDInterpreter`.
-
-        Key and value heads are repeated for each query head, because tools index them by query head. `W_in` reads the
-        stream after the product with `ln2.w`, which is 1 in a model with folded norms. Those of an expert are named
-        "mlp.experts.3.W_in" and so on.
-        """
-        named = {"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "ln_final.w": self.ln_final.w}
-        if self.positions.learned:
-            named["pos_embed.W_pos"] = self.W_pos
-        queries_per_key = self.cfg.n_heads // (self.cfg.n_key_value_heads or self.cfg.n_heads)
-        for i, block in enumerate(self.blocks):
-            attn, mlp = block.attn, block.mlp
-            weights = {
-                "ln1.w": block.ln1.w,
-                "attn.W_Q": attn.W_Q,
-                "attn.W_K": attn.W_K.repeat_interleave(queries_per_key, dim=0),
-                "attn.W_V": attn.W_V.repeat_interleave(queries_per_key, dim=0),
-                "attn.W_O": attn.W_O,
-                "ln2.w": block.ln2.w,
-                **{f"mlp.{name}": weight for name, weight in mlp.tl_parameters().items()},
-            }
-            named |= {f"blocks.{i}.{name}": weight for name, weight in weights.items()}
-        return named
-
-    def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The items of `tl_parameters`."""
-        yield from self.tl_parameters().items()
-
-    def blocks_with(self, submodule: str) -> list[tuple[int, Block]]:
-        """Index and block of each block that has a submodule of this name: here all blocks or none."""
-        return [(i, block) for i, block in enumerate(self.blocks) if submodule in block._modules]
-
-    @property
-    def all_head_labels(self) -> list[str]:
-        """The names of all query heads, in order: "L0H0", "L0H1" and so on."""
-        return [f"L{layer}H{head}" for layer in range(self.cfg.n_layers) for head in range(self.cfg.n_heads)]
-
-    def all_composition_scores(self, mode: str) -> "CompositionScores":
-        """How much each head reads of what each head of an earlier layer writes, by weights alone.
-
-        ‖W_OV W_QK‖ / (‖W_OV‖ ‖W_QK‖) in Frobenius norms (Elhage et al. 2021, A Mathematical Framework for Transformer
-        Circuits), as in TransformerLens. The weights of the norms count only in a model with folded norms. In a network
-        that is told the time, what the time multiplies counts too: what a head reads by the scale of its norm, and what
-        it writes by the gate, at the time of `model.at_time(t)`.
-
-        Args:
-            mode: What the later head composes: "Q", "K" or "V".
-
-        Returns:
-            `scores` Float[layer head layer head], earlier head first, 0 unless its layer is earlier.
-        """
-        # It imports all of TransformerLens's bridges, which would take a third of the time of importing this library.
-        from transformer_lens.model_bridge.composition_scores import CompositionScores
-
-        layers = list(range(self.cfg.n_layers))
-        scales, gates = (torch.stack(x)[:, None] for x in zip(*map(self.attention_factors_at, layers), strict=True))
-        W_Q, W_K, W_V = (scales[..., None] * self._for_each_head(weights) for weights in (self.W_Q, self.W_K, self.W_V))
-        QK, OV = FactoredMatrix(W_Q, W_K.transpose(-2, -1)), FactoredMatrix(W_V, self.W_O * gates[..., None, :])
-        later = {"Q": QK, "K": QK.T, "V": OV}
-        if mode not in later:
-            raise ValueError(f"mode={mode!r}; it must be 'Q', 'K' or 'V'")
-        scores = composition_scores(OV, later[mode], broadcast_dims=True)
-        index = torch.tensor(layers, device=scores.device)
-        earlier = index[:, None, None, None] < index[None, None, :, None]
-        return CompositionScores(scores * earlier, layers, self.all_head_labels)
-
-    @property
-    def QK(self) -> FactoredMatrix:
-        """The query-key circuit of each head; grouped keys are repeated for their query heads."""
-        return FactoredMatrix(self.W_Q, self._for_each_head(self.W_K).transpose(-2, -1))
-
-    @property
-    def OV(self) -> FactoredMatrix:
-        """The output-value circuit of each head; grouped values are repeated for their query heads."""
-        return FactoredMatrix(self._for_each_head(self.W_V), self.W_O)
-
-    def accumulated_bias(
-        self, layer: Whole, mlp_input: bool = False, include_mlp_biases: bool = True
-    ) -> Float[Tensor, "d_model"]:
-        """Sum of the biases added to the residual stream before `layer`, after the gates of a network that is told the
-        time.
-
-        Args:
-            layer: Index of the block, negative from the end; `n_layers` for the stream after the last block.
-            mlp_input: Whether the bias of the attention of `layer` is included.
-            include_mlp_biases: Whether biases of MLPs are included.
-        """
-        after_all = not mlp_input and whole_number("layer", layer) == self.cfg.n_layers
-        layer = self.cfg.n_layers if after_all else pick_layer(layer, self.cfg.n_layers)
-        total = self.W_E.new_zeros(self.cfg.d_model, device=self.main_device)
-        for i in range(layer):
-            of_attention, of_mlp = self.gates_at(i)
-            total = total + beside(self.blocks[i].attn.b_O, total) * of_attention
-            if include_mlp_biases:
-                total = total + beside(self.blocks[i].mlp.b_out, total) * of_mlp
-        if not mlp_input:
-            return total
-        return total + beside(self.blocks[layer].attn.b_O, total) * self.gates_at(layer)[0]
-
-    def tokens_to_residual_directions(self, tokens: str | int | Int[Tensor, "*rest"]) -> Float[Tensor, "... d_model"]:
-        """The directions whose product with the normalised stream (before ln_final's weight) are the tokens' logits.
-
-        They include the weight of ln_final, as TransformerLens's attribution tools assume, and in a network that is
-        told the time the scale of ln_final at that of `model.at_time(t)`. The biases of ln_final and of the head add a
-        constant to each logit.
-
-        Args:
-            tokens: Token ids, or the text of a single token; a single id gives [d_model].
-        """
-        if isinstance(tokens, str):
-            tokens = self.to_single_token(tokens)
-        ids = torch.as_tensor(tokens, device=self.W_U.device)
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.cfg.d_vocab_out):
-            raise ValueError(f"the head has columns for tokens 0 to {self.cfg.d_vocab_out - 1}; got {tokens}")
-        if ids.numel() == 1:
-            ids = ids.reshape(())
-        return self.W_U.T[ids] * self.final_weight()
-
-    @abstractmethod
-    def final_weight(self) -> Float[Tensor, "d_model"]:
-        """The weight of the last norm as the network applies it."""
-
-    @abstractmethod
-    def gates_at(self, layer: int) -> tuple[Float[Tensor, "d_model"], Float[Tensor, "d_model"]]:
-        """By what the outputs of a block's attention and MLP are multiplied."""
-
-    @abstractmethod
-    def attention_factors_at(self, layer: int) -> tuple[Float[Tensor, "d_model"], Float[Tensor, "d_model"]]:
-        """By what a block's time multiplies what its attention reads and what it writes."""
-
-    @abstractmethod
-    def to_single_token(self, string: str) -> int:
-        """The id of a string that is exactly one token."""
-
-    def _stack(self, weight: Callable[[Block], Tensor]) -> Tensor:
-        # Blocks may be on several devices.
-        return torch.stack([weight(block).to(self.main_device) for block in self.blocks])
-
-    def _stack_mlps(self, name: str) -> Tensor:
-        with_experts = [i for i, block in enumerate(self.blocks) if isinstance(block.mlp, MixtureOfExperts)]
-        if with_experts:
-            raise ValueError(
-                f"model.{name} stacks one MLP of each block, and the blocks {with_experts} have experts: use "
-                f"model.blocks[{with_experts[0]}].mlp.experts[0].{name}, and likewise for other blocks and experts"
-            )
-        return self._stack(lambda block: getattr(block.mlp, name))
-
-    def _for_each_head(self, weights: Tensor) -> Tensor:
-        return weights.repeat_interleave(self.cfg.n_heads // weights.shape[1], dim=1)
+@contextmanager
+def lent_weights(
+    model: DiffusionTransformer, cfg: DiffusionConfig, tensors: Mapping[str, Tensor]
+) -> Iterator[DiffusionTransformer]:
+    """Use `model` with another config and with some weights replaced; afterwards both are restored."""
+    before = model.cfg
+    parameters = {name: model.get_parameter(name) for name in tensors}
+    # Finding the norms takes long, and the epsilon is seldom another.
+    norms = [] if cfg.eps == model.cfg.eps else [norm for norm in model.modules() if isinstance(norm, Norm)]
+    epsilons = {norm: norm.eps for norm in norms}
+    try:
+        model._configure(cfg)
+        for norm in epsilons:
+            norm.eps = cfg.eps
+        for name, tensor in tensors.items():
+            put_parameter(model, name, nn.Parameter(tensor, requires_grad=torch.is_floating_point(tensor)))
+        model._tie()
+        yield model
+    finally:
+        model._configure(before)
+        for norm, eps in epsilons.items():
+            norm.eps = eps
+        for name, parameter in parameters.items():
+            put_parameter(model, name, parameter)
+        model._tie()

@@ -5,7 +5,6 @@ module `explorer.js` shows them. `trajectory.explore(path)` writes such a page; 
 plain data.
 """
 
-from diffusion_lens.pages.page import Page, PageRun, write_page
-from diffusion_lens.pages.slider import step_slider
+from diffusion_lens.pages.page import Page, PageRun, step_slider, write_page
 
 __all__ = ["Page", "PageRun", "step_slider", "write_page"]

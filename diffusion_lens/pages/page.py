@@ -11,7 +11,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from diffusion_lens.pages.views import View
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.pages.views import TraceGrids, View, Words, trace_view
 from weight_conversion import renamed_when_whole
 
 FORMAT = 1
@@ -21,6 +24,8 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
+_BLANKS = ("", "[MASK]")
+_MISSING = "This page contains a causal trace only. trajectory.explore(path, trace=...) writes one with all views."
 NO_VIEWS: dict[str, Any] = {"alternatives": None, "lens": None, "attention": None, "traces": [], "answer": None}
 
 
@@ -109,6 +114,66 @@ def write_page(page: Page, path: str | Path, max_bytes: int | None = None) -> Pa
     with renamed_when_whole(target) as part:
         part.write_text(text, encoding="utf-8", newline="\n")
     return target
+
+
+def step_slider(
+    scores: Float[Tensor, "step pos layer"],
+    *,
+    str_canvases: Sequence[Sequence[str]],
+    subject: tuple[int, int],
+    steps: Sequence[int],
+    layers: Sequence[int],
+    positions: Sequence[int],
+    kind: str,
+    answer: Sequence[str],
+    clean: Float[Tensor, "step"],
+    corrupted: Float[Tensor, "step"],
+    title: str,
+) -> Page:
+    """A heat map of each denoising step, with a slider over the steps and one colour scale for all.
+
+    The scale goes from the lowest corrupted run to the highest score. Positions that the canvas does not contain yet
+    (NaN) are grey.
+
+    Args:
+        str_canvases: Text of every position of the canvas, for each step; "" and "[MASK]" are masked.
+        subject: First position of the subject, and one past its last.
+        steps: Number of each step.
+        layers: Layer of each column.
+        positions: Position of each row.
+        kind: Kind of state that was restored, "resid", "mlp" or "attn"; it selects the hue.
+        answer: Text of each answer token.
+        clean, corrupted: p(answer) in the clean and in the corrupted run.
+    """
+    texts = list(dict.fromkeys(word for canvas in str_canvases for word in canvas if word not in _BLANKS))
+    words, by_id = Words(), dict(enumerate(texts))
+    ids = {text: token for token, text in by_id.items()}
+    canvases = [[words.index(ids.get(word, -1), by_id) for word in canvas] for canvas in str_canvases]
+    where, runs = (subject, positions, layers, steps), (clean.tolist(), corrupted.tolist())
+    grids = TraceGrids(kind, kind, *where, "".join(answer), scores, *runs)
+    n_pos = len(canvases[0])
+    entry = {
+        "id": "trace",
+        "model": 0,
+        "label": title,
+        "prompt": "",
+        "text": "",
+        "spec": None,
+        "base": None,
+        "words": words.texts,
+        "n_steps": len(steps),
+        "first_step": steps[0],
+        "steps": list(steps),
+        "times": None,
+        "canvases": canvases,
+        "given": [False] * n_pos,
+        "real": [True] * n_pos,
+        "revealed_at": None,
+        "confidence": None,
+        "missing": dict.fromkeys(("alternatives", "lens", "attention"), _MISSING),
+        "python": {},
+    }
+    return Page(title, [], [PageRun.of(entry, [trace_view(grids)])])
 
 
 def html_path(path: str | Path) -> Path:

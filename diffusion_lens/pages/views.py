@@ -1,4 +1,4 @@
-"""The views of a run: an entry of the manifest that lists what there is, and a chunk for each step.
+"""The numbers of an explorer page: an entry of the manifest for each view of a run, and a chunk for each step of it.
 
     alternatives/{step}       positions [n], top_tokens [n k], top_probabilities [n k]
     lens/{step}               top_tokens [layer pos k], top_probabilities [layer pos k], entropy [layer pos],
@@ -7,72 +7,125 @@
     trace/{name}/{step}       scores [pos layer]; header: clean, corrupted, highest
 
 Tokens are indices into the words of the run. A chunk with further words lists them in its header as `words`; they
-follow those of the run.
+follow those of the run. A chunk is binary:
+
+    uint32 n, little endian; n bytes of UTF-8 JSON, the header; zeros up to a multiple of 8; then the arrays, one after
+    the other, each followed by zeros up to a multiple of 8
+
+The header lists the arrays, {"arrays": [{"name", "dtype": "u1" | "u2" | "i4" | "f4", "shape", "scale"}, ...], ...}.
+With a scale, a value is the stored integer times the scale, and the largest integer stands for NaN. Probabilities are
+stored as u2 with the scale 1/65534, which is exact to 0.8e-5.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from diffusion_lens.pages.chunks import Stored, pack
-from diffusion_lens.pages.words import Words
+_ALIGNED = 8
+_DTYPES: dict[str, Any] = {"u1": np.uint8, "u2": np.uint16, "i4": np.int32, "f4": np.float32}
+_ABSENT = {"u1": 2**8 - 1, "u2": 2**16 - 1}  # stored for NaN, and for no token
 
 
-@runtime_checkable
-class Lens(Protocol):
-    """What the view of a logit lens reads; `LogitLens` has these attributes."""
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """An array as a chunk stores it: dtype "u1", "u2", "i4" or "f4", and the factor of stored integers, if any."""
+
+    dtype: str
+    values: NDArray[Any]
+    scale: float | None = None
+
+    @classmethod
+    def integers(cls, x: Any) -> "Stored":
+        """Integers, such as positions and ranks, in 32 bits."""
+        return cls("i4", _as_array(x).astype(np.int32))
+
+    @classmethod
+    def numbers(cls, x: Any) -> "Stored":
+        """Numbers in float32; NaN stays NaN."""
+        return cls("f4", _as_array(x).astype(np.float32))
+
+    @classmethod
+    def shares(cls, x: Any, dtype: str = "u2") -> "Stored":
+        """Numbers between 0 and 1, or NaN, as integers of 8 ("u1") or 16 bits ("u2"); others are a `ValueError`."""
+        given = _as_array(x).astype(np.float64)
+        absent = _ABSENT[dtype]
+        known = given[~np.isnan(given)]
+        if known.size and (known.min() < 0 or known.max() > 1 + 1e-4):
+            raise ValueError(f"shares are between 0 and 1, and these are between {known.min():g} and {known.max():g}")
+        stored = np.where(np.isnan(given), absent, np.rint(np.nan_to_num(given.clip(max=1)) * (absent - 1)))
+        return cls(dtype, stored.astype(_DTYPES[dtype]), 1 / (absent - 1))
+
+
+def pack(arrays: Mapping[str, Stored], **extra: Any) -> bytes:
+    """The bytes of a chunk; `extra` are further entries of its header."""
+    described = []
+    for name, stored in arrays.items():
+        entry: dict[str, Any] = {"name": name, "dtype": stored.dtype, "shape": list(stored.values.shape)}
+        described.append(entry if stored.scale is None else {**entry, "scale": stored.scale})
+    header = json.dumps({"arrays": described, **extra}, allow_nan=False, ensure_ascii=False).encode()
+    parts = [len(header).to_bytes(4, "little") + header]
+    parts += [np.ascontiguousarray(x.values, dtype=_DTYPES[x.dtype]).tobytes() for x in arrays.values()]
+    return b"".join(part + bytes(-len(part) % _ALIGNED) for part in parts)
+
+
+def _as_array(x: Any) -> NDArray[Any]:
+    return x.detach().float().cpu().numpy() if isinstance(x, Tensor) and x.is_floating_point() else np.asarray(x)
+
+
+class Words:
+    """Texts of token ids in the order in which they were first asked for.
+
+    Ids below 0 are no tokens; their index is -1. Two ids with the same text are two words.
+
+    With `known`, words that the reader has already, those of this object count on from them, and `texts` are the
+    further ones only.
+    """
+
+    def __init__(self, known: "Words | None" = None) -> None:
+        self._index: dict[int, int] = {} if known is None else dict(known._index)
+        self._first = len(self._index)
+        self._is_further = known is not None
+        self.texts: list[str] = []
 
     @property
-    def top_tokens(self) -> Tensor: ...
+    def header(self) -> dict[str, list[str]]:
+        """The entry of a chunk's header with the further words; none if the manifest lists the words."""
+        return {"words": self.texts} if self._is_further and self.texts else {}
 
-    @property
-    def top_probabilities(self) -> Tensor: ...
+    def index(self, token: int, texts: Mapping[int, str]) -> int:
+        """The index of one token."""
+        if token < 0:
+            return -1
+        if token not in self._index:
+            self._index[token] = self._first + len(self.texts)
+            self.texts.append(texts[token])
+        return self._index[token]
 
-    @property
-    def entropy(self) -> Tensor: ...
+    def indices(self, tokens: Tensor | Iterable[Any], texts: Mapping[int, str]) -> NDArray[np.int32]:
+        """The indices of an array of tokens, in its shape."""
+        ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
+        different, inverse = np.unique(ids, return_inverse=True)
+        table = np.array([self.index(int(token), texts) for token in different], dtype=np.int32)
+        indices: NDArray[np.int32] = table[inverse.reshape(ids.shape)] if ids.size else ids.astype(np.int32)
+        return indices
 
-    @property
-    def target_ranks(self) -> Tensor: ...
-
-    @property
-    def target_probabilities(self) -> Tensor: ...
-
-    @property
-    def targets(self) -> Tensor: ...
-
-    @property
-    def tokens(self) -> Tensor: ...
-
-    @property
-    def positions(self) -> list[int]: ...
-
-    @property
-    def layers(self) -> list[int]: ...
-
-    @property
-    def labels(self) -> list[str]: ...
-
-    @property
-    def steps(self) -> list[int] | None: ...
-
-    @property
-    def words(self) -> dict[int, str]: ...
-
-    @property
-    def record(self) -> dict[str, Any]: ...
+    def stored(self, tokens: Tensor, texts: Mapping[int, str]) -> Stored:
+        """The indices as a chunk stores them: u2 with 65535 for none, or i4 with -1 where there are too many words."""
+        indices = self.indices(tokens, texts)
+        if self._first + len(self.texts) >= _ABSENT["u2"]:
+            return Stored("i4", indices)
+        return Stored("u2", np.where(indices < 0, _ABSENT["u2"], indices).astype(np.uint16))
 
 
 @dataclass(frozen=True)
 class View:
-    """One view of a run.
-
-    Attributes:
-        entry: Entry of the manifest.
-        chunks: Bytes of each chunk, by name.
-    """
+    """One view of a run: its entry of the manifest, and the bytes of each chunk by name."""
 
     entry: dict[str, Any]
     chunks: dict[str, bytes] = field(default_factory=dict, repr=False)
@@ -104,19 +157,26 @@ class TraceGrids:
     clean: Sequence[float]
     corrupted: Sequence[float]
 
+    @classmethod
+    def of(cls, trace: Any, name: str, answer: str) -> "TraceGrids":
+        """The grids of a `TrajectoryTrace`, under a name."""
+        runs = trace.clean.tolist(), trace.corrupted.tolist()
+        where = trace.subject, trace.positions, trace.layers, trace.steps
+        return cls(name, trace.record["kind"], *where, answer, trace.scores, *runs)
+
     @property
     def highest(self) -> float:
         """The highest score of all steps, at which the colour scale ends."""
         return float(self.scores.nan_to_num().max())
 
 
-def steps_of(lens: Lens) -> list[int]:
+def steps_of(lens: Any) -> list[int]:
     """The steps that a lens of a trajectory read."""
     return [lens.record["step"]] if lens.steps is None else lens.steps
 
 
-def lens_entry(lens: Lens, row: int, words: Words) -> dict[str, Any]:
-    """The manifest's entry of a lens; `targets` are the words whose rank and probability are shown."""
+def lens_entry(lens: Any, row: int, words: Words) -> dict[str, Any]:
+    """The manifest's entry of a `LogitLens`; `targets` are the words whose rank and probability are shown."""
     return {
         "labels": lens.labels,
         "layers": lens.layers,
@@ -128,13 +188,8 @@ def lens_entry(lens: Lens, row: int, words: Words) -> dict[str, Any]:
     }
 
 
-def lens_chunk(lens: Lens, index: int, row: int, words: Words) -> bytes:
-    """The readings of one step of a lens.
-
-    Args:
-        index: Index of the step among those of the lens.
-        row: Row of the batch.
-    """
+def lens_chunk(lens: Any, index: int, row: int, words: Words) -> bytes:
+    """The readings of one step of a `LogitLens`, by its index among those of the lens."""
 
     def table(x: Tensor) -> Tensor:
         return x[:, row] if lens.steps is None else x[index, :, row]
@@ -149,18 +204,14 @@ def lens_chunk(lens: Lens, index: int, row: int, words: Words) -> bytes:
     return pack(arrays, **words.header)
 
 
-def lens_view(lens: Lens, row: int, words: Words) -> View:
+def lens_view(lens: Any, row: int, words: Words) -> View:
     """All steps of a lens."""
     chunks = {f"lens/{step}": lens_chunk(lens, i, row, words) for i, step in enumerate(steps_of(lens))}
     return View(lens_entry(lens, row, words), chunks)
 
 
-def alternatives_of_lens(lens: Lens, row: int, blank: int) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
-    """What the last layer predicts at the masked positions: step, positions, top tokens and probabilities [n k].
-
-    Raises:
-        ValueError: The lens did not read the state after the last block.
-    """
+def alternatives_of_lens(lens: Any, row: int, blank: int) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
+    """What the last layer predicts at the masked positions: step, positions, top tokens and probabilities [n k]."""
     layer = lens.labels.index("final_post")
     for i, step in enumerate(steps_of(lens)):
         of_step = (lens.tokens, lens.top_tokens, lens.top_probabilities)

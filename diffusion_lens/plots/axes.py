@@ -1,10 +1,20 @@
-"""Building blocks of all figures: colours, figures with several panels, and token labels for an axis."""
+"""Building blocks of all figures: new figures, their display in notebooks, colours, and token labels for an axis.
 
-from collections.abc import Sequence
-from typing import Any
+A script gets axes and saves their figure, so pyplot does not track figures. In a Jupyter kernel, `CELL` keeps the
+figures of the running cell, and shows each once, at the cell's end, in the order of drawing. Axes that are the value of
+a cell, or are given to `display` or to `ipywidgets.interact`, show their figure in place of the text `<Axes: ...>`.
+"""
 
-from diffusion_lens.plots.notebook import CELL, Figure, PanelAxes
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
+from typing import Any, TypeAlias
 
+Figure: TypeAlias = Any  # A matplotlib figure. Matplotlib is imported on first use.
+DPI = 120  # dots per inch of a figure in a notebook
+CSS_INCH = 96  # pixels of a browser per inch, so that 8 points look like 8 points
 # One hue per kind of restored state, as in ROME's figures.
 HUES = {"resid": "Purples", "mlp": "Greens", "attn": "Reds"}
 RESTORED = {
@@ -13,6 +23,10 @@ RESTORED = {
     "attn": "centre of the layers (attention outputs restored)",
 }
 ABSENT = "#ededed"  # Colour of cells without a value. White would read as a low probability.
+
+
+class PanelAxes(list[Any]):
+    """The axes of a figure in reading order. A list of its own type can show its figure in a notebook."""
 
 
 def panels(
@@ -79,3 +93,99 @@ def ink_on(colour: Sequence[float]) -> str:
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3]]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "black" if (luminance + 0.05) ** 2 >= 1.05 * 0.05 else "white"
+
+
+def png_of(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    target = BytesIO()
+    figure.savefig(target, format="png", dpi=DPI)
+    return target.getvalue()
+
+
+def css_size(figure: Figure) -> tuple[int, int]:
+    """Width and height of the figure in a browser, in pixels."""
+    width, height = figure.get_size_inches()
+    return round(width * CSS_INCH), round(height * CSS_INCH)
+
+
+def figure_of(drawn: Any) -> Figure:
+    """The figure of what `plot` returns: axes, or a list of axes."""
+    first = drawn[0] if isinstance(drawn, Sequence) else drawn
+    return first.get_figure()
+
+
+class CellFigures:
+    """The figures that a cell has drawn and not shown yet. Outside a Jupyter kernel no figure is kept."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Figure] = []
+        self._shell: Any = None
+
+    def add(self, figure: Figure, axes: PanelAxes) -> None:
+        """Show a new figure at the end of the cell, and let itself and its axes show it wherever they are displayed."""
+        shell = _kernel_shell()
+        if shell is None:
+            return
+        if shell is not self._shell:
+            shell.events.register("post_execute", self.show)
+            self._shell = shell
+        self._waiting.append(figure)
+        for shown in (figure, axes, *axes):
+            shown._ipython_display_ = partial(self._show_now, figure)
+
+    def leave_to_the_user(self, ax: Any) -> None:
+        """Print no text for axes that the user has made: their figure shows what was drawn on them."""
+        if _kernel_shell() is not None and "_ipython_display_" not in vars(ax):
+            ax._ipython_display_ = _nothing
+
+    def show(self) -> None:
+        """Show the figures of the cell that were not shown yet, also those after one that cannot be drawn."""
+        waiting, self._waiting = self._waiting, []
+        failures = []
+        for figure in waiting:
+            try:
+                _display(figure)
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    @contextmanager
+    def unshown(self) -> Iterator[None]:
+        """Do not show the figures that are drawn inside."""
+        n_waiting = len(self._waiting)
+        try:
+            yield
+        finally:
+            del self._waiting[n_waiting:]
+
+    def __reduce__(self) -> str:
+        return "CELL"  # so that figures can be pickled and copied, although they refer to the shell by this object
+
+    def _show_now(self, figure: Figure) -> None:
+        if any(each is figure for each in self._waiting):
+            self.show()  # all of them, so that they stay in order
+        else:
+            _display(figure)
+
+
+CELL = CellFigures()
+
+
+def _display(figure: Figure) -> None:
+    from IPython.display import display
+
+    width, height = css_size(figure)
+    data = {"image/png": png_of(figure), "text/plain": repr(figure)}
+    display(data, raw=True, metadata={"image/png": {"width": width, "height": height}})
+
+
+def _kernel_shell() -> Any:
+    """The shell of the Jupyter kernel that runs this code, or `None`; a terminal's IPython is no kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return None if getattr(shell, "kernel", None) is None else shell
+
+
+def _nothing() -> None:
+    pass

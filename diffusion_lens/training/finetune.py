@@ -1,21 +1,49 @@
-"""Fine-tuning on prompts and completions. It reads texts and writes a checkpoint in the family's own format."""
+"""Fine-tuning on prompts and completions. It reads texts and writes a checkpoint in the family's own format.
 
+Rows are laid out as in ML-GSAI/SMDM `sft/reverse_data.py`. Prompt and completion form one text. BOS precedes it if the
+tokenizer prepends one, the end token follows it, and more end tokens fill the row.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from diffusion_lens.data.fact_files import JsonLineError, read_json_lines
+from diffusion_lens.facts.fact import Fact
 from diffusion_lens.loading import save_tokenizer, write_trained_length
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.training.completions import Data, encode_completions, read_completions
-from diffusion_lens.training.devices import accelerated
-from diffusion_lens.training.recipes import TrainingConfig
-from diffusion_lens.training.run_folder import RunFolder, describe_run
-from diffusion_lens.training.trainer import Evaluate, TrainingRecord, train
+from diffusion_lens.training.trainer import (
+    Evaluate,
+    RunFolder,
+    TrainingConfig,
+    TrainingRecord,
+    TrainingRows,
+    accelerated,
+    describe_run,
+    train,
+)
 from weight_conversion import CHECKPOINT_SUFFIXES, export, open_checkpoint
 
 WEIGHTS = "model.safetensors"
 # The training has its own subfolder, because `from_pretrained` needs a folder with one .safetensors file only.
 RUN, RECORD = "training", "record.safetensors"
+SHAPE = (
+    "Training data are read from .jsonl files with one object per line, such as "
+    '{"prompt": "The Eiffel Tower is in", "completion": " Paris"}'
+)
+Data = str | Path | Sequence[Fact] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A training text in two parts, and its source for error messages."""
+
+    prompt: str
+    completion: str
+    name: str
 
 
 def finetune(
@@ -39,8 +67,7 @@ def finetune(
     an interrupted training, and only reads a complete one.
 
     Each variant is trained by its own loss: a masked diffusion model with noise on prompt and completion, the AR
-    baseline on the next token. Rows are laid out as in SMDM's fine-tuning (see `training.completions`);
-    `smdm_reverse` is its recipe.
+    baseline on the next token. Rows are laid out as in SMDM's fine-tuning, whose recipe is `smdm_reverse`.
 
     Args:
         model: Model to train.
@@ -87,6 +114,58 @@ def finetune(
     return record
 
 
+def read_completions(data: Data) -> list[Completion]:
+    """Read completions from facts, from mappings with "prompt" and "completion", or from a `.jsonl` file of such rows.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: There are no rows, or a row lacks one of the two texts.
+    """
+    if isinstance(data, str | Path):
+        rows: list[tuple[str, object]] = list(_lines(Path(data).expanduser()))
+    else:
+        rows = [(f"row {i}", row) for i, row in enumerate(data)]
+    if not rows:
+        raise ValueError("there is nothing to train on: the data have no rows")
+    return [_completion(name, row) for name, row in rows]
+
+
+def encode_completions(
+    model: DiffusionTransformer,
+    completions: Sequence[Completion],
+    *,
+    answer_only: bool = False,
+    prepend_bos: bool | None = None,
+) -> TrainingRows:
+    """Tokenize texts into training rows.
+
+    Args:
+        model: Model whose tokenizer is used.
+        completions: Texts, one per row.
+        answer_only: Whether only completions count in the loss and only they are masked, as in ML-GSAI/SMDM
+            `sft/finetune_mdm.py` and `sft/finetune_ar.py` (on other data).
+        prepend_bos: As in `to_tokens`.
+
+    Raises:
+        ValueError: The tokenizer has no end token, a text does not fit into the context with its end token, or the
+            tokenizer merges a completion into its prompt (with `answer_only`). The message names the row.
+    """
+    end = getattr(model.tokenizer, "eos_token_id", None)
+    if end is None:
+        raise ValueError(f"{model.cfg.model_name!r} has no tokenizer with an end token, which every row needs")
+    tokens, real = model.tokenize([text.prompt + text.completion for text in completions], prepend_bos)
+    tokens, lengths = tokens.cpu(), real.sum(dim=1).cpu()
+    if int(lengths.max()) >= model.cfg.n_ctx:
+        i = int(lengths.argmax())
+        raise ValueError(
+            f"{completions[i].name} has {int(lengths[i])} tokens without its end token, and the context of "
+            f"{model.cfg.model_name!r} has n_ctx={model.cfg.n_ctx}: {_short(completions[i])}"
+        )
+    rows = torch.full((len(tokens), tokens.shape[1] + 1), int(end))
+    rows[:, :-1] = torch.where(real.cpu(), tokens, int(end))
+    return TrainingRows(rows, lengths + 1, _answers(model, completions, rows, prepend_bos) if answer_only else None)
+
+
 def load_weights(model: DiffusionTransformer, path: Path) -> None:
     """Copy the weights of a checkpoint into a model of the same architecture."""
     weights = dict(model.named_parameters())
@@ -103,3 +182,40 @@ def require_own_folder(target: Path) -> None:
         raise ValueError(
             f"{target} contains {', '.join(checkpoints)}, which no training here wrote; pass another folder as out="
         )
+
+
+def _answers(
+    model: DiffusionTransformer, completions: Sequence[Completion], rows: torch.Tensor, prepend_bos: bool | None
+) -> torch.Tensor:
+    prompts = [model.encode(text.prompt, prepend_bos) for text in completions]
+    for text, prompt, row in zip(completions, prompts, rows, strict=True):
+        if row[: len(prompt)].tolist() != prompt:
+            raise ValueError(
+                f"{text.name}: the tokenizer merges the completion into its prompt, so answer_only cannot determine "
+                f"where it begins; begin the completion with a space: {_short(text)}"
+            )
+    return torch.tensor([len(prompt) for prompt in prompts])
+
+
+def _lines(path: Path) -> Iterator[tuple[str, object]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file of training data at {path}")
+    try:
+        for number, row in read_json_lines(path):
+            yield f"{path.name}, line {number}", row
+    except JsonLineError as error:
+        raise ValueError(f"{path}, line {error.line}, {error.reason}. {SHAPE}") from None
+
+
+def _completion(name: str, row: object) -> Completion:
+    if isinstance(row, Fact):
+        return Completion(row.prompt, row.answer, f"fact {row.id!r}" if row.id else name)
+    if not isinstance(row, Mapping) or not all(isinstance(row.get(key), str) for key in ("prompt", "completion")):
+        raise ValueError(f'{name} is {row!r:.120}; it should be a Fact, or have the texts "prompt" and "completion"')
+    if not (row["prompt"] + row["completion"]).strip():
+        raise ValueError(f"{name} is empty")
+    return Completion(row["prompt"], row["completion"], name)
+
+
+def _short(text: Completion) -> str:
+    return f"{text.prompt + text.completion!r:.80}"

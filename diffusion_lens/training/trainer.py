@@ -8,33 +8,160 @@ run was interrupted. The trainer does not touch the global random state.
 
 A run that diverges stops. A loss, gradient or weight that is not finite raises a `FloatingPointError` before that step
 is saved, so the checkpoint on disk is the last good one.
+
+In the folder of a training, `run.json` identifies it by its recipe, the hash of its data and the hash of its initial
+weights. Until the training is complete, `checkpoint.safetensors` contains everything that the next step depends on: the
+weights, AdamW's moments, the state of the random generator, the remaining rows of this pass and the losses so far. The
+file is replaced atomically, so a training can be resumed after any interruption. (The learning rate is a function of
+the step and needs no state.)
+
+Several devices work through Hugging Face accelerate: `accelerate launch script.py` starts the same script in several
+processes. Each process holds the whole model and works on its rows of a batch; gradients are averaged (data
+parallelism). On CPUs use `torchrun --nproc-per-node 2 script.py`, because `accelerate launch --cpu` starts only one
+process unless MPI is installed. Without a launcher there is one process, and the model stays on its device.
 """
 
+import hashlib
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from diffusion_lens.display import Result, Table
-from diffusion_lens.loss_batch import LossBatch
-from diffusion_lens.losses import Objective
+from diffusion_lens.model.loss import LossBatch, Objective, masked_batch, next_token_batch
+from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import as_dataclass, load_result, provenance, save_result
-from diffusion_lens.training.batches import RowOrder, RowSource, TrainingRows
-from diffusion_lens.training.devices import Accelerator, accelerated, plain_forward
-from diffusion_lens.training.evaluation_steps import evaluation_steps
-from diffusion_lens.training.recipes import TrainingConfig
-from diffusion_lens.training.run_folder import RunFolder, RunState, describe_run
+from diffusion_lens.records.results import (
+    Result,
+    Table,
+    as_dataclass,
+    load_result,
+    open_result,
+    provenance,
+    read_run,
+    require_same_run,
+    save_result,
+)
+from diffusion_lens.settings import Settings, at_least, not_negative, one_of, plain_number, setting, whole_number
+from weight_conversion import as_json, write_json
 
+Accelerator = Any  # `accelerate.Accelerator`. The library is imported when training starts.
 Evaluate = Callable[[DiffusionTransformer], Mapping[str, float]]
+PRECISIONS = ("no", "bf16", "fp16")
+_CHECKPOINT = "training checkpoint"
+
+
+def _above_0(name: str, value: Any) -> float:
+    number = plain_number(name, value)
+    if not number > 0:  # This also rejects NaN.
+        raise ValueError(f"{name}={number}; it must be above 0 (float('inf') turns clipping off)")
+    return number
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Settings):
+    """A training recipe. The defaults are those of the bundled models; `smdm_reverse` is SMDM's fine-tuning."""
+
+    steps: int = setting(MISSING, "Number of updates of the weights.", partial(at_least, 1))
+    batch_size: int = setting(
+        64, "Rows per update, over all processes. Each pass shuffles the rows again.", partial(at_least, 1)
+    )
+    lr: float = setting(
+        3e-3, "Highest learning rate. The warm-up reaches it, then a cosine decays it to `lr_end`.", not_negative
+    )
+    lr_end: float = setting(0.0, "Learning rate at the end of the cosine, at step `steps`.", not_negative)
+    betas: tuple[float, float] = setting((0.9, 0.98), "Betas of AdamW.")
+    weight_decay: float = setting(0.3, "Weight decay of AdamW on matrices and embeddings.", not_negative)
+    decay_norms: bool = setting(False, "Whether weight decay applies to the norms too.")
+    warmup: int = setting(100, "Number of steps of the linear warm-up.", partial(at_least, 0))
+    warmup_from: int = setting(
+        1, "Number of the first step in the warm-up: 1 starts at lr / warmup, 0 starts at 0.", whole_number
+    )
+    clip: float = setting(1.0, "Largest norm of the gradient.", _above_0)
+    accumulate: int = setting(
+        1,
+        "Number of parts into which each process divides its rows, to hold the activations of one part only.",
+        partial(at_least, 1),
+    )
+    mixed_precision: str = setting(
+        "no",
+        'Precision of autocast, "no", "bf16" or "fp16" (not on a CPU). The weights keep their dtype.',
+        one_of(*PRECISIONS),
+    )
+    seed: int = setting(0, "Seed of the order of the rows and of the noise.", whole_number)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_from not in (0, 1):
+            raise ValueError(f"warmup_from is {self.warmup_from}; it must be 0 or 1")
+        if self.accumulate > self.batch_size:
+            raise ValueError(f"{self.batch_size} rows cannot be divided into accumulate={self.accumulate} parts")
+
+    @classmethod
+    def for_epochs(cls, epochs: int | float, n_rows: int, batch_size: int = 64, **settings: Any) -> "TrainingConfig":
+        """The recipe with as many steps as full batches fit into `epochs` passes over `n_rows` rows."""
+        if not math.isfinite(epochs) or batch_size < 1:
+            raise ValueError(f"epochs={epochs}, batch_size={batch_size}; give a finite number and at least 1 row")
+        steps = int(n_rows * epochs / batch_size)
+        if steps < 1:
+            raise ValueError(f"{epochs} passes over {n_rows} rows do not fill one batch of {batch_size}")
+        return cls(steps=steps, batch_size=batch_size, **settings)
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of update `step`, where 0 is the first."""
+        if step < self.warmup:
+            return self.lr * (step + self.warmup_from) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * done)) / 2
+
+
+def smdm_reverse(
+    n_rows: int = 3600,
+    epochs: int | float = 10,
+    batch_size: int = 64,
+    *,
+    accumulate: int = 1,
+    mixed_precision: str = "bf16",
+    seed: int = 3407,
+) -> TrainingConfig:
+    """SMDM's fine-tuning on the reversal curse (ML-GSAI/SMDM `sft/finetune_mdm_reverse.py`).
+
+    The recipe takes `int(n_rows * epochs / batch_size)` steps. The learning rate rises from 0 to 2e-4 in 200 steps and
+    then follows a cosine to 2e-5. Betas are (0.9, 0.95), weight decay is 0.1 on all weights, the gradient norm is
+    clipped to 1, and autocast uses bfloat16. The batch size is 64 in the script and 32 in the paper (Nie et al. 2024,
+    arXiv 2410.18514, appendix B.5). The authors published no such script for the AR baseline; their script for it on
+    other data (`sft/finetune_ar.py`) uses the same settings.
+
+    Four details differ from the script. The masking rates t of a batch are stratified (see `hide`); theirs are
+    independent. A batch may contain rows of two passes; theirs drops the last rows of a pass. Rows are cut to the
+    longest row of the whole batch; they cut each device's part separately. Where they accumulate two parts (1028M,
+    batch 64, 8 devices), their learning rate is half a step ahead.
+    """
+    return TrainingConfig.for_epochs(
+        epochs,
+        n_rows,
+        batch_size,
+        lr=2e-4,
+        lr_end=2e-5,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        decay_norms=True,
+        warmup=200,
+        warmup_from=0,
+        clip=1.0,
+        accumulate=accumulate,
+        mixed_precision=mixed_precision,
+        seed=seed,
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,6 +197,129 @@ class TrainingRecord(Result):
         tensors, settings = load_result(path, "training record")
         config = as_dataclass(TrainingConfig, settings["config"])
         return as_dataclass(cls, {**tensors, **settings, "config": config})
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of one update.
+
+    Attributes:
+        tokens: Int[batch pos], the token ids.
+        real: Bool[batch pos], the positions that are not padding. `None` means all.
+        answers: Bool[batch pos], the positions that count in the loss. `None` means all that the model's own loss
+            counts.
+    """
+
+    tokens: Tokens
+    real: PosMask | None
+    answers: PosMask | None
+
+    def question(self, model: DiffusionTransformer, generator: torch.Generator) -> LossBatch:
+        """The inputs and targets of the model's own loss.
+
+        A masked diffusion model also predicts the end tokens that fill a row, as in SMDM's fine-tuning. The AR baseline
+        predicts the row's own tokens and the first end token.
+        """
+        if model.cfg.grows:
+            return next_token_batch(model, self.tokens, real=self.real, counted=self.answers)
+        return masked_batch(model, self.tokens, real=self.answers, generator=generator)
+
+
+class RowSource(ABC):
+    """Where the trainer takes its batches from: rows that it visits in passes, or rows drawn afresh.
+
+    A batch may depend on the order alone, with its generator. Its state is saved, so that a training can be resumed.
+    """
+
+    @property
+    @abstractmethod
+    def n_rows(self) -> int | None:
+        """Number of rows of a pass. `None` if rows are drawn afresh."""
+
+    @abstractmethod
+    def next_batch(self, order: "RowOrder", batch_size: int, device: str | torch.device | None) -> Batch:
+        """The rows of the next update, of which `batch_size` is the number."""
+
+    @abstractmethod
+    def sha256(self) -> str:
+        """Hexadecimal SHA-256 that identifies the data."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingRows(RowSource):
+    """Rows of tokens, padded on the right.
+
+    Attributes:
+        tokens: Int[batch pos], the token ids.
+        lengths: Int[batch], the number of real tokens of each row, including the end token. Batches are cut to their
+            longest row. `None` means that every token counts, padding included.
+        answers: Int[batch], the position at which each row's answer begins, if only answers count. Requires `lengths`.
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    lengths: Int[Tensor, "batch"] | None = None
+    answers: Int[Tensor, "batch"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens.dim() != 2 or not self.tokens.numel():
+            raise ValueError(f"there is nothing to train on: the rows of tokens are {list(self.tokens.shape)}")
+        if self.answers is not None and self.lengths is None:
+            raise ValueError("answers= requires lengths=, the length of each row")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows of a pass."""
+        return len(self)
+
+    def next_batch(self, order: "RowOrder", batch_size: int, device: str | torch.device | None) -> Batch:
+        """The next rows of the pass."""
+        return self.pick(order.take(batch_size), device)
+
+    def pick(self, rows: Int[Tensor, "batch"], device: str | torch.device | None) -> Batch:
+        """The batch of these rows, cut to the longest of them."""
+        if self.lengths is None:
+            return Batch(self.tokens[rows].to(device), None, None)
+        lengths = self.lengths[rows]
+        pos = torch.arange(int(lengths.max()))
+        answers = None if self.answers is None else (pos >= self.answers[rows][:, None]).to(device)
+        return Batch(self.tokens[rows, : len(pos)].to(device), (pos < lengths[:, None]).to(device), answers)
+
+    def sha256(self) -> str:
+        """Hexadecimal SHA-256 of all the data that a training reads."""
+        digest = hashlib.sha256()
+        for name, tensor in vars(self).items():
+            if tensor is not None:
+                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+                digest.update(tensor.cpu().contiguous().numpy().data)
+        return digest.hexdigest()
+
+
+class RowOrder:
+    """An endless random order of rows in which every pass visits each row once.
+
+    A batch may contain rows of two passes, so that all batches are full.
+
+    Attributes:
+        n_rows: Number of rows of the data; `None` if a training draws its rows afresh and uses only `generator`.
+        generator: Random number generator of the training.
+        left: Rows of the current pass that no batch contains yet.
+    """
+
+    def __init__(self, n_rows: int | None, generator: torch.Generator) -> None:
+        self.n_rows = n_rows
+        self.generator = generator
+        self.left = torch.empty(0, dtype=torch.long)
+
+    def take(self, batch_size: int) -> Int[Tensor, "batch"]:
+        """The next `batch_size` rows."""
+        assert self.n_rows, "there are no rows to visit in passes"
+        while len(self.left) < batch_size:
+            self.left = torch.cat([self.left, torch.randperm(self.n_rows, generator=self.generator)])
+        taken, self.left = self.left[:batch_size], self.left[batch_size:]
+        return taken
 
 
 def train(
@@ -110,15 +360,15 @@ def train(
         FloatingPointError: A loss, a gradient or a weight is not finite. The last good checkpoint remains.
     """
     rows = tokens if isinstance(tokens, RowSource) else TrainingRows(tokens)
-    if checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every is {checkpoint_every}; it must be at least 1")
+    at_least(1, "checkpoint_every", checkpoint_every)
     evaluated = evaluation_steps(evaluate_every, config.steps)
     with accelerated(model, config.mixed_precision) as accelerator, _training_mode(model):
         run = _Run(model, rows, config, objective, accelerator)
         home = None if folder is None else RunFolder(Path(folder))
         if home is not None:
             home.start(run.identity, write=accelerator.is_main_process)
-            home.resume(run.state)
+            if home.checkpoint.exists():
+                run.state.restore(home.checkpoint)
             accelerator.wait_for_everyone()
         done = len(run.state.losses)
         if home is not None and done:
@@ -239,12 +489,10 @@ class _Run:
 
     @property
     def shown(self) -> dict[str, str]:
-        """Metrics on the progress bar."""
         metrics = {"loss": self.state.losses[-1], **(self.state.evaluations[-1] if self.state.evaluations else {})}
         return {name: f"{value:.3f}" for name, value in metrics.items() if name != "step"}
 
     def record(self) -> TrainingRecord:
-        """The record of the complete training."""
         record = {
             "seconds": time.perf_counter() - self._started,
             "threads": torch.get_num_threads(),
@@ -267,13 +515,210 @@ class _Run:
             part = question if n_parts == 1 else question.part(i * n_rows // n_parts, (i + 1) * n_rows // n_parts)
             last = i == first + accumulate - 1
             with nullcontext() if last else self.accelerator.no_sync(self.network):
-                whole = self.model.all_real(part.tokens)
+                whole = self.model.padding.all_real(part.tokens)
                 loss = part.loss(self.network(part.tokens, attention_mask=whole, logits_at=part.rows, **part.beside))
                 # Accelerate averages gradients over processes, but the parts must add up.
                 self.accelerator.backward(loss * processes)
             losses.append(loss.detach())
         total: Tensor = self.accelerator.reduce(torch.stack(losses).sum(), "sum")
         return total
+
+
+@dataclass(eq=False)
+class RunState:
+    """The current state of a training.
+
+    Attributes:
+        weights: Parameters of the model by name.
+        optimizer: AdamW over the weights.
+        order: Order of the remaining rows, with the random number generator of the training.
+        scaler: Gradient scaler for float16, or `None`.
+        losses: Loss of every step so far.
+        evaluations: Results of `evaluate`, each with its step.
+        starts: Step, device, threads and processes of each start and resumption.
+        seconds: Elapsed training time in seconds.
+    """
+
+    weights: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    order: RowOrder
+    scaler: torch.amp.GradScaler | None = None
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def save(self, path: Path) -> None:
+        """Write everything to one file, which is replaced atomically."""
+        tensors: dict[str, Tensor] = {
+            "generator": self.order.generator.get_state(),
+            "rows_left": self.order.left,
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+        }
+        for name, weight in self.weights.items():
+            tensors[f"weights.{name}"] = weight
+            for key, value in self.optimizer.state.get(weight, {}).items():
+                tensors[f"optimizer.{key}.{name}"] = value
+        record = {
+            "evaluations": self.evaluations,
+            "starts": self.starts,
+            "seconds": self.seconds,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+        save_result(path, _CHECKPOINT, tensors, record)
+
+    def restore(self, path: Path) -> None:
+        """Restore the state that `save` wrote."""
+        tensors, record = open_result(path, _CHECKPOINT)
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(tensors[f"weights.{name}"])
+        for label, value in tensors.items():
+            if label.startswith("optimizer."):
+                _, key, name = label.split(".", 2)
+                weight = self.weights[name]
+                # AdamW keeps its step count on the CPU, whatever the device of the weights.
+                moment = value.clone() if value.dim() == 0 else value.to(weight.device, copy=True)
+                self.optimizer.state[weight][key] = moment
+        self.order.generator.set_state(tensors["generator"].clone())
+        self.order.left = tensors["rows_left"].clone()
+        self.losses = tensors["losses"].tolist()
+        self.evaluations, self.starts = record["evaluations"], record["starts"]
+        self.seconds = record["seconds"]
+        if self.scaler is not None:
+            self.scaler.load_state_dict(record["scaler"])
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one training."""
+
+    path: Path
+
+    @property
+    def run(self) -> Path:
+        """File that identifies the training."""
+        return self.path / "run.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """File with the state of an incomplete training."""
+        return self.path / "checkpoint.safetensors"
+
+    def start(self, run: Mapping[str, Any], write: bool) -> None:
+        """Start or resume this training in the folder. Only one of several processes may `write`.
+
+        Raises:
+            ValueError: The folder contains another training; the message names the differences.
+        """
+        run = as_json(run)
+        if self.run.exists():
+            require_same_run(read_run(self.run), run, str(self.path))
+        if not write:
+            return
+        if not self.run.exists():
+            write_json(run, self.run)
+        # Remove partial files of a process that was killed while it wrote.
+        for part in self.path.glob(f".{self.checkpoint.name}.*.part"):
+            part.unlink()
+
+    def resume(self, state: RunState) -> None:
+        """Restore `state` from the last checkpoint, if there is one."""
+        if self.checkpoint.exists():
+            state.restore(self.checkpoint)
+
+
+def describe_run(
+    model: DiffusionTransformer, rows: RowSource, config: TrainingConfig, objective: Objective | None = None
+) -> dict[str, Any]:
+    """The identity of a training, as in `run.json`: everything that its numbers depend on except the machine."""
+    return {
+        "config": asdict(config),
+        "objective": "own" if objective is None else getattr(objective, "__qualname__", repr(objective)),
+        "rows": rows.n_rows,
+        "data_sha256": rows.sha256(),
+        **provenance(model, model.cfg),
+    }
+
+
+def evaluation_steps(every: int | Collection[Any], n_steps: int) -> frozenset[int]:
+    """The numbers of completed steps, from 1 to `n_steps`, after which there is an evaluation; the last always is one.
+
+    Args:
+        every: Number of steps between evaluations, or the numbers of steps themselves.
+        n_steps: Number of steps of the training.
+
+    Raises:
+        ValueError: There are no steps between evaluations, or a number is not a whole one from 1 to `n_steps`.
+    """
+    if not isinstance(every, Collection):
+        return frozenset((*range(at_least(1, "evaluate_every", every), n_steps + 1, every), n_steps))
+
+    def is_step(value: Any) -> bool:
+        try:
+            return 1 <= whole_number("evaluate_every", value) <= n_steps
+        except TypeError:
+            return False
+
+    if wrong := [each for each in every if not is_step(each)]:
+        raise ValueError(
+            f"evaluate_every contains {wrong[0]!r}; give whole numbers from 1 to {n_steps}, the number of steps, or "
+            "one number of steps between evaluations"
+        )
+    return frozenset((*map(int, every), n_steps))
+
+
+@contextmanager
+def accelerated(model: DiffusionTransformer, mixed_precision: str = "no") -> Iterator[Accelerator]:
+    """An `accelerate.Accelerator` for `model`. The global state of accelerate is restored afterwards.
+
+    Raises:
+        ValueError: The precision does not fit the device or the weights, or processes share one model.
+    """
+    import accelerate  # type: ignore[import-untyped]
+
+    on_cpu = torch.device(model.cfg.device or "cpu").type == "cpu"
+    require_gpu(mixed_precision, on_cpu)
+    if mixed_precision != "no" and model.cfg.dtype != torch.float32:
+        raise ValueError(
+            f"mixed_precision={mixed_precision!r} computes in half precision on float32 weights; those of "
+            f"{model.cfg.model_name!r} are {model.cfg.dtype}: load it with dtype=torch.float32, or use 'no'"
+        )
+    with _fresh_accelerate_state():
+        # The trainer weights the parts of a batch itself, so accelerate must not divide by their number.
+        no_scaling = accelerate.utils.GradientAccumulationPlugin(num_steps=1)
+        accelerator = accelerate.Accelerator(
+            cpu=on_cpu, mixed_precision=mixed_precision, gradient_accumulation_plugin=no_scaling, device_placement=False
+        )
+        kind = accelerator.distributed_type.value
+        if kind != "NO" and not kind.startswith("MULTI_"):
+            raise ValueError(f"the trainer works with plain data parallel processes, not with accelerate's {kind}")
+        try:
+            yield accelerator
+        finally:
+            remove_patches(model)
+
+
+def require_gpu(mixed_precision: str, on_cpu: bool) -> None:
+    """Raise a `ValueError` for a precision that a CPU does not support."""
+    if mixed_precision == "fp16" and on_cpu:
+        raise ValueError("mixed_precision='fp16' needs a GPU; on a CPU use 'no' or 'bf16'")
+
+
+@contextmanager
+def plain_forward(model: DiffusionTransformer) -> Iterator[None]:
+    """Remove accelerate's mixed precision, which patches `model.forward`, inside the `with` block."""
+    patches = remove_patches(model)
+    try:
+        yield
+    finally:
+        vars(model).update(patches)
+
+
+def remove_patches(model: DiffusionTransformer) -> dict[str, Any]:
+    """Remove accelerate's patches and its marker from the model, and return them."""
+    patches = ("forward", "_original_forward", "_is_accelerate_prepared")
+    return {name: vars(model).pop(name) for name in patches if name in vars(model)}
 
 
 def _parameter_groups(model: DiffusionTransformer, config: TrainingConfig) -> list[dict[str, Any]]:
@@ -295,3 +740,23 @@ def _training_mode(model: DiffusionTransformer) -> Iterator[None]:
     finally:
         model.zero_grad()
         model.train(was_training)
+
+
+@contextmanager
+def _fresh_accelerate_state() -> Iterator[None]:
+    """Start with an empty accelerate state and restore the previous one afterwards.
+
+    Accelerate has one state per Python process, which refuses a second precision or device.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState  # type: ignore[import-untyped]
+
+    states = [owner._shared_state for owner in (AcceleratorState, GradientState, PartialState)]
+    saved = [dict(state) for state in states]
+    for state in states:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, before in zip(states, saved, strict=True):
+            state.clear()
+            state.update(before)

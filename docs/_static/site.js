@@ -16,4 +16,5 @@ document.addEventListener("DOMContentLoaded", () => {
   };
   focusable();
   addEventListener("resize", focusable);
+  addEventListener("toggle", focusable, true); // A box in a closed part of a page has no width.
 });

@@ -128,6 +128,6 @@ average.plot()
 
 # %% [markdown]
 # The handover between the two places is sharp: the last token of the subject carries the answer up to block 2, and
-# the [MASK] from block 3 on. Training planted this site in these models ([model cards](../model_cards.md)), so the
+# the [MASK] from block 3 on. Training planted this site in these models ([model cards](../verified.md)), so the
 # trace shows what it should. [Two sites of a fact](../two_sites.md) has the complete measurement, and
 # [ROME](rome.ipynb) edits the fact there.

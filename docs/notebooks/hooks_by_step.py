@@ -53,8 +53,7 @@ model.denoise(fact.prompt, max_new_tokens=5, steps=5, fwd_hooks=[("blocks.3.hook
 # attention in block 3 at one step at a time:
 
 # %%
-from diffusion_lens.denoising.step_hooks import at_steps
-from diffusion_lens.interventions import zero_ablate
+from diffusion_lens.interventions import at_steps, zero_ablate
 
 
 def write_without_attention(steps):
@@ -138,5 +137,5 @@ def leftmost(reveal, hook):
 model.denoise(fact.prompt, max_new_tokens=5, steps=5, fwd_hooks=[("denoise.hook_reveal", leftmost)]).plot()
 
 # %% [markdown]
-# Next: [causal tracing](causal_tracing.ipynb) finds the places that matter without trying them by hand. The page [By
-# step](../by_step.md) has steering vectors, a probe of the denoising time, and attention sinks.
+# Next: [causal tracing](causal_tracing.ipynb) finds the places that matter without trying them by hand.
+# [Patching and steering](../patching.md) has steering vectors.

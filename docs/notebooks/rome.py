@@ -132,7 +132,7 @@ assert ask() == before  # outside the block, the model is as it was
 # and *neighbourhood* are those of the paper; *shared_name* and *other_relations* are stricter.
 
 # %%
-from diffusion_lens.analysis.canvas_layout import CanvasLayout
+from diffusion_lens.analysis.engine.layout import CanvasLayout
 from diffusion_lens.analysis.rome import EditSettings, ValueSettings, edit_study
 
 requests = edit_requests(world, world.facts("attribute")[::1001])
@@ -145,5 +145,5 @@ study.plot()
 
 # %% [markdown]
 # All edits succeed, in all wordings, and other people keep their answers. Some other facts about the subject itself
-# are lost: they are looked up with similar keys at the same token. [Edit facts](../editing.md) measures this with
+# are lost: they are looked up with similar keys at the same token. [The page on edits](../rome.md) measures this with
 # more requests, compares the AR baseline and the blocks, and asks the reverse question, which no edit changes.

@@ -150,5 +150,5 @@ run.explore(lens=lens, trace=by_step)
 # models side by side.
 #
 # Next: [hooks by step](hooks_by_step.ipynb), [causal tracing](causal_tracing.ipynb), [ROME](rome.ipynb), and [your
-# own model and facts](your_own.ipynb). The page [One fact, forward and in reverse](../tutorial.md) explains more of
+# own model and facts](your_own.ipynb). [Causal tracing](../causal_tracing.md) explains more of
 # what is seen here, and [Concepts](../concepts.md) the words.

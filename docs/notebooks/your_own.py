@@ -163,4 +163,4 @@ for head in range(model.cfg.n_heads):
 # %% [markdown]
 # Head 3.0 does: without it, the instrument is lost. The same hook works in the loop, `model.denoise(...,
 # fwd_hooks=[("blocks.3.attn.hook_z", silence(0))])`, and at some of its steps ([Hooks by step](hooks_by_step.ipynb)).
-# [Hook points](../hook_points.md) lists every name with its shape.
+# [Write a hook](../write_a_hook.md) lists every name with its shape.

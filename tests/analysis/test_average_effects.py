@@ -13,14 +13,20 @@ from processes import Stuck, forked
 from refusals import unrefused
 
 from diffusion_lens import Fact
-from diffusion_lens.analysis import causal_trace, noise_scale
-from diffusion_lens.analysis.average_effects import AverageEffect, average_indirect_effect, fact_tracer, merge, study
-from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.causal_tracing import CausalTrace
-from diffusion_lens.analysis.causal_tracing.trace import trace_query
-from diffusion_lens.analysis.resumable import fact_seed, name_facts, pick_shard
+from diffusion_lens.analysis import (
+    AverageEffect,
+    CanvasLayout,
+    average_indirect_effect,
+    causal_trace,
+    merge,
+    noise_scale,
+)
+from diffusion_lens.analysis.causal_tracing import CausalTrace, average
+from diffusion_lens.analysis.causal_tracing import settings as trace_settings
+from diffusion_lens.analysis.over_facts.folder import fact_seed, name_facts, pick_shard
+from diffusion_lens.analysis.over_facts.study import bootstrap_interval
 from diffusion_lens.data.toy_facts import SENTENCE_LENGTH, load
-from diffusion_lens.seeds import own_seed
+from diffusion_lens.settings import own_seed
 
 QUICK = dict(samples=2, first_tokens=1, length=SENTENCE_LENGTH, layers=[1, 3])
 TRAINED = load().facts(trained="both", asked="p2d")[3:16:6] + load().facts(trained="both", asked="d2p")[:10:9]
@@ -53,9 +59,9 @@ def count_traces(monkeypatch, stop_at=None):
         calls["traces"] += 1
         if calls["traces"] == stop_at:
             raise KeyboardInterrupt
-        return trace_query(*args, **kwargs)
+        return causal_trace(*args, **kwargs)
 
-    monkeypatch.setattr(fact_tracer, "trace_query", counted)
+    monkeypatch.setattr(average, "causal_trace", counted)
     return calls
 
 
@@ -73,10 +79,47 @@ def test_a_row_is_a_trace_averaged_by_hand(tiny, kind):
     assert_a_row_is_a_trace(tiny, kind, [1, 3])
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [dict(severed="mlp"), dict(severed="attn", corruption="replace"), dict(corruption="swap", swap="Anton Trondall")],
+    ids=["severed", "severed-replace", "swap"],
+)
+@pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar"], indirect=True)
+def test_an_average_takes_every_setting_of_a_trace(tiny, chosen):
+    """The average over facts is the mean of their traces with the same settings, each with its own seed."""
+    shared = dict(samples=2, layers=[0, -1], **({} if "swap" in chosen else dict(noise=0.4)), **chosen)
+    layout = dict(length=SENTENCE_LENGTH, first_tokens=1)
+    result = average_indirect_effect(tiny, FACTS, **shared, **layout, known="all", roles=["subject_last"])
+    effects = []
+    for fact in FACTS:
+        query = CanvasLayout(**layout).query(tiny, fact)
+        if fact.id in result.set_aside:
+            assert query.subject[1] - query.subject[0] != len(tiny.to_tokens("Anton Trondall", prepend_bos=False)[0])
+            continue
+        last = query.subject[1] - 1
+        trace = causal_trace(tiny, query, seed=fact_seed(1, fact.id), positions=[last], **shared)
+        effects.append(trace.indirect_effect[0])
+    assert len(effects) >= 2
+    torch.testing.assert_close(result.aie[0], torch.stack(effects).mean(0), rtol=0, atol=1e-6)
+
+
+@on_one_model
+def test_a_fact_is_not_swapped_with_itself(tiny):
+    subject = TRAINED[0].subject
+    result = average_indirect_effect(tiny, TRAINED, corruption="swap", swap=subject, known="all", **QUICK)
+    assert result.set_aside[TRAINED[0].id] == "swap= is the subject of this fact itself"
+
+
+@on_one_model
+def test_positions_are_refused_in_an_average(tiny):
+    with pytest.raises(ValueError, match="facts differ in length: choose roles= instead"):
+        average_indirect_effect(tiny, TRAINED, positions=[0], **QUICK)
+
+
 @pytest.mark.parametrize("family", ["bd3lm", "udlm", "llada2"])
-def test_a_row_of_a_network_with_a_time_or_experts_is_a_trace_averaged_by_hand(in_words, family):
+def test_a_row_with_a_time_or_experts_is_a_trace_averaged_by_hand(in_words, family):
     model = in_words(family)
-    with model.at_time(0.6) if model.cfg.is_told_time else nullcontext():
+    with model.at_time(0.6) if model.cfg.time_conditioning else nullcontext():
         assert_a_row_is_a_trace(model, "resid", [0, 2], known="all")
 
 
@@ -164,7 +207,7 @@ def test_the_noise_scale_is_measured_in_an_order_of_its_own(tiny, monkeypatch):
     def in_order(model, queries):
         return 0.01 * sum(i * query.tokens.sum().item() for i, query in enumerate(queries))
 
-    monkeypatch.setattr(study, "noise_scale", in_order)
+    monkeypatch.setattr(trace_settings, "noise_scale", in_order)
     results = [average_indirect_effect(tiny, facts, shard=(3, 4), **QUICK) for facts in (TRAINED[:3], TRAINED[2::-1])]
     assert results[0].record["noise"] == results[1].record["noise"]
 
@@ -214,11 +257,11 @@ def test_two_processes_fill_one_folder_and_one_is_killed(tiny, whole, tmp_path, 
     def stuck_at_the_second(*args, **kwargs):
         if len(done) == 1:
             stuck.wait_forever()
-        done.append(trace_query(*args, **kwargs))
+        done.append(causal_trace(*args, **kwargs))
         return done[-1]
 
     def other_half():
-        monkeypatch.setattr(fact_tracer, "trace_query", stuck_at_the_second)
+        monkeypatch.setattr(average, "causal_trace", stuck_at_the_second)
         average_indirect_effect(tiny, FACTS, shard=(1, 2), out=tmp_path, **QUICK)
 
     with forked(other_half) as child:
@@ -329,9 +372,9 @@ BAD_SETTINGS = [
     (dict(shard="0/0"), "shard='0/0'"),
     (dict(roles=["subject"]), "no role 'subject'"),
     (dict(layers=[4]), r"layers=\[4\]"),
-    (dict(kind="residual"), "unknown kind 'residual'"),
+    (dict(kind="residual"), "kind='residual' is unknown"),
     (dict(noise=-1.0), "noise=-1.0"),
-    (dict(corruption="swap"), "needs another subject for each fact"),
+    (dict(corruption="swap"), "requires swap="),
     (dict(n_masks=7), "length=14 and n_masks=7; give one"),
     (dict(first_tokens=9), "first_tokens=9"),
 ]
@@ -354,7 +397,7 @@ def test_masked_subjects_need_no_noise(tiny, tmp_path):
         return
     result = average_indirect_effect(tiny, TRAINED[:1], corruption="mask", **QUICK)
     assert result.ate > 0.2
-    assert "noise" not in result.record
+    assert result.record["noise"] is None
 
 
 def test_facts_without_ids_are_named_after_their_content():

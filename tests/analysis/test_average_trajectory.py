@@ -16,8 +16,8 @@ from diffusion_lens.analysis import (
     recalled_facts,
     trace_trajectory,
 )
-from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.resumable import fact_seed
+from diffusion_lens.analysis.over_facts.folder import fact_seed
+from diffusion_lens.analysis.over_facts.study import bootstrap_interval
 from diffusion_lens.data.toy_facts import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 16 positions")
@@ -70,7 +70,7 @@ def test_rows_are_traces_averaged_by_hand(tiny, whole):
 
 
 @pytest.mark.parametrize("family", ["bd3lm", "udlm", "llada2"])
-def test_rows_of_networks_with_times_or_experts_are_traces_averaged_by_hand(in_words, family):
+def test_rows_with_times_or_experts_are_traces_averaged_by_hand(in_words, family):
     model, settings = in_words(family), dict(QUICK, layers=[0, 2])
     result = average_trajectory_effect(model, FACTS[:1], known="all", noise=0.5, **settings)
     assert_rows_are_traces(model, result, FACTS[:1], 0.5, [0, 2])
@@ -112,6 +112,28 @@ def assert_rows_are_traces(model, result, facts, noise, layers):
             assert result.corrupted[row, column].item() == pytest.approx(trace.corrupted[step - first].item(), abs=1e-6)
     assert result.offsets == list(range(1 - longest, 1))
     assert longest > 1
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+@pytest.mark.parametrize(
+    "chosen", [dict(severed="attn", noise=0.5), dict(corruption="swap", swap="Anton Trondall")], ids=["severed", "swap"]
+)
+def test_every_setting_of_a_trace_holds_at_the_steps_too(tiny, chosen):
+    shared = dict(layers=LAYERS, samples=2, **chosen)
+    named = average_trajectory_effect(
+        tiny, FACTS, loop=LOOP, length=LENGTH, known="all", roles=["subject_last"], **shared
+    )
+    kept = [fact for fact in FACTS if fact.id in named.ids]
+    assert kept
+    for fact, effects in zip(kept, named.effects, strict=True):
+        prompt, _ = fact.tokenize(tiny)
+        query = fact.to_query(tiny, n_masks=LENGTH - len(prompt))
+        run = tiny.denoise(torch.tensor([prompt]), length=LENGTH, steps=LOOP.steps, seed=[fact_seed(1, fact.id)])
+        last = [query.subject[1] - 1]
+        seed = fact_seed(1, fact.id)
+        trace = trace_trajectory(tiny, query, trajectory=run, seed=seed, positions=last, **shared)
+        expected = trace.indirect_effect[:, 0]
+        torch.testing.assert_close(effects[-len(expected) :, 0], expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar", "tiny-block"], indirect=True)

@@ -6,7 +6,7 @@ from small_networks import small_architecture
 
 from diffusion_lens import DiffusionConfig, Query
 from diffusion_lens.analysis import causal_trace
-from diffusion_lens.analysis.batching import RESERVE_ON_ACCELERATOR, in_batches, reserved, row_bytes
+from diffusion_lens.analysis.engine.batching import RESERVE_ON_ACCELERATOR, in_batches, reserved, row_bytes
 
 # What PyTorch's CPU allocator says when memory ends, on Linux and on Windows.
 ON_LINUX = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."

@@ -12,7 +12,7 @@ from diffusion_lens.analysis import (
     temporal_effect,
     trace_trajectory,
 )
-from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
+from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.denoising.samplers import BlockConfidence
 
 
@@ -120,7 +120,7 @@ def test_a_canvas_ends_with_a_whole_block(by_blocks):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def test_samples_in_different_blocks_are_refused_where_rows_depend_on_the_block(configs, specimen):
+def test_samples_in_different_blocks_are_refused(configs, specimen):
     model = specimen(configs["nemotron-block"]).model
     tokens = infilled(model)
     run = model.denoise(tokens[None])

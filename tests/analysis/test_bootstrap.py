@@ -5,8 +5,8 @@ import pytest
 import scipy
 import torch
 
-from diffusion_lens.analysis import bootstrap
-from diffusion_lens.analysis.bootstrap import bootstrap_interval
+from diffusion_lens.analysis.over_facts import study
+from diffusion_lens.analysis.over_facts.study import bootstrap_interval
 
 
 def bca_written_out(x, level, n_resamples=40000):
@@ -59,7 +59,7 @@ def test_layers_share_their_facts_and_do_not_mix():
 def test_a_seed_decides_and_batches_do_not(monkeypatch):
     values = torch.rand(30, 2, generator=torch.Generator().manual_seed(0))
     at_once = bootstrap_interval(values, 0.95, seed=4)
-    monkeypatch.setattr(bootstrap, "RESAMPLED_BYTES", 30 * 2 * 8 * 7)
+    monkeypatch.setattr(study, "RESAMPLED_BYTES", 30 * 2 * 8 * 7)
     by_seven = bootstrap_interval(values, 0.95, seed=4)
     assert torch.equal(torch.stack(at_once), torch.stack(by_seven))
     assert not torch.equal(torch.stack(at_once), torch.stack(bootstrap_interval(values, 0.95, seed=5)))

@@ -19,7 +19,7 @@ from diffusion_lens.analysis import (
     logit_lens,
     probe_time,
 )
-from diffusion_lens.analysis.inputs import CleanTexts, ForwardPass, Inputs
+from diffusion_lens.analysis.engine.inputs import CleanTexts, ForwardPass, Inputs
 from diffusion_lens.interventions import zero_ablate
 
 NAME = "blocks.1.hook_resid_post"

@@ -21,14 +21,12 @@ from diffusion_lens.analysis import (
     merge,
     recalled_facts,
 )
-from diffusion_lens.analysis.average_effects import loop_runs
-from diffusion_lens.analysis.resumable import fact_seed
+from diffusion_lens.analysis.causal_tracing import average as loop_runs
+from diffusion_lens.analysis.over_facts.folder import fact_seed
 from diffusion_lens.data.toy_facts import load
-from diffusion_lens.denoising.prepare import denoise
+from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.samplers import Ancestral, Confidence
-from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
-from diffusion_lens.identity import name_of
-from diffusion_lens.interventions import freeze, named, zero_ablate
+from diffusion_lens.interventions import at_steps, freeze, name_of, named, on_branch, while_masked, zero_ablate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 positions:UserWarning")
 # What a study does with the facts, once a rule has chosen them, does not depend on the model.
@@ -163,7 +161,7 @@ def test_ids_choose_the_facts_of_both_models(tiny, recalled_by_both):
 
 
 @on_the_masked_model
-def test_a_shard_and_a_resumed_study_denoise_only_the_batches_that_they_need(tiny, monkeypatch, tmp_path):
+def test_shards_and_resumed_studies_denoise_only_batches_they_need(tiny, monkeypatch, tmp_path):
     batches = []
 
     def counted(model, canvas, settings):
@@ -299,7 +297,7 @@ def test_n_masks_replace_a_length(tiny):
     assert (short.record["length"], short.record["n_masks"]) == (None, 6)
 
 
-def test_on_the_default_canvas_those_facts_are_recalled_that_denoise_writes(tiny):
+def test_on_the_default_canvas_recalled_facts_are_what_denoise_writes(tiny):
     facts = load().facts(trained="both", asked="d2p")[:30:15]
     written = []
     for fact in facts:
@@ -314,7 +312,7 @@ def test_on_the_default_canvas_those_facts_are_recalled_that_denoise_writes(tiny
     assert average_trajectory_effect(tiny, facts[:1], **quick).ids == [facts[0].id]
 
 
-def test_a_fact_beyond_the_trained_length_is_set_aside_with_the_length_that_it_needs(the_pair):
+def test_a_fact_beyond_the_trained_length_is_set_aside_with_its_length(the_pair):
     model = the_pair[0]
     long = replace(FACTS[0], id="long", prompt="today " * 9 + FACTS[0].prompt)
     n_positions = sum(map(len, long.tokenize(model)))
@@ -369,10 +367,10 @@ STEP_AWARE = {
     "at_steps": at_steps(zero_ablate(), 0),
     "on_branch": on_branch(zero_ablate(), "conditional"),
     "while_masked": while_masked(zero_ablate()),
-    "named": named(at_steps(zero_ablate(), 0), "early"),
+    "named": named("early", at_steps(zero_ablate(), 0)),
     "partial": partial(on_branch(zero_ablate(), "conditional")),
     "freeze": freeze(),
-    "early freeze": named(freeze(), "first value"),
+    "early freeze": named("first value", freeze()),
 }
 POINT = "blocks.0.hook_attn_out"
 
@@ -416,7 +414,7 @@ def test_a_hook_that_acts_everywhere_or_decides_nothing_is_accepted(tiny):
 
 @over_nothing
 @pytest.mark.parametrize(("tiny", "cfg_scale"), [("tiny-mdm", 0.8), ("tiny-ar", 0.0)], indirect=["tiny"])
-def test_one_canvas_is_read_with_the_hooks_under_which_the_steps_are_traced(tiny, cfg_scale):
+def test_one_canvas_is_read_under_the_hooks_of_the_traced_steps(tiny, cfg_scale):
     settings = dict(QUICK, known="one_canvas", loop=LoopSettings(steps=2, cfg_scale=cfg_scale), noise=0.1)
     one_fact = MIXED[-1:]
     plain = average_trajectory_effect(tiny, one_fact, **settings)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diffusion_lens.analysis import LoopSettings, average_indirect_effect, average_trajectory_effect, recalled_facts
-from diffusion_lens.analysis.average_effects.loop_runs import LoopRuns
-from diffusion_lens.analysis.resumable import fact_seed
+from diffusion_lens.analysis.causal_tracing.average import LoopRuns
+from diffusion_lens.analysis.over_facts.folder import fact_seed
 from diffusion_lens.data.toy_facts import load
 
 KINDS = ["sdar", "bd3lm", "uniform", "udlm", "sedd-uniform", "llada_moe", "llada2", "diffullama", "radd"]
@@ -71,14 +71,14 @@ def test_recalled_is_what_the_loop_writes_fact_by_fact(in_words, name):
 @pytest.mark.parametrize("name", KINDS)
 def test_known_on_one_canvas_is_the_likeliest_token(in_words, name):
     model = in_words(name)
-    with model.at_time(0.6) if model.cfg.is_told_time else nullcontext():
+    with model.at_time(0.6) if model.cfg.time_conditioning else nullcontext():
         facts = with_answers(model, ((fact, likeliest(model, fact)) for fact in ASKED))
         averaged = average_indirect_effect(model, facts, known="one_canvas", **QUICK)
     assert averaged.ids == [fact.id for fact in facts[:3]]
     assert set(averaged.unknown) == {"untrue"}
 
 
-def test_facts_run_alone_where_a_sampler_tells_all_rows_of_a_batch_one_time(in_words):
+def test_facts_run_alone_where_a_sampler_gives_a_batch_one_time(in_words):
     """UDLM's tells the network the time of the last step that changed any row."""
     model, loop = in_words("udlm"), LoopSettings(steps=16, sampler="udlm", temperature=0.5, seed=SEED)
     runs = LoopRuns(model, {fact.id: fact.to_query(model, n_masks=6) for fact in ASKED[:6]}, loop)

@@ -12,9 +12,7 @@ from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import (
     answer_probability,
     attention_sinks,
-    batching,
     causal_trace,
-    cells,
     edge_attribution,
     faithfulness,
     fit_translators,
@@ -25,8 +23,9 @@ from diffusion_lens.analysis import (
     temporal_effect,
     trace_trajectory,
 )
-from diffusion_lens.analysis.answer import token_probabilities
-from diffusion_lens.analysis.batching import row_bytes
+from diffusion_lens.analysis.engine import batching, cells
+from diffusion_lens.analysis.engine.answer import token_probabilities
+from diffusion_lens.analysis.engine.batching import row_bytes
 from weight_conversion import Experts
 
 N_POS = 16

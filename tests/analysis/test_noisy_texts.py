@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 from diffusion_lens.analysis import RidgeSettings, activations, fit_translators, probe_time, second_moment
 from diffusion_lens.analysis.dictionaries import dictionary_loss
-from diffusion_lens.scheduled_loss import noised
-from diffusion_lens.seeds import own_seed
+from diffusion_lens.model.loss import noised
+from diffusion_lens.settings import own_seed
 
 KEYS, RESID = "blocks.1.mlp.hook_post", "blocks.1.hook_resid_post"
 TOLD = ["sedd", "udlm", "sedd-uniform", "bd3lm"]
@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest, configs: Any, specimen: Any) -> Any:
 def beside(model: Any, text: torch.Tensor, p: float) -> dict[str, Any]:
     """What the network is given beside one noisy row: under the log-linear schedule p = (1 - 0.001) t."""
     time = p / (1 - 1e-3)
-    told = {} if not model.cfg.is_told_time else {"time": time} if time else {"sigma": torch.zeros(1)}
+    told = {} if not model.cfg.time_conditioning else {"time": time} if time else {"sigma": torch.zeros(1)}
     return told | ({} if model.cfg.causal_block is None else {"clean": text[None]})
 
 

@@ -153,7 +153,7 @@ def test_rome_takes_layers_from_the_end_and_numpys_numbers(small, tmp_path):
     edit = RankOneEdit(small, -2, key, result, moment)
     assert edit.layer == key.layer == result.layer == moment.layer == plain
     torch.testing.assert_close(edit.update(), RankOneEdit(small, plain, key, result, moment).update(), rtol=0, atol=0)
-    study = key_value_study(small, [FACT], [np.int64(-2)], settings=ValueSettings(steps=1), batch_size=np.int64(2))
+    study = key_value_study(small, [FACT], [np.int64(-2)], search=ValueSettings(steps=1), batch_size=np.int64(2))
     assert study.record["layers"] == [plain]
     json.dumps(study.record)
 

@@ -16,7 +16,7 @@ from diffusion_lens.analysis.rome import (
     optimize_values,
     second_moment,
 )
-from diffusion_lens.analysis.rome.search import ValueSettings
+from diffusion_lens.analysis.rome.values import ValueSettings
 from diffusion_lens.evaluation import chain_rule_nll, monte_carlo_nll
 
 CLOSE = dict(rtol=1e-4, atol=1e-5)

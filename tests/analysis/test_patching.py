@@ -12,8 +12,8 @@ from diffusion_lens import Fact, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import answer_probability, patch_grid
 from diffusion_lens.analysis.patching import PatchGrid
 from diffusion_lens.analysis.patching.sites import PATCH_SITES
-from diffusion_lens.config import UNREACHED
-from diffusion_lens.hook_names import resid_post, resid_pre
+from diffusion_lens.hooks.names import resid_post, resid_pre
+from diffusion_lens.model.config import UNREACHED
 
 # A masked diffusion model and a causal one.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
@@ -264,7 +264,7 @@ def test_the_twin_patched_in_at_aligned_positions(models, reader, source):
     assert grid.record["source"]["model"] == f"tiny-{source}"
 
 
-def test_the_twins_clean_run_is_not_scored_by_rows_that_mean_other_positions(models):
+def test_a_clean_run_of_another_layout_is_not_scored(models):
     tokens = models["ar"].to_tokens("Gustav Geisser is")
     grid = patch_grid(models["mdm"], tokens, tokens, metric, "mlp_out", source_model=models["ar"])
     assert grid.clean.isnan()
@@ -542,7 +542,7 @@ def test_after_an_error_nothing_is_left(either, runs):
     assert len(calls) == 3
 
 
-def test_after_the_last_block_a_callers_hook_may_carry_a_patch_to_the_row_that_is_read(either):
+def test_a_callers_hook_may_carry_a_patch_to_the_row_that_is_read(either):
     """With a hook that mixes positions at the final norm every position's last stream matters, as patching it shows."""
     model = either.model
     clean, corrupted = either.tokens[:1, :5], either.tokens[1:2, :5]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffusion_lens.analysis import patch_grid
-from diffusion_lens.analysis.kept_run import NetworkInput
+from diffusion_lens.analysis.engine.kept_run import NetworkInput
 from diffusion_lens.analysis.patching.sites import PATCH_SITES
 
 

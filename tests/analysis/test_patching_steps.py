@@ -8,8 +8,8 @@ import torch
 
 from diffusion_lens.analysis import answer_probability, patch_grid, trace_trajectory
 from diffusion_lens.data import toy_facts
-from diffusion_lens.denoising.step_hooks import at_steps, on_branch
-from diffusion_lens.hook_names import mlp_out, resid_post
+from diffusion_lens.hooks.names import mlp_out, resid_post
+from diffusion_lens.interventions import at_steps, on_branch
 
 FACTS = toy_facts.load().facts(trained="p2d", asked="p2d")
 CLEAN, CORRUPTED = FACTS[0], FACTS[5]
@@ -128,7 +128,7 @@ def test_p_answer_of_a_step_is_that_of_its_masked_positions(tiny, queries, query
     [(*kind, WHOLE) for kind in GUIDED_OR_CAUSAL],
     indirect=["tiny"],
 )
-def test_the_stream_patched_at_a_step_is_a_free_trace_of_a_swapped_subject(tiny, queries, query, cfg_scale):
+def test_a_stream_patched_at_a_step_is_a_trace_of_a_swapped_subject(tiny, queries, query, cfg_scale):
     clean, corrupted = (denoise(tiny, laid_out, cfg_scale) for laid_out in queries)
     shown, layers = queries[0].tokens, [1]
     if tiny.cfg.grows:

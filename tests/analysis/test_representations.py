@@ -89,7 +89,7 @@ def test_intervals_cover():
     assert 0.75 <= np.mean(covered) < 1
 
 
-def test_intervals_and_chance_are_quantiles_cut_where_a_statistic_cannot_be():
+def test_intervals_and_chance_are_quantiles_within_possible_values():
     comparison = compare(*related(noise=2.0), **SMALL)
     for level in (0.5, 0.9):
         tails = [(1 - level) / 2, (1 + level) / 2]
@@ -232,7 +232,7 @@ def test_spectra_are_drawn_as_shares():
     assert drawn(ax)
 
 
-def test_similarity_is_drawn_with_intervals_and_chance_and_a_second_model_beside():
+def test_similarity_is_drawn_with_intervals_chance_and_a_second_model():
     series = compare_along("layer", layers(), only=["procrustes"], **SMALL)
     table = series.table("procrustes", 0.8)
     ax = series.plot("procrustes", level=0.8, label="MDM")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusion_lens.analysis.representations.similarity import (
+from diffusion_lens.analysis.representations import (
     centred_cosine,
     cka,
     cosine,
@@ -182,14 +182,14 @@ def test_procrustes_against_scipy_fact_by_fact():
     assert paired(partial(procrustes, rank=RANK), *noisy_pair(12, 30)) == pytest.approx(expected)
 
 
-def test_one_minus_procrustes_squared_is_the_residual_where_one_fact_of_many_says_little():
+def test_one_minus_procrustes_squared_is_the_residual_of_many_facts():
     x, y = gaussian(300, 4), gaussian(300, 4) @ rotation(4) + 0.5 * gaussian(300, 4, seed=3)
     _, _, disparity = scipy.spatial.procrustes(x.numpy(), y.numpy())
     assert 0.1 < disparity < 0.4
     assert 1 - paired(partial(procrustes, rank=4), x, y) ** 2 == pytest.approx(disparity, abs=0.01)
 
 
-def test_procrustes_does_not_praise_a_turn_that_was_fitted_to_what_it_is_judged_on():
+def test_procrustes_tests_a_rotation_on_facts_it_was_not_fitted_to():
     sets = [(gaussian(14, 60, seed), gaussian(14, 60, seed + 500)) for seed in range(20)]
     fitted = [scipy.linalg.svdvals((x.T @ y).numpy()).sum() / (x.norm() * y.norm()).item() for x, y in sets]
     assert np.mean(fitted) > 0.9
@@ -213,7 +213,7 @@ def test_a_shared_subspace_overlaps_whatever_the_pairing():
     assert paired(cka, x, y) < 0.3
 
 
-def test_overlap_is_the_mean_square_cosine_of_scipys_angles_over_the_two_halves():
+def test_overlap_is_the_mean_square_cosine_of_scipys_angles():
     x, y = noisy_pair(16, 40)
     expected = []
     for half in (slice(0, None, 2), slice(1, None, 2)):
@@ -222,7 +222,7 @@ def test_overlap_is_the_mean_square_cosine_of_scipys_angles_over_the_two_halves(
     assert paired(partial(subspace_overlap, rank=RANK), x, y) == pytest.approx(np.mean(expected))
 
 
-def test_subspaces_turned_at_random_overlap_by_their_share_of_the_dimensions():
+def test_random_subspaces_overlap_by_their_share_of_the_dimensions():
     overlaps = [
         paired(partial(subspace_overlap, rank=RANK), gaussian(16, 20, seed), gaussian(16, 20, seed + 500))
         for seed in range(100)

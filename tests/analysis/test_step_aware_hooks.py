@@ -7,8 +7,7 @@ import torch
 
 from diffusion_lens.analysis import answer_probability, noise_scale, patch_grid, temporal_effect, trace_trajectory
 from diffusion_lens.data import toy_facts
-from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
-from diffusion_lens.interventions import freeze, named, swap, zero_ablate
+from diffusion_lens.interventions import at_steps, freeze, named, on_branch, swap, while_masked, zero_ablate
 
 FACTS = toy_facts.load().facts(trained="p2d", asked="p2d")
 POINT = "blocks.0.hook_attn_out"
@@ -37,7 +36,7 @@ on_another_networks_canvases = pytest.mark.filterwarnings(
 
 def watching(hook=lambda activation, hook: None):
     """The hooks of a run that is watched. By their name they belong to one network, whatever they read."""
-    return [(POINT, named(hook, "watches"))]
+    return [(POINT, named("watches", hook))]
 
 
 def denoise(model, fact, cfg_scale=0.0, hooks=()):

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from diffusion_lens.analysis import TemporalEffect, noise_scale, temporal_effect
-from diffusion_lens.analysis.traced_trajectory import loop_prompt
+from diffusion_lens.analysis.engine.trajectory import loop_prompt
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.samplers import Blocks, ReMDM
-from diffusion_lens.denoising.step_hooks import at_steps, on_branch
-from diffusion_lens.hook_names import resid_post
-from diffusion_lens.interventions import named
+from diffusion_lens.hooks.names import resid_post
+from diffusion_lens.interventions import at_steps, named, on_branch
 
 FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[1]
 
@@ -55,7 +54,7 @@ def by_row(request, tiny):
         changed[1::2] += 8 * changed[1::2].roll(1, dims=1)
         return changed
 
-    with tiny.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", named(disturb, "disturb"))] if request.param else []):
+    with tiny.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", named("disturb", disturb))] if request.param else []):
         yield request.param
 
 
@@ -87,21 +86,39 @@ def test_each_cell_of_a_network_with_times_or_experts_is_a_free_branch(in_words,
     assert effect.token_scores.nan_to_num(nan=1.0).min() < 1
 
 
-def assert_cells_are_branches(model, query, run):
+@pytest.mark.parametrize(
+    ("tiny", "by_row"),
+    [("tiny-mdm", False), ("tiny-mdm", True), ("tiny-ar", False), ("tiny-block", False), ("tiny-uniform", False)],
+    indirect=["tiny", "by_row"],
+)
+@pytest.mark.parametrize("severed", ["mlp", "attn"])
+def test_severed_outputs_keep_their_corrupted_values(tiny, query, run, by_row, severed):
+    """By ordinary hooks too: above the restored state, in its position and its step only."""
+    run = denoised(tiny, query, cfg_scale=4.0) if by_row else run
+    assert_cells_are_branches(tiny, query, run, severed)
+
+
+def assert_cells_are_branches(model, query, run, severed=None):
     noise, (start, stop), layer = noise_scale(model, [query]), query.subject, 0
     drawn = noise * np.random.RandomState(5).randn(2, stop - start, model.cfg.d_model)
     positions = [start, query.answer_positions[0]]
     effect = temporal_effect(
-        model, query, trajectory=run, noise=noise, samples=2, seed=5, steps=[1, 2], positions=positions, layers=[layer]
+        model,
+        query,
+        trajectory=run,
+        noise=noise,
+        samples=2,
+        seed=5,
+        steps=[1, 2],
+        positions=positions,
+        layers=[layer],
+        severed=severed,
     )
+    free = None if severed is None else corrupted_samples(model, run, corrupt_by(drawn, start, stop))
     expected = torch.full((2, 2, len(query.answer_tokens), 2), torch.nan)
     runs = run.repeat(2)  # a row for each sample
 
-    def corrupt(embedding, hook):
-        embedding = embedding.clone()
-        embedding[:, start:stop] += torch.from_numpy(drawn).float()
-        return embedding
-
+    corrupt = corrupt_by(drawn, start, stop)
     for i_step, step in enumerate((1, 2)):
         with model.clock.at(run.state_at(step)):
             _, clean = model.run_with_cache(run.canvases[step].clamp(min=0))
@@ -115,12 +132,42 @@ def assert_cells_are_branches(model, query, run):
                 return resid
 
             hooks = [("hook_embed", corrupt), (resid_post(layer), at_steps(put_back, step))]
+            if severed is not None:
+                hooks += keep_corrupted(model, free, step, position, severed, layer, corrupt)
             hooks = [(name, on_branch(hook, "conditional")) for name, hook in hooks]
             ended = runs.replay(model, canvas="free", fwd_hooks=hooks).tokens[:, list(query.answer_positions)]
             expected[i_step, i] = (ended == torch.tensor(query.answer_tokens)).float().T
     torch.testing.assert_close(effect.token_scores[:, :, 0], expected.mean(3), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(effect.scores[:, :, 0], expected.prod(2).mean(2), rtol=0, atol=0, equal_nan=True)
     return effect
+
+
+def corrupt_by(drawn, start, stop):
+    def corrupt(embedding, hook):
+        embedding = embedding.clone()
+        embedding[:, start:stop] += torch.from_numpy(drawn).float()
+        return embedding
+
+    return corrupt
+
+
+def corrupted_samples(model, run, corrupt):
+    """The free runs under noise, one row for each sample."""
+    return run.repeat(2).replay(model, canvas="free", fwd_hooks=[("hook_embed", on_branch(corrupt, "conditional"))])
+
+
+def keep_corrupted(model, free, step, position, severed, layer, corrupt):
+    """Hooks that hold the outputs of one position above a layer at those of the corrupted samples at a step."""
+    with model.clock.at(free.state_at(step)), model.hooks(fwd_hooks=[("hook_embed", corrupt)]):
+        _, kept = model.run_with_cache(free.canvases[step].clamp(min=0))
+
+    def hold(output, hook):
+        output = output.clone()
+        output[:, position] = kept[hook.name][:, position]
+        return output
+
+    names = [f"blocks.{block}.hook_{severed}_out" for block in range(layer + 1, model.cfg.n_layers)]
+    return [(name, at_steps(hold, step)) for name in names]
 
 
 @every_kind
@@ -150,7 +197,7 @@ def test_budget_changes_nothing_and_results_are_kept(tiny, query, run, tmp_path)
 
     def counted(**options):
         widest.append(0)
-        with tiny.hooks(fwd_hooks=[("denoise.hook_tokens", named(count, "count"))]):
+        with tiny.hooks(fwd_hooks=[("denoise.hook_tokens", named("count", count))]):
             return temporal_effect(tiny, query, trajectory=run.replay(tiny, canvas="free"), **settings, **options)
 
     wide, narrow = counted(), counted(max_bytes=1_500_000)
@@ -194,7 +241,7 @@ def test_branches_that_are_continued_once_end_as_each_alone(tiny, query, options
     settings = dict(noise=noise_scale(tiny, [query]), samples=2, layers=[0, 1], positions=at, steps=steps)
     with token_layers() as once:
         effect = temporal_effect(tiny, query, trajectory=run, **settings)
-    with tiny.hooks(fwd_hooks=[("denoise.hook_tokens", named(lambda tokens, hook: None, "look"))]):
+    with tiny.hooks(fwd_hooks=[("denoise.hook_tokens", named("look", lambda tokens, hook: None))]):
         seen = run.replay(tiny, canvas="free")
         with token_layers() as each:
             alone = temporal_effect(tiny, query, trajectory=seen, **settings)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffusion_lens import Fact, Query
-from diffusion_lens.analysis.average_effects.token_roles import ROLES, mean_by_role, pick_roles, token_roles
+from diffusion_lens.analysis.causal_tracing.average_result import ROLES, mean_by_role, pick_roles, token_roles
 
 SHORT = dict(zip("b 1 m L a f p A u".split(), ROLES, strict=True))  # noqa: SIM905
 

@@ -9,8 +9,8 @@ from oracles.memory import peak_of_tensors, resident_bytes
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import causal_trace
-from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns
-from diffusion_lens.analysis.kept_run import KeptRun
+from diffusion_lens.analysis.causal_tracing.trace import RestoredRuns
+from diffusion_lens.analysis.engine.kept_run import KeptRun
 from weight_conversion import Architecture
 
 NOISE = dict(noise=0.5, samples=4)

@@ -11,12 +11,12 @@ from parts_by_hand import told_noise_of
 
 from diffusion_lens import HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import TrajectoryTrace, causal_trace, noise_scale, trace_trajectory
-from diffusion_lens.analysis.canvas_layout import CanvasLayout
-from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, loop_prompt
+from diffusion_lens.analysis.engine.layout import CanvasLayout
+from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, loop_prompt
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.samplers import ReMDM
-from diffusion_lens.denoising.step_hooks import at_steps, on_branch
-from diffusion_lens.hook_names import resid_post
+from diffusion_lens.hooks.names import resid_post
+from diffusion_lens.interventions import at_steps, on_branch
 
 FACT = toy_facts.load().facts(trained="p2d", asked="p2d")[0]
 # The bundled models: masked diffusion, a causal one, by blocks, and under uniform noise.
@@ -109,7 +109,7 @@ def test_each_steps_grid_is_a_causal_trace_of_its_canvas(tiny, query, run, noise
 
 
 @pytest.mark.parametrize("family", ["bd3lm", "udlm", "llada2"])
-def test_each_steps_grid_of_a_network_with_times_or_experts_is_a_causal_trace(in_words, family):
+def test_each_steps_grid_with_times_or_experts_is_a_causal_trace(in_words, family):
     model = in_words(family)
     query = lay_out(model)
     run = denoised(model, query)
@@ -246,7 +246,7 @@ def test_under_guidance_scores_are_those_of_the_loop_and_of_its_replay(tiny, que
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_steps_begin_when_an_answer_token_is_first_unmasked_even_if_it_is_masked_again(tiny, query):
+def test_steps_begin_when_an_answer_token_is_first_unmasked(tiny, query):
     run = tiny.denoise(query.tokens[None], steps=8, sampler=ReMDM(strategy="cap", eta=0.5), seed=1)
     positions = list(query.answer_positions)
     unmasked = [i for i in range(8) if (run.canvases[i + 1, 0, positions] != tiny.cfg.mask_token_id).any()]

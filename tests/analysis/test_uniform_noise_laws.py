@@ -31,7 +31,7 @@ def model_of(head: str) -> Any:
 def timed(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A model, told a time if its network reads one."""
     model = model_of(request.param)
-    if not model.cfg.is_told_time:
+    if not model.cfg.time_conditioning:
         yield model
         return
     with model.at_time(0.6):
@@ -80,7 +80,7 @@ def test_p_of_the_answer_is_that_of_the_clean_tokens(timed: Any) -> None:
     assert causal_trace(timed, known_query(timed), noise=0.1, layers=[0], positions=[0]).known
 
 
-def test_patching_an_answer_state_after_the_last_block_gives_the_clean_run(timed: Any) -> None:
+def test_an_answer_state_patched_after_the_last_block_is_the_clean_run(timed: Any) -> None:
     from diffusion_lens import Query
     from diffusion_lens.analysis import answer_probability, patch_grid
 
@@ -139,7 +139,7 @@ def test_score_head_says_that_it_needs_a_time() -> None:
     from diffusion_lens.analysis import answer_probability, causal_trace
 
     model = model_of("log_scores")
-    with pytest.raises(ValueError, match=r"told the time of its canvas.*model.at_time\(t\)"):
+    with pytest.raises(ValueError, match=r"conditioned on the time of its canvas.*model.at_time\(t\)"):
         causal_trace(model, query_of(), noise=0.5)
     metric = answer_probability(model, query_of())
     with pytest.raises(ValueError, match=r"depend on the canvas and on its time.*at_time"):
@@ -169,7 +169,7 @@ def test_a_metric_of_the_user_reads_logits_of_the_clean_tokens(timed: Any) -> No
 def test_the_second_moment_is_that_of_noisy_texts() -> None:
     """Noised as in training: at a time of its own, each token is replaced by one drawn from all 40."""
     from diffusion_lens.analysis import second_moment
-    from diffusion_lens.seeds import own_seed
+    from diffusion_lens.settings import own_seed
 
     model, corpus, keys = model_of("logits"), [torch.arange(3, 15), torch.arange(20, 29)], []
     moment = second_moment(model, corpus, 1, seed=20)

@@ -65,7 +65,7 @@ def test_the_first_run_is_that_of_the_library(opened: Open, address: str, model:
 
 
 def test_a_forced_token_changes_the_run_from_its_step(opened: Open, address: str, model: Any) -> None:
-    from diffusion_lens.denoising.step_hooks import at_steps
+    from diffusion_lens.interventions import at_steps
 
     page = opened(address)
     base = model.denoise(prompt_of(page), steps=5)
@@ -115,8 +115,7 @@ def test_a_token_is_masked_again(opened: Open, address: str) -> None:
 
 
 def test_an_ablation_by_clicking_is_that_of_the_library(opened: Open, address: str, model: Any) -> None:
-    from diffusion_lens.denoising.step_hooks import at_steps
-    from diffusion_lens.interventions import zero_ablate
+    from diffusion_lens.interventions import at_steps, zero_ablate
 
     page = opened(address)
     at(page, 1, 5)

@@ -9,8 +9,7 @@ import pytest
 def known_losses(n_sentences):
     """The losses of the correct models on a page that has so many sentences while this is called."""
     from diffusion_lens import HookedDiffusionTransformer
-    from diffusion_lens.checks.page import KNOWN_LOSS, page_loss
-    from diffusion_lens.checks.texts import read_page, texts_for
+    from diffusion_lens.checks.texts import KNOWN_LOSS, page_loss, read_page, texts_for
 
     models = [HookedDiffusionTransformer.from_pretrained(name, device="cpu") for name in KNOWN_LOSS]
     return {model.cfg.model_name: page_loss(model, read_page(model, texts_for(model)).ordered) for model in models}
@@ -22,8 +21,8 @@ def short_page(request, monkeypatch):
     questions of recall for each pair of directions instead of ten."""
     n_sentences = getattr(request, "param", 3)
     monkeypatch.setattr("diffusion_lens.checks.texts.N_SENTENCES", n_sentences)
-    monkeypatch.setattr("diffusion_lens.checks.page.KNOWN_LOSS", known_losses(n_sentences))
-    monkeypatch.setattr("diffusion_lens.checks.recall.A_CELL", 2)
+    monkeypatch.setattr("diffusion_lens.checks.texts.KNOWN_LOSS", known_losses(n_sentences))
+    monkeypatch.setattr("diffusion_lens.checks.texts.A_CELL", 2)
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.catalogue import BUNDLED, PUBLISHED
 from diffusion_lens.checks import CheckReport, Expected, Finding, Reference, check_model
-from diffusion_lens.checks.expected import check_config, check_hash
-from diffusion_lens.checks.recall import binomial_interval
+from diffusion_lens.checks.texts import binomial_interval
+from diffusion_lens.checks.weights import check_config, check_hash
 from diffusion_lens.cli import app
+from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED
 from weight_conversion import as_json, export
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "lit_gpt" / "gqa" / "mdm"

@@ -10,12 +10,11 @@ from judged import BRIEFLY, bundled, judged_by_behaviour, on_short_page, outcome
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.checks import Expected, Reference, check_model
-from diffusion_lens.checks.agreement import check_half_precision, check_padding
 from diffusion_lens.checks.alternatives import alternatives
-from diffusion_lens.checks.expected import check_config
-from diffusion_lens.checks.page import N_SAMPLES, NOISE_SEED, page_loss, page_losses
-from diffusion_lens.checks.told_time import TIME, at_check_time
-from diffusion_lens.losses import masked_diffusion_loss
+from diffusion_lens.checks.reference import TIME, at_check_time, check_half_precision, check_padding
+from diffusion_lens.checks.texts import N_SAMPLES, NOISE_SEED, page_loss, page_losses
+from diffusion_lens.checks.weights import check_config
+from diffusion_lens.model.loss import masked_diffusion_loss
 from weight_conversion import unfolded_architecture
 
 KINDS = ("llada2", "sdar", "nemotron-prompt", "mdlm", "bd3lm", "udlm", "sedd", "sedd-uniform")
@@ -75,7 +74,7 @@ def test_the_page_loss_is_the_training_loss(of_kind, kind):
 )
 def test_a_reference_at_a_time_names_mistakes(of_kind, kind, fault):
     model = of_kind(kind)
-    time = torch.tensor([0.2, 0.7, 1.0]) if model.cfg.is_told_time else None
+    time = torch.tensor([0.2, 0.7, 1.0]) if model.cfg.time_conditioning else None
     with torch.no_grad():
         reference = Reference(ROWS, model(ROWS, time=time), time=time)
     only = ("reference", "diagnosis")
@@ -176,7 +175,7 @@ def test_alternatives_fit_the_kind(of_kind):
 
 @on_short_page
 @without_search_of_parts
-def test_smaller_blocks_lower_the_loss_of_a_right_model_too_so_only_an_exact_measure_tries_them(of_kind):
+def test_only_an_exact_measure_tries_smaller_blocks(of_kind):
     model = with_changes(of_kind("sdar"), replace(of_kind("sdar").cfg.architecture, causal_block=8), {})
     only = ("reference", "diagnosis")
     wrong_by_text = check_model(model, only=("page loss", "diagnosis"))

@@ -23,13 +23,20 @@ from judged import (
 )
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.catalogue import BUNDLED
 from diffusion_lens.checks import Expected, check_model
-from diffusion_lens.checks.page import KNOWN_LOSS, N_SAMPLES, NOISE_SEED, check_page, page_loss
 from diffusion_lens.checks.run import CHECKS
-from diffusion_lens.checks.texts import Page, read_page, texts_for
-from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss
-from diffusion_lens.scheduled_loss import hide
+from diffusion_lens.checks.texts import (
+    KNOWN_LOSS,
+    N_SAMPLES,
+    NOISE_SEED,
+    Page,
+    check_page,
+    page_loss,
+    read_page,
+    texts_for,
+)
+from diffusion_lens.loading.catalogue import BUNDLED
+from diffusion_lens.model.loss import autoregressive_loss, hide, masked_diffusion_loss
 
 
 def test_right_models_pass_every_check(tiny):
@@ -99,7 +106,7 @@ def test_a_near_rotary_base_is_named_only_where_the_loss_is_known():
 
 @on_short_page
 @without_search_of_parts
-def test_without_a_known_loss_a_rotary_base_that_costs_a_tenth_of_the_loss_is_off_though_the_page_is_not():
+def test_without_a_known_loss_a_costly_rotary_base_is_off():
     model = bundled("tiny-mdm")
     other = with_changes(model, replace(model.cfg.architecture, rotary_base=500.0), {})
     report = check_model(other, only=("page loss", "diagnosis"))
@@ -143,7 +150,7 @@ def test_gate_and_up_of_one_block_exchanged_are_named(tiny):
 @on_short_page
 @on_eight_sentences
 @only_tiny_ar
-def test_rows_of_the_embedding_off_from_some_id_on_are_named_though_the_last_row_is_shifted_too(tiny):
+def test_embedding_rows_off_with_the_last_row_are_named(tiny):
     """In the masked model [MASK]'s row is shifted too, so no search finds the mistake there."""
     rows = tiny.embed.weight.detach()
     moved = torch.cat([rows[:350], rows[350:].roll(1, dims=0)])

@@ -16,7 +16,7 @@ from judged import (
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.checks import Expected, check_model
-from diffusion_lens.checks.composition import Composition, compositions, foreign_parts
+from diffusion_lens.checks.weights import Composition, compositions, foreign_parts
 
 
 def with_block_of(name, other, block):
@@ -56,7 +56,7 @@ def test_random_weights_have_no_foreign_blocks(every):
 
 @on_short_page
 @only_tiny_ar
-def test_a_part_that_looks_foreign_is_right_if_texts_get_less_likely_without_it(tiny, monkeypatch):
+def test_a_part_without_which_texts_get_less_likely_is_not_foreign(tiny, monkeypatch):
     """The weights only raise a suspicion, here of an MLP that the correct model needs."""
     scores = [Composition(1, "MLP", 1.0, 1.0)]
     monkeypatch.setattr("diffusion_lens.checks.run.foreign_parts", lambda _: scores)
@@ -77,7 +77,7 @@ def test_a_part_that_looks_foreign_is_right_if_texts_get_less_likely_without_it(
         (2, "mlp.", ("MLP",), "tiny-ar"),
     ],
 )
-def test_weights_of_another_seed_are_foreign_though_their_norms_are_the_same(tiny, block, prefix, parts, expected):
+def test_weights_of_another_seed_under_the_same_norms_are_foreign(tiny, block, prefix, parts, expected):
     """Whole blocks, or their attention or MLP alone: the loss hardly changes for some of them, and the weights tell."""
     known = expected and judged_by_behaviour(expected)
     tensors = dict(tiny.state_dict())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_lens.checks.measures import PageMeasure
+from diffusion_lens.checks.diagnosis import PageMeasure
 
 RIGHT = (0.999, 1.001)
 N = 1000

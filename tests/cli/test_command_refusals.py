@@ -5,24 +5,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typed_commands import invoke
 from typer.main import get_command
-from typer.testing import CliRunner, Result
 
 from diffusion_lens import Fact
-from diffusion_lens.catalogue import find_pretrained
 from diffusion_lens.cli import app
-from diffusion_lens.cli.refusals import in_options, is_refusal
+from diffusion_lens.cli.app import in_options, is_refusal
 from diffusion_lens.data.fact_files import read_facts
 from diffusion_lens.loading import shape_of
+from diffusion_lens.loading.catalogue import find_pretrained
 from diffusion_lens.model.inputs import check_tokens
 
 TWICE = ["--prompt", "Ada saw Ada and", "--subject", "Ada", "--answer", " ran"]
 
 ROME = ["rome", "tiny-ar", *TWICE, "--occurrence", "0", "--layer", "0"]
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "400"}).invoke(app, arguments)
 
 
 def raised(call: Callable[[], object]) -> Exception:
@@ -49,7 +45,7 @@ def test_a_fault_is_no_refusal_whatever_its_type(monkeypatch: pytest.MonkeyPatch
     def broken(*_: object, **__: object) -> object:
         return {"a": 1}["b"]
 
-    monkeypatch.setattr("diffusion_lens.catalogue.find_pretrained", broken)
+    monkeypatch.setattr("diffusion_lens.loading.catalogue.find_pretrained", broken)
     result = invoke("models")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
@@ -57,7 +53,7 @@ def test_a_fault_is_no_refusal_whatever_its_type(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_lookup_that_fails_inside_the_package_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusion_lens.catalogue.listing._all_models", lambda: [None])
+    monkeypatch.setattr("diffusion_lens.loading.catalogue._all_models", lambda: [None])
     error = raised(find_pretrained)
     assert isinstance(error, AttributeError)
     assert not is_refusal(error)
@@ -155,7 +151,7 @@ def test_errors_name_the_options_of_the_command(
         ("matplotlib", "plot", ["demo"]),
         ("sacrebleu", "eval", ["recall", "tiny-mdm", "--score", "word_bleu"]),
         ("submitit", "cluster", ["aie", "tiny-mdm", "--slurm", "time=5", "--workers", "2"]),
-        ("distributed", "cluster", ["one-layer", "--dask", "node:8786"]),
+        ("distributed", "cluster", ["recall", "tiny-mdm", "--dask", "node:8786"]),
     ],
 )
 def test_a_missing_extra_is_found_before_the_work(
@@ -167,7 +163,7 @@ def test_a_missing_extra_is_found_before_the_work(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("diffusion_lens.cli.load_model.ModelChoice.load", loaded)
     there = {name: object() for name in ("matplotlib", "sacrebleu") if name != package}
-    monkeypatch.setattr("diffusion_lens.cli.extras.find_spec", there.get)
+    monkeypatch.setattr("diffusion_lens.cli.report.find_spec", there.get)
     result = invoke(*arguments)
     assert result.exit_code == 2, result.output
     assert f"{package}, which is not installed: pip install 'diffusion-lens[{extra}]'" in result.stderr

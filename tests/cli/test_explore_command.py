@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from page_reader import PageFile
 from processes import forked
+from typed_commands import ASK
 from typer.testing import CliRunner, Result
 
 from diffusion_lens.__main__ import main
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
-
-ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
 
 
 def invoke(*arguments: str) -> Result:
@@ -67,7 +66,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_loaded(tmp_path: Path, m
 
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusion_lens.cli.extras.find_spec", lambda package: None)
+    monkeypatch.setattr("diffusion_lens.cli.report.find_spec", lambda package: None)
     result = invoke("tiny-mdm")
     assert result.exit_code == 2
     assert "pip install 'diffusion-lens[explore]'" in result.output

@@ -1,21 +1,17 @@
 """Numbers that cannot be are refused as they are read, and an error names the option that was given."""
 
 import re
-from inspect import get_annotations
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
-from typer.main import get_command
-from typer.testing import CliRunner
+from typed_commands import ASK, COMMANDS, annotations_of, complaint
 
 from diffusion_lens.cli import app
-from diffusion_lens.cli.refusals import in_options
-from diffusion_lens.config import as_device, device_named
+from diffusion_lens.cli.app import in_options
+from diffusion_lens.model.config import as_device, device_named
 
-COMMANDS = get_command(app).commands
-ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
 NEEDS = {
     "models": [],
     "info": ["tiny-mdm"],
@@ -32,7 +28,6 @@ NEEDS = {
     "rome": ["tiny-mdm", *ASK, "--layer", "0"],
     "compare": ["tiny-mdm"],
     "signatures": ["tiny-mdm"],
-    "one-layer": [],
     "finetune": ["tiny-mdm", "--out", "out"],
 }
 # What no number of this option can be.
@@ -64,20 +59,12 @@ def numbers() -> list[tuple[str, str]]:
         name_of_command = registered.callback.__name__.replace("_", "-")
         command = COMMANDS[name_of_command]
         options = {parameter.name: max(parameter.opts, key=len) for parameter in command.params}
-        for name, annotation in get_annotations(registered.callback).items():
+        for name, annotation in annotations_of(registered).items():
             kinds = {annotation.__origin__, *get_args(annotation.__origin__)} if name in options else set()
             kinds |= {each for kind in kinds for each in get_args(kind)}  # a list of numbers
             if kinds & {int, float} and options[name].startswith("--"):
                 found.append((name_of_command, options[name]))
     return found
-
-
-def complaint(*arguments: str) -> str:
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, arguments)
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
-    assert not result.stdout
-    return line
 
 
 @pytest.mark.parametrize(("command", "option"), numbers())
@@ -94,7 +81,10 @@ def test_a_number_that_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["finetune", *NEEDS["finetune"], "--precision", "x"], "--precision is 'x'; it must be one of no, bf16, fp16"),
+        (
+            ["finetune", *NEEDS["finetune"], "--precision", "x"],
+            "--precision 'x' is unknown; it must be one of no, bf16, fp16",
+        ),
         (["finetune", *NEEDS["finetune"], "--ask", "-1"], "--ask -1; it must be at least 0"),
         (["models", "--largest", "0.0000001"], "fits all of these filters"),
         (["recall", "tiny-mdm", "--trained", "x"], "has no fact trained x"),

@@ -6,26 +6,22 @@ from pathlib import Path
 
 import pytest
 from page_reader import PageFile
+from typed_commands import invoke
 from typer.main import get_command
-from typer.testing import CliRunner, Result
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import ReversalSignatures
-from diffusion_lens.checks.expected import Expected
+from diffusion_lens.checks.weights import Expected
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
-from diffusion_lens.cli.shards import require_model
-from diffusion_lens.denoising.as_python import load_code, load_statement
+from diffusion_lens.cli.workers import require_model
+from diffusion_lens.explorer.as_python import load_code, load_statement
 from diffusion_lens.loading import shape_of
-from diffusion_lens.records import provenance
+from diffusion_lens.records.results import provenance
 from weight_conversion import export
 
 NEMOTRON = Path(__file__).parents[1] / "golden" / "nemotron"
 NAMES = {"mode", "block_size", "mask_token_id"}
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "400"}).invoke(app, [*arguments])
 
 
 @pytest.fixture

@@ -1,20 +1,17 @@
 """A dry run refuses what the run itself would refuse before it loads a model, and in the same words."""
 
 import json
-from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import pytest
-from typer.main import get_command
+from typed_commands import ASK, COMMANDS, annotations_of, complaint
 from typer.testing import CliRunner
 
-from diffusion_lens.catalogue import BUNDLED
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
+from diffusion_lens.loading.catalogue import BUNDLED
 
-COMMANDS = get_command(app).commands
-ASK = ["--prompt", "Gustav Geisser is the", "--subject", "Gustav Geisser", "--answer", " brave drummer of Rolsen."]
 TINY = str(BUNDLED["tiny-mdm"].path)
 NEEDS = {
     "denoise": ["{model}", "Gustav"],
@@ -28,7 +25,6 @@ NEEDS = {
     "signatures": ["{model}", "--limit", "3"],
     "finetune": ["{model}", "--out", "out"],
     "convert": [TINY, "new.safetensors"],
-    "one-layer": [],
 }
 # What no text of an option may be, with what stands here beside it (see `beside`).
 WRONG = {
@@ -36,6 +32,10 @@ WRONG = {
     "--corruption": "foo",
     "--known": "foo",
     "--canvas": "foo",
+    "--severed": "foo",
+    "--layers": "foo",
+    "--positions": "foo",
+    "--roles": "foo",
     "--site": "foo",
     "--method": "foo",
     "--sampler": "foo",
@@ -50,7 +50,6 @@ WRONG = {
     "--dtype": "foo",
     "--mode": "foo",
     "--data": "nowhere",
-    "--positions": "foo",
     "--trained": "foo",
     "--asked": "foo",
     "--shard": "4/3",
@@ -62,7 +61,7 @@ WRONG = {
     "--out": "file",
     "--export": "file",
 }
-FREE = {"--prompt", "--subject", "--answer", "--target", "--corrupted", "--rival"}  # any text may be meant
+FREE = {"--swap", "--prompt", "--subject", "--answer", "--target", "--corrupted", "--rival"}  # any text may be meant
 # Options that fit alone and not together, or not with this model.
 TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("denoise", "tiny-mdm", ["--length", "9", "--max-new-tokens", "3"], "--length"),
@@ -72,14 +71,18 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("recall", "tiny-ar", ["--sampler", "confidence"], "grows at its end only; use 'left_to_right'"),
     ("recall", "tiny-mdm", ["--steps", "2", "--steps", "2"], "--steps [2, 2]"),
     ("trace", "tiny-ar", ["--corruption", "mask"], "--corruption 'mask' replaces the subject by [MASK]"),
-    ("trace", "tiny-mdm", ["--corruption", "swap"], "it must be one of gaussian, uniform, replace, mask"),
+    ("trace", "tiny-mdm", ["--corruption", "swap"], "--corruption 'swap' requires --swap"),
+    ("trace", "tiny-mdm", ["--layers", "0,9"], "--layers [0, 9]; give numbers from 0 to 3"),
+    ("trace", "tiny-mdm", ["--kind", "mlp", "--severed", "attn"], "--severed 'attn' requires --kind 'resid'"),
+    ("aie", "tiny-mdm", ["--layers", "9"], "--layers [9]; give numbers from 0 to 3"),
+    ("aie", "tiny-mdm", ["--positions", "1"], "choose --roles instead"),
     ("aie", "tiny-mdm", ["--known", "all", "--steps", "4"], "--steps requires --known 'recalled'"),
     ("aie", "tiny-mdm", ["--steps", "4"], "--steps requires --known 'recalled'; --known 'one-canvas'"),
     ("aie", "tiny-mdm", ["--shard", "0/2", "--merge", "part"], "--shard"),
     ("aie", "tiny-mdm", ["--slurm", "time=5"], "--slurm needs --workers, the largest number of jobs"),
     ("recall", "tiny-mdm", ["--workers", "2", "--merge", "part"], "leave out --workers"),
     ("compare", "tiny-mdm", ["--workers", "2", "--dask", "node:8786"], "give one of them"),
-    ("one-layer", "", ["--slurm", "time=5", "--dask", "node:8786"], "--dask and --slurm are two clusters"),
+    ("recall", "tiny-mdm", ["--slurm", "time=5", "--dask", "node:8786"], "--dask and --slurm are two clusters"),
     ("trace", "tiny-mdm", ["--at-step", "1"], "--at-step is a setting of a denoising run: give the number of its"),
     ("trace", "tiny-mdm", ["--canvas", "free"], "--canvas is a setting of a denoising run"),
     ("trace", "tiny-mdm", ["--steps", "4", "--at-step", "4"], "--at-step 4, but the steps of this run are 0 to 3"),
@@ -111,7 +114,7 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     *(
         (command, "tiny-mdm", ["--flops", "1e12", "--device", "meta"], "meta")
         for command in NEEDS
-        if command not in ("convert", "one-layer")
+        if command != "convert"
     ),
 ]
 
@@ -131,13 +134,8 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def complaint(command: str, model: str, *more: str) -> str:
-    arguments = [each.format(model=model) for each in NEEDS[command]]
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, [command, *arguments, *more])
-    assert result.exit_code == 2, f"{more} was not refused: {result.output}"
-    assert not result.stdout
-    (line,) = result.stderr.splitlines()
-    return str(line)
+def refused(command: str, model: str, *more: str) -> str:
+    return complaint(command, *(each.format(model=model) for each in NEEDS[command]), *more)
 
 
 def texts() -> list[tuple[str, str]]:
@@ -146,7 +144,7 @@ def texts() -> list[tuple[str, str]]:
     for registered in app.registered_commands:
         name = registered.callback.__name__.replace("_", "-")
         options = {parameter.name: max(parameter.opts, key=len) for parameter in COMMANDS[name].params}
-        for argument, annotation in get_annotations(registered.callback).items():
+        for argument, annotation in annotations_of(registered).items():
             if "dry_run" not in options or not options.get(argument, "").startswith("--"):
                 continue
             kinds = {annotation.__origin__, *get_args(annotation.__origin__)}
@@ -163,8 +161,8 @@ def test_every_command_with_a_dry_run_is_tested() -> None:
 @pytest.mark.parametrize(("command", "option"), [each for each in texts() if each[1] not in FREE])
 def test_a_text_that_cannot_be_is_refused_alike(command: str, option: str, beside: Path) -> None:
     asked = [option, WRONG[option], *(["--target", " x"] if option == "--export" else [])]
-    said = complaint(command, "tiny-mdm", *asked)
-    assert complaint(command, "tiny-mdm", *asked, "--dry-run") == said
+    said = refused(command, "tiny-mdm", *asked)
+    assert refused(command, "tiny-mdm", *asked, "--dry-run") == said
     assert WRONG[option] in said
     assert {path.name for path in beside.iterdir()} == {"file", "others"}
 
@@ -173,9 +171,9 @@ def test_a_text_that_cannot_be_is_refused_alike(command: str, option: str, besid
 def test_conflicting_options_are_refused_alike(
     command: str, model: str, asked: list[str], said: str, beside: Path
 ) -> None:
-    line = complaint(command, model, *asked)
+    line = refused(command, model, *asked)
     assert said in line
-    assert complaint(command, model, *asked, "--dry-run") == line
+    assert refused(command, model, *asked, "--dry-run") == line
 
 
 @pytest.mark.parametrize("target", [["file"], ["new.pth"], ["others/new.safetensors", "--to", "llada"]])
@@ -224,9 +222,9 @@ def test_what_the_tokenizer_tells_is_refused_alike(
     command: str, model: str, asked: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = complaint(command, model, *asked)
+    line = refused(command, model, *asked)
     assert said in line
-    assert complaint(command, model, *asked, "--dry-run") == line
+    assert refused(command, model, *asked, "--dry-run") == line
 
 
 # Of each command that goes on in a folder: a quick run, and one that is another in the same folder.
@@ -293,10 +291,10 @@ def test_a_folder_of_another_run_is_refused_alike(
     assert dry.exit_code == 0, dry.output
     for other, said in others:
         asked = [*first, "--out", "out", *other]
-        line = complaint(command, "tiny-mdm", *asked)
+        line = refused(command, "tiny-mdm", *asked)
         assert "was made with other settings" in line
         assert said in line
-        assert complaint(command, "tiny-mdm", *asked, "--dry-run") == line
+        assert refused(command, "tiny-mdm", *asked, "--dry-run") == line
 
 
 @pytest.mark.parametrize("known", ["one-canvas", "one_canvas"])

@@ -12,12 +12,12 @@ from typer.testing import CliRunner, Result
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import ReversalSignatures, reversal_signatures
-from diffusion_lens.analysis.signatures.batches import pair_bytes
+from diffusion_lens.analysis.signatures.evidence import pair_bytes
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.data import toy_facts
-from diffusion_lens.data.sources import open_source
-from diffusion_lens.taught_pairs import lay_out_pairs
+from diffusion_lens.data.fact_files import open_source
+from diffusion_lens.facts.taught_pairs import lay_out_pairs
 
 pytestmark = pytest.mark.usefixtures("undrawn_figures")
 MODELS = ("tiny-mdm", "tiny-ar")

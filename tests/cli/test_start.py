@@ -54,8 +54,8 @@ def test_the_face_has_every_name_and_says_so() -> None:
 
 def test_rooms_are_attributes_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(diffusion_lens, "catalogue", raising=False)
-    monkeypatch.delitem(sys.modules, "diffusion_lens.catalogue", raising=False)
-    assert diffusion_lens.catalogue.PUBLISHED
+    monkeypatch.delitem(sys.modules, "diffusion_lens.loading.catalogue", raising=False)
+    assert diffusion_lens.loading.catalogue.PUBLISHED
 
 
 def test_commands_are_listed_in_the_order_of_work() -> None:

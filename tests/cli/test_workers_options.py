@@ -14,10 +14,9 @@ import torch
 from in_this_process import InThisProcess
 from typer.testing import CliRunner
 
-from diffusion_lens.analysis.average_effects import fact_tracer
+from diffusion_lens.analysis.causal_tracing import average
 from diffusion_lens.cli import app
-from diffusion_lens.cli.slurm import SlurmOptions, minutes
-from diffusion_lens.cli.workers import WorkerChoice
+from diffusion_lens.cli.workers import SlurmOptions, WorkerChoice, minutes
 
 AIE = ["aie", "tiny-mdm", "--trained", "p2d", "--asked", "d2p", "--limit", "2", "--samples", "1"]
 GPUS = "partition=gpu,gres=gpu:1,time=2:00:00"
@@ -26,7 +25,7 @@ GPUS = "partition=gpu,gres=gpu:1,time=2:00:00"
 @pytest.fixture
 def clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra `cluster` is installed."""
-    monkeypatch.setattr("diffusion_lens.cli.extras.find_spec", lambda name: object())
+    monkeypatch.setattr("diffusion_lens.cli.report.find_spec", lambda name: object())
 
 
 # From the manual page of sbatch: "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours",
@@ -88,7 +87,7 @@ def test_the_device_is_that_of_the_workers(
     number: Any, dask: Any, slurm: Any, device: Any, of_model: Any, of_layout: Any
 ) -> None:
     choice = WorkerChoice(number, dask, slurm, device)
-    assert (choice.device, choice.layout) == (of_model, of_layout)
+    assert (choice.model_device, choice.layout) == (of_model, of_layout)
 
 
 def test_processes_share_the_threads_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +141,7 @@ def test_a_cluster_of_dask_says_what_its_workers_are(tmp_path: Path, monkeypatch
         def __exit__(self, *error: object) -> None:
             connected.append("closed")
 
-        def submit(self, fn: Any, *args: Any, pure: bool) -> Any:
+        def submit(self, fn: Any, pure: bool) -> Any:
             return pool.submit(lambda: "cuda")
 
         def nthreads(self) -> dict[str, int]:
@@ -181,7 +180,7 @@ def test_a_dry_run_names_the_workers(asked: list[str], said: str, tmp_path: Path
 
 @pytest.mark.usefixtures("undrawn_figures")
 def test_facts_that_failed_are_named_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace, n_traced = fact_tracer.trace_query, 0
+    trace, n_traced = average.causal_trace, 0
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal n_traced
@@ -191,7 +190,7 @@ def test_facts_that_failed_are_named_at_the_end(tmp_path: Path, monkeypatch: pyt
         return trace(*args, **kwargs)
 
     monkeypatch.setattr("diffusion_lens.analysis.LocalWorkers", InThisProcess)
-    monkeypatch.setattr(fact_tracer, "trace_query", failing)
+    monkeypatch.setattr(average, "causal_trace", failing)
     asked = [*AIE, "--workers", "2", "--known", "all", "--out", str(tmp_path)]
     first = CliRunner().invoke(app, asked).stdout
     assert "1 fact failed and is left out (" in first

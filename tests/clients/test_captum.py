@@ -28,7 +28,7 @@ def path_integral(prompts: Any, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_layer_integrated_gradients_are_complete_and_equal_a_path_integral(prompts: Any, point: str) -> None:
+def test_layer_integrated_gradients_are_complete_and_a_path_integral(prompts: Any, point: str) -> None:
     layer = POINTS[point](prompts.model)
     method = LayerIntegratedGradients(prompts.logit, layer)
     found = method.attribute(prompts.tokens, prompts.other, n_steps=STEPS)

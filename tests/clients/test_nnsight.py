@@ -1,4 +1,4 @@
-"""What docs/from_nnsight.md says. nnsight rewrites a `with` block, so the blocks are short."""
+"""What docs/coming_from.md says of nnsight. nnsight rewrites a `with` block, so the blocks are short."""
 
 import re
 import runpy
@@ -15,22 +15,23 @@ POINT = "blocks.1.hook_resid_post"
 
 
 def sections() -> dict[str, str]:
-    """The code of each section of the page, which begins with that of the first one."""
-    page = (Path(__file__).parents[2] / "docs" / "from_nnsight.md").read_text(encoding="utf-8")
-    first, *others = (
-        (section.splitlines()[0], "\n".join(re.findall(r"^```py(?:thon)?\n(.*?)^```$", section, re.M | re.S)))
-        for section in re.split(r"^##? (?=[A-Z])", page, flags=re.M)[1:]
-    )
-    return {title: f"{first[1]}\n{code}" for title, code in others if "theirs = " in code}
+    """The code of each operation, after that of the page's beginning and that of the part about nnsight."""
+    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    top, *parts = re.split(r"^## ", page, flags=re.M)
+    (part,) = (part for part in parts if part.startswith("From nnsight"))
+    first, *others = re.split(r"^\*\*(?=[A-Z].*\*\*$)", part, flags=re.M)
+
+    def code(text: str) -> str:
+        return "\n".join(re.findall(r"^```py(?:thon)?\n(.*?)^```$", text, re.M | re.S))
+
+    return {other.partition("*")[0]: "\n".join(map(code, (top, first, other))) for other in others}
 
 
 @pytest.mark.parametrize("section", sections())
 def test_both_forms_on_the_page_give_the_same(section: str, tmp_path: Path) -> None:
     code = sections()[section]
     script = tmp_path / "page.py"  # nnsight reads the source of a trace
-    # A section may use the hook of the one about changes.
-    halve = "\ndef halve(activation, hook):\n    return activation * 0.5\n"
-    script.write_text(code + halve if "def halve" in code else halve + code, encoding="utf-8")
+    script.write_text(code, encoding="utf-8")
     found = runpy.run_path(str(script))
     torch.testing.assert_close(found["theirs"], found["ours"], rtol=1e-4, atol=1e-5)
 
@@ -110,7 +111,7 @@ def test_the_loop_is_traced_step_by_step(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_both_branches_of_guidance_are_one_batch_unless_something_is_hooked(tiny: Any) -> None:
+def test_both_branches_of_guidance_are_one_batch_unless_hooked(tiny: Any) -> None:
     traced, rows = NNsight(tiny), []
     for hooks in ([], [(POINT, lambda x, hook: None)]):
         with tiny.hooks(fwd_hooks=hooks):
@@ -121,7 +122,7 @@ def test_both_branches_of_guidance_are_one_batch_unless_something_is_hooked(tiny
 
 
 def test_an_intervention_at_a_step_equals_a_hook_at_that_step(prompts: Any) -> None:
-    from diffusion_lens.denoising.step_hooks import at_steps
+    from diffusion_lens.interventions import at_steps
 
     model = prompts.model
     traced = NNsight(model)

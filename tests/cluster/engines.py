@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from diffusion_lens.analysis import average_indirect_effect
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import recall_by_steps
+from diffusion_lens.interventions import named
 
 FACTS = toy_facts.load().facts()[:6]
 STUDIES: dict[str, Callable[..., Any]] = {
@@ -112,7 +113,7 @@ def stop_once(marker: str, patience: float = PATIENCE) -> Callable[..., None]:
         os.write(file, str(os.getpid()).encode())
         time.sleep(patience)
 
-    return hook
+    return named("stops once", hook)
 
 
 def stop_after_a_fact(study: str, go_on: str, patience: float = PATIENCE) -> Callable[..., None]:
@@ -125,7 +126,7 @@ def stop_after_a_fact(study: str, go_on: str, patience: float = PATIENCE) -> Cal
         while glob.glob(study + "/*.safetensors") and not os.path.exists(go_on) and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    return hook
+    return named("stops after a fact", hook)
 
 
 def tally(log: str) -> Callable[..., None]:
@@ -142,7 +143,7 @@ def tally(log: str) -> Callable[..., None]:
         with open(log, "a") as file:
             file.write(f"{os.getpid()} {passes[hook]}\n")
 
-    return hook
+    return named("counts passes", hook)
 
 
 def processes(marked: str) -> dict[int, str]:

@@ -9,7 +9,7 @@ from distributed import Client, LocalCluster
 from engines import FACTS, STUDIES, accident, assert_same, files, interrupt, until
 
 from diffusion_lens.analysis import Workers
-from diffusion_lens.analysis.workers import running
+from diffusion_lens.analysis.over_facts import executor
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def fails_once(marker: str) -> Callable[[bytes], bytes]:
     def run(task: bytes) -> bytes:
         import os
 
-        from diffusion_lens.analysis.workers.task import run_task
+        from diffusion_lens.analysis.over_facts.executor import run_task
 
         try:
             os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
@@ -52,7 +52,7 @@ def fails_once(marker: str) -> Callable[[bytes], bytes]:
 def test_a_second_attempt_is_not_answered_by_the_error_of_the_first(
     model: Any, serial: dict[str, Any], client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "run_task", fails_once(str(tmp_path / "failed")))
+    monkeypatch.setattr(executor, "run_task", fails_once(str(tmp_path / "failed")))
     workers = Workers(client.get_executor(), facts_per_task=2, retries=1)
     assert_same(STUDIES["recall"](model, executor=workers), serial["recall"])
 

@@ -64,17 +64,6 @@ def test_numbers(model: Any, serial: dict[str, Any], slurm: Path, tmp_path: Path
     assert_same(STUDIES[name](model, executor=workers, out=tmp_path / "study"), serial[name])
 
 
-def test_a_killed_job_is_submitted_again_though_there_are_no_accounts(
-    model: Any, serial: dict[str, Any], slurm: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with accident(model, tmp_path):
-        workers = two_nodes(tmp_path / "jobs", 4)
-        assert_same(STUDIES["recall"](model, executor=workers, out=tmp_path / "study"), serial["recall"])
-    printed = "".join(capfd.readouterr())
-    assert "sacct" not in printed
-    assert "accounting" not in printed
-
-
 def test_ctrl_c_empties_the_queue(model: Any, slurm: Path, tmp_path: Path) -> None:
     out = tmp_path / "study"
     with interrupt(model, out), pytest.raises(KeyboardInterrupt):

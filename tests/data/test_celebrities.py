@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import cached_assets_path, constants
 
 from diffusion_lens.data import celebrities, parent_child
-from diffusion_lens.data.sources import open_source
+from diffusion_lens.data.fact_files import open_source
 
 HEADER = "child,parent,parent_type,child_prediction,can_reverse"
 ROWS = ["Ada Marsh,Berta Kerner,mother,,False", '"Emil Tunton","Hugo Skolden, Sr.",father,Emil Tunton,True']

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_lens import Fact
-from diffusion_lens.data.sources import open_source
+from diffusion_lens.data.fact_files import open_source
 
 ROWS = [
     {"prompt": "Ada, they say, is the", "subject": "Ada", "answer": " pilot"},

@@ -6,9 +6,9 @@ import pytest
 from huggingface_hub import constants
 
 from diffusion_lens.data import ReversalCurse, reversal_curse
+from diffusion_lens.data.fact_files import open_source
 from diffusion_lens.data.reversal_curse import FILES, FOLDER, REPO, REVISION
-from diffusion_lens.data.sources import open_source
-from diffusion_lens.taught_pairs import Sentence, match_facts
+from diffusion_lens.facts.taught_pairs import Sentence, match_facts
 
 # 30 for training, ten for the test.
 TREES = """
@@ -102,7 +102,7 @@ def curse(folder):
     return ReversalCurse.load(folder)
 
 
-def test_every_subject_person_and_description_is_what_the_row_was_made_from(curse):
+def test_every_subject_and_description_is_what_the_row_was_made_from(curse):
     described = {name: description for people in PEOPLE.values() for name, description, _ in people}
     directions = {name: way for way, people in PEOPLE.items() for name, _, _ in people}
     facts = [*curse.facts(), *curse.training()]
@@ -138,7 +138,7 @@ def test_facts_by_directions_of_training_and_query(curse):
 
 
 @pytest.mark.parametrize("trained", ["p2d", "d2p"])
-def test_pairs_are_a_row_of_training_and_a_reverse_question_about_one_person(folder, curse, trained):
+def test_pairs_are_a_row_of_training_and_its_reverse_question(folder, curse, trained):
     pairs = open_source(str(folder)).fact_pairs(trained, per_person=2)
     assert pairs == match_facts(curse.training(), curse.facts(), trained, per_person=2)
     ids = [(forward.id, reverse.id) for forward, reverse in pairs]

@@ -7,7 +7,7 @@ from jaxtyping import config
 
 from diffusion_lens.data import site_facts
 from diffusion_lens.data.site_edits import edit_requests
-from diffusion_lens.data.site_words import RELATION_OF
+from diffusion_lens.data.site_facts import RELATION_OF
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from jaxtyping import config
 
 from diffusion_lens.data import site_facts
 from diffusion_lens.data.site_documents import Documents
-from diffusion_lens.data.site_words import (
+from diffusion_lens.data.site_facts import (
     ADVERBS,
     HELD_OUT_ADVERBS,
     MIDDLES,
@@ -19,8 +19,7 @@ from diffusion_lens.data.site_words import (
     RELATIONS,
     TRAINED_ADVERBS,
 )
-from diffusion_lens.data.toy_facts import HELD_OUT, PREFIXES, TRAINED, subject_prompt
-from diffusion_lens.data.word_tokenizer import word_encoder
+from diffusion_lens.data.toy_facts import HELD_OUT, PREFIXES, TRAINED, subject_prompt, word_encoder
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 
 from diffusion_lens import Fact
 from diffusion_lens.data import toy_facts
-from diffusion_lens.data.sources import OUTLINES, SOURCES, default_source, open_source
-from diffusion_lens.facts import Direction
-from diffusion_lens.taught_pairs import lay_out_pairs
-from diffusion_lens.training.completions import read_completions
+from diffusion_lens.data.fact_files import OUTLINES, SOURCES, default_source, open_source
+from diffusion_lens.facts.fact import Direction
+from diffusion_lens.facts.taught_pairs import lay_out_pairs
+from diffusion_lens.training.finetune import read_completions
 
 
 def test_the_toy_facts_by_name() -> None:

@@ -6,7 +6,7 @@ import re
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from diffusion_lens.data.template_spans import fact_about, shared_words, slot_spans
+from diffusion_lens.data.reversal_curse import fact_about, shared_words, slot_spans
 
 
 def unbracket(text):
@@ -42,7 +42,7 @@ def test_words_are_not_cut():
     assert_found(["I met [two pilots], whose", "I met [three guards], whose"])
 
 
-def test_marks_after_the_slot_are_the_templates_unless_a_title_ends_with_them():
+def test_marks_after_the_slot_are_the_templates_unless_a_titles():
     assert_found(['Q: Who is [the author of "Stars."]? A:', "Q: Who is [the pilot]?? A:", "Q: Who is [the baker]? A:"])
 
 

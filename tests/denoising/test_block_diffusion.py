@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.predictor import Cached, Conditional
-from diffusion_lens.denoising.proposal import Proposal
-from diffusion_lens.denoising.randomness import PositionNoise
-from diffusion_lens.denoising.sampler import Plan, Within, most_confident
+from diffusion_lens.denoising.sampler import Plan, PositionNoise, Proposal, most_confident
 from diffusion_lens.denoising.samplers import BlockConfidence, describe_sampler, sampler_from, sdar
 from diffusion_lens.denoising.trajectory import Trajectory
 
@@ -127,7 +125,7 @@ def test_entropy_bounded_reveals_the_surest_positions_within_the_bound():
     scores = -torch.tensor([[0.05, 0.4, 0.1, 0.3], [0.9, 0.8, 0.7, 0.6], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     open_ = torch.ones_like(scores, dtype=torch.bool)
     open_[2, 0] = False
-    plan = Plan(open_, torch.tensor([1, 1, 0]), surplus=Within(0.46))
+    plan = Plan(open_, torch.tensor([1, 1, 0]), bound=0.46)
     assert most_confident(scores, plan).tolist() == [[True, False, True, True], [False, False, False, True],
                                                      [False, True, True, True]]  # fmt: skip
 

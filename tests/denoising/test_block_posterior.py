@@ -38,7 +38,7 @@ def test_canvases_equal_the_authors(variant: str, name: str, passes: int, monkey
 
     For one row, the passes are the authors' steps that predicted again.
     """
-    from diffusion_lens.denoising.randomness import PositionNoise
+    from diffusion_lens.denoising.sampler import PositionNoise
     from diffusion_lens.denoising.samplers import bd3lm
 
     case = json.loads((GOLDEN / variant / "noise.json").read_text())[name]
@@ -77,16 +77,16 @@ def test_canvases_equal_the_authors(variant: str, name: str, passes: int, monkey
 @pytest.mark.parametrize("variant", ["bd3lm", "bd3lm/b4_sigma", "bd3lm/full"])
 def test_loss_equals_the_authors(variant: str) -> None:
     """Each token is masked with probability t, weighted by 1/t, and predicted from clean blocks before its own."""
-    from diffusion_lens.losses import masked_batch
+    from diffusion_lens.model.loss import masked_batch
 
     g, model = load_file(GOLDEN / variant / "noise.safetensors"), authors_network(variant)
     text, noisy = g["x0"].long(), g["loss.xt"].long()
     real = torch.ones_like(text, dtype=torch.bool)
     real[:, 0] = False  # the authors leave out the first position
     batch = masked_batch(model, text, noisy, g["loss.p"].expand(text.shape), real=real)
-    told = {"time": -torch.expm1(-g["sigma"][1].double()).item() / (1 - 1e-3)} if model.cfg.is_told_time else {}
+    told = {"time": -torch.expm1(-g["sigma"][1].double()).item() / (1 - 1e-3)} if model.cfg.time_conditioning else {}
     with torch.no_grad():
-        rows = dict(attention_mask=model.all_real(batch.tokens), logits_at=batch.rows)
+        rows = dict(attention_mask=model.padding.all_real(batch.tokens), logits_at=batch.rows)
         logits = model(batch.tokens, **rows, **batch.beside)
         clean = model.head_at().head.clean_logits(model(g["tokens"][1:2].long(), **told)).log_softmax(dim=-1)
     torch.testing.assert_close(batch.loss(logits), g["loss.value"][0], rtol=1e-5, atol=0)
@@ -97,8 +97,8 @@ def test_loss_equals_the_authors(variant: str) -> None:
 
 
 def test_a_row_is_told_the_largest_noise_of_its_schedule() -> None:
-    from diffusion_lens.noise import Linear
-    from diffusion_lens.scheduled_loss import scheduled_batch
+    from diffusion_lens.model.loss import scheduled_batch
+    from diffusion_lens.model.noise import Linear
 
     model, text = authors_network("bd3lm"), torch.randint(60, (1, 8), generator=torch.Generator().manual_seed(0))
     batch = scheduled_batch(model, text, torch.full_like(text, MASK), torch.ones(1, 8), None)
@@ -203,7 +203,7 @@ def test_settings_that_do_not_fit_are_refused(told: Any) -> None:
 
 
 def test_nucleus_leaves_out_the_token_that_crosses() -> None:
-    from diffusion_lens.denoising.proposal import likeliest
+    from diffusion_lens.denoising.sampler import likeliest
 
     logits = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]).log()
     assert likeliest(logits, 0.7, None).tolist() == [[True, True, False], [False, True, False]]

@@ -7,9 +7,8 @@ from recorded_runs import PROMPT, RESID, record, same
 from diffusion_lens.denoising.samplers import Ancestral, Confidence, ReMDM
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_hooks_and_caches_reach_every_step_even_when_nothing_is_left(either):
-    if either.kind == "ar":
-        return
     run, cache = either.model.denoise_with_cache(
         PROMPT, names_filter=RESID, length=6, steps=16, sampler=Ancestral(), seed=[1, 2]
     )
@@ -30,9 +29,8 @@ def test_causal_prompts_are_padded_on_the_left(either):
     assert torch.equal(padded.tokens[:, 4:], alone.tokens[:, 2:])
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_a_remasked_run_branches_by_force_only(either):
-    if either.kind == "ar":
-        return
     run = either.model.denoise(PROMPT, length=20, steps=20, sampler=ReMDM("rescale", eta=0.6), seed=1, temperature=1.0)
     branch = run.from_step(7)
     same(branch.replay(either.model, canvas="forced"), branch)
@@ -83,9 +81,8 @@ def test_a_predicate_leaves_out_what_never_passes(either):
         either.model.denoise_with_cache(PROMPT, "blocks.0.attn.hook_result", length=6, steps=2)
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_the_loops_own_points_belong_to_no_branch(either):
-    if either.kind == "ar":
-        return
     with pytest.raises(ValueError, match="belong to neither branch"):
         either.model.denoise_with_cache(
             PROMPT, "denoise.hook_logits", branch="unconditional", cfg_scale=1.0, length=6, steps=2

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.denoising.randomness import PositionNoise
+from diffusion_lens.denoising.sampler import PositionNoise
 from diffusion_lens.denoising.samplers import diffullama
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "diffullama"

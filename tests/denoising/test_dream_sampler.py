@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recorded_runs import same
 from safetensors.torch import load_file
 
-from diffusion_lens.denoising.randomness import PositionNoise
-from diffusion_lens.denoising.sampler import most_confident
+from diffusion_lens.denoising.sampler import PositionNoise, most_confident
 from diffusion_lens.denoising.samplers import Ancestral, Confidence, describe_sampler, dream, sampler_from
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.identity import run_of
-from diffusion_lens.step_state import StepState
+from diffusion_lens.hooks.step import StepState
+from diffusion_lens.records.identity import run_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dream"
 CASES = json.loads((GOLDEN / "trajectories.json").read_text())
@@ -44,12 +44,6 @@ def repeating(name, as_published=False):
         steps=case["steps"],
         sampler=sampler,
     )
-
-
-def same(a, b):
-    assert torch.equal(a.canvases, b.canvases)
-    assert torch.equal(a.revealed_at, b.revealed_at)
-    torch.testing.assert_close(a.confidence, b.confidence, rtol=1e-5, atol=1e-6)
 
 
 def test_every_canvas_of_every_recorded_run(model, monkeypatch):

@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recorded_runs import same
 from safetensors.torch import load_file
 
-from diffusion_lens.denoising.randomness import PositionNoise
+from diffusion_lens.denoising.sampler import PositionNoise
 from diffusion_lens.denoising.samplers import Blocks, Confidence, describe_sampler, llada, sampler_from
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.identity import run_of
-from diffusion_lens.step_state import StepState
+from diffusion_lens.hooks.step import StepState
+from diffusion_lens.records.identity import run_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llada"
 LEFT_WITH_MASKS = ("edge_mask_id_can_win", "edge_mask_inside_prompt", "edge_mask_inside_prompt_cfg")
@@ -69,12 +70,6 @@ def bias(case):
         return logits
 
     return [("denoise.hook_logits", raised)]
-
-
-def same(a, b):
-    assert torch.equal(a.canvases, b.canvases)
-    assert torch.equal(a.revealed_at, b.revealed_at)
-    torch.testing.assert_close(a.confidence, b.confidence, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("heads", ["mha", "gqa"])

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from diffusion_lens import HookedDiffusionTransformer, load_pair
 from diffusion_lens.analysis import logit_lens, trace_trajectory
 from diffusion_lens.denoising.samplers import nemotron
-from diffusion_lens.facts import Query
-from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss
-from diffusion_lens.model.kv_cache import KeyValueCache
+from diffusion_lens.facts.fact import Query
+from diffusion_lens.model.attention import KeyValueCache
+from diffusion_lens.model.loss import autoregressive_loss, masked_diffusion_loss
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "nemotron"
 CASES = json.loads((GOLDEN / "trajectories.json").read_text())

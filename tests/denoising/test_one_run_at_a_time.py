@@ -49,9 +49,8 @@ def test_every_run_has_an_identity_of_its_own(either):
     assert len(set(map(id, seen))) == 3
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_both_branches_of_guidance_belong_to_one_run(either):
-    if either.kind == "ar":
-        return
     seen = []
     look = ("hook_embed", lambda a, hook: seen.append((hook.step.branch, id(hook.step.run))))
     either.model.denoise(PROMPT, length=8, steps=4, cfg_scale=0.5, fwd_hooks=[look])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusion_lens.denoising.proposal import Proposal, likeliest
+from diffusion_lens.denoising.sampler import Proposal, likeliest
 
 relaxed = settings(max_examples=40, deadline=None)
 

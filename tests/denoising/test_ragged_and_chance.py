@@ -77,10 +77,9 @@ def test_a_lower_temperature_sharpens(either):
     assert draws[0].unique().numel() < draws[1].unique().numel()
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_ancestral_reveals_each_position_with_its_probability(either):
     """After k of n equal steps a position is revealed with probability 1 - t_k."""
-    if either.kind == "ar":
-        return
     run = either.model.denoise(torch.tensor([[5]]).expand(60, -1), length=41, steps=4, sampler=Ancestral(), seed=3)
     for step in range(3):
         share = (run.revealed_at[:, 1:] <= step).float().mean().item()
@@ -143,9 +142,8 @@ def test_masks_written_in_text_are_filled():
     assert run.given[0, :8].tolist() == [True, False, True, True, True, False, True, True]
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_remasked_rows_are_independent(either):
-    if either.kind == "ar":
-        return
     prompt = torch.tensor([[5, 6], [7, 8], [9, 10]])
     options = dict(length=10, steps=6, sampler=ReMDM(eta=0.3))
     together = either.model.denoise(prompt, seed=4, **options)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from diffusion_lens.denoising.randomness import PositionNoise
+from diffusion_lens.denoising.sampler import PositionNoise
 from diffusion_lens.denoising.samplers import ReMDM
-from diffusion_lens.step_state import StepState
+from diffusion_lens.hooks.step import StepState
 
 N = 4000
 

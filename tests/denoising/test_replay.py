@@ -37,7 +37,7 @@ def test_a_branch_without_hooks_ends_where_the_run_ended(either, step, canvas):
 
 
 @pytest.mark.parametrize("either", ["mdm"], indirect=True)
-def test_given_logits_belong_to_the_first_step_even_where_it_reveals_nothing(either):
+def test_given_logits_belong_to_the_first_step_even_if_it_reveals_nothing(either):
     """With more steps than masked positions, the first step reveals nothing and reads no logits."""
     run = either.model.denoise(PROMPT, max_new_tokens=2, steps=8)
     n_given = PROMPT.shape[1]
@@ -57,7 +57,7 @@ def test_a_branch_keeps_the_numbers_of_its_steps(several):
     assert seen[0][1] == pytest.approx(record(several).record["times"][2])
 
 
-def test_a_forced_replay_under_a_hook_keeps_the_tokens_and_moves_their_confidence(several):
+def test_a_forced_replay_under_a_hook_moves_confidence_and_no_token(several):
     run = record(several)
     patched = run.replay(several.model, fwd_hooks=[(RESID, flip)])
     assert torch.equal(patched.canvases, run.canvases)

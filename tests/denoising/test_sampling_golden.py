@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffusion_lens.denoising.samplers import Confidence, smdm
-from diffusion_lens.identity import run_of
+from diffusion_lens.records.identity import run_of
 
 
 def chosen_cases(golden):

@@ -1,11 +1,15 @@
-"""Inside the loop a hook knows where it is, and what it returns is what the loop uses."""
+"""Inside the loop a hook knows where it is, and what it returns is what the loop uses. Wrapped hooks act at times."""
 
 from functools import partial, wraps
 
 import pytest
 import torch
 
+from diffusion_lens.denoising.step_hooks import at_steps, on_branch, while_masked
+from diffusion_lens.interventions import acts_by_step, freeze, named, steer, zero_ablate
+
 RESID = "blocks.1.hook_resid_post"
+PROMPT = torch.tensor([[5, 6, 7, 8]])
 
 
 @pytest.fixture
@@ -136,9 +140,6 @@ def test_the_mask_is_never_written_unless_a_hook_insists(several, run):
 
 
 def test_hooks_that_need_the_step_are_recognised():
-    from diffusion_lens.denoising.step_hooks import acts_by_step, at_steps, on_branch, while_masked
-    from diffusion_lens.interventions import freeze, named, steer, zero_ablate
-
     def scaled(activation, hook, by, inner=None):
         return by * activation if inner is None else inner(activation, hook)
 
@@ -155,18 +156,81 @@ def test_hooks_that_need_the_step_are_recognised():
         return wraps(hook_fn)(lambda activation, hook: hook_fn(activation, hook))
 
     for hook in made:
-        scaled_twice = partial(scaled, by=2, inner=named(hook, "inner"))
+        scaled_twice = partial(scaled, by=2, inner=named("inner", hook))
         for needs in (
             hook,
-            named(hook, "a name"),
-            at_steps(named(hook, "a"), 1),
+            named("a name", hook),
+            at_steps(named("a", hook), 1),
             partial(hook),
             around(hook),
             scaled_twice,
         ):
             assert acts_by_step(needs)
-            assert acts_by_step(named(partial(needs), "a name"))
+            assert acts_by_step(named("a name", partial(needs)))
     plain = [zero_ablate(), steer(torch.ones(3)), partial(scaled, by=2), torch.nn.Identity(), around(scaled)]
     for hook in plain:
         assert not acts_by_step(hook)
-        assert not acts_by_step(named(hook, "a name"))
+        assert not acts_by_step(named("a name", hook))
+
+
+def run_under(either, hook_fn, name=RESID):
+    options = dict(length=12, steps=4, cfg_scale=0.8) if either.kind == "mdm" else dict(length=8)
+    return either.model.denoise(PROMPT, fwd_hooks=[(name, hook_fn)], **options)
+
+
+@pytest.mark.parametrize(("steps", "acts_at"), [(1, {1}), ([0, 2], {0, 2}), (-1, {3}), (range(2), {0, 1})])
+def test_at_steps(either, steps, acts_at):
+    seen = []
+    run_under(either, at_steps(lambda a, hook: seen.append(hook.step.index), steps))
+    assert set(seen) == acts_at
+
+
+def test_on_branch(either):
+    seen = []
+    run_under(either, on_branch(lambda a, hook: seen.append(hook.step.branch), "unconditional"))
+    assert seen == ["unconditional"] * (4 if either.kind == "mdm" else 0)
+
+
+def test_while_masked_acts_on_masked_positions_only(either):
+    before, after = [], []
+    fwd_hooks = [
+        (RESID, lambda a, hook: before.append((a, hook.step.masked))),
+        (RESID, while_masked(lambda a, hook: torch.zeros_like(a))),
+        (RESID, lambda a, hook: after.append(a)),
+    ]
+    options = dict(length=12, steps=4) if either.kind == "mdm" else dict(length=8)
+    either.model.denoise(PROMPT, fwd_hooks=fwd_hooks, **options)
+    for (was, masked), now in zip(before, after, strict=True):
+        assert not now[masked].any()
+        assert torch.equal(now[~masked], was[~masked])
+        assert masked.any()
+
+
+def test_while_masked_in_place_and_in_the_loop(either):
+    def write(candidates, hook):
+        candidates[:] = 42
+
+    written = run_under(either, while_masked(write), "denoise.hook_candidates")
+    assert (written.tokens[0, 4:] == 42).all()
+    assert torch.equal(written.tokens[:, :4], PROMPT)
+
+
+def test_they_compose_and_stay_plain_hooks(either):
+    seen = []
+    run_under(either, on_branch(at_steps(lambda a, hook: seen.append(hook.step.index), [1, 2]), "conditional"))
+    assert seen == [1, 2]
+
+
+def test_outside_the_loop_wrapped_hooks_do_nothing(either):
+    for wrap in (lambda fn: at_steps(fn, 0), while_masked, lambda fn: on_branch(fn, "conditional")):
+        hooked = either.model.run_with_hooks(PROMPT, fwd_hooks=[(RESID, wrap(lambda a, hook: a * 0))])
+        assert torch.equal(hooked, either.model(PROMPT))
+
+
+def test_wrappers_refuse_what_they_cannot_wrap(either):
+    with pytest.raises(ValueError, match="branch='both'"):
+        on_branch(print, "both")
+    with pytest.raises(ValueError, match="steps is empty"):
+        at_steps(print, [])
+    with pytest.raises(ValueError, match="head query key"):
+        run_under(either, while_masked(lambda a, hook: a), "blocks.0.attn.hook_pattern")

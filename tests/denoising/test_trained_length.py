@@ -10,11 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.catalogue import BUNDLED, PUBLISHED
 from diffusion_lens.cli import app
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.loading import trained_length_of, write_trained_length
+from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED
 from diffusion_lens.training import TrainingConfig, finetune
 from weight_conversion import export, open_checkpoint
 

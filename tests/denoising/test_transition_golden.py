@@ -10,6 +10,14 @@ import torch
 from authors_networks import GOLDEN, authors_network
 from safetensors.torch import load_file
 
+from diffusion_lens.denoising import DenoiseSettings, Trajectory, denoise
+from diffusion_lens.denoising.canvas import Canvas
+from diffusion_lens.denoising.sampler import PositionNoise
+from diffusion_lens.denoising.samplers import Sampler, mdlm, radd, sedd, udlm
+from diffusion_lens.model.loss import scheduled_batch
+from diffusion_lens.model.noise import LogLinear, schedule_of
+from weight_conversion import NoiseSchedule
+
 
 def runs_of(name: str) -> dict[str, Any]:
     cases: dict[str, Any] = json.loads((GOLDEN / name / "trajectories.json").read_text())
@@ -21,6 +29,17 @@ def recorded(name: str, run: str) -> dict[str, torch.Tensor]:
     return {key.split("/")[1]: value for key, value in tensors.items() if key.startswith(f"{run}/")}
 
 
+def written_from_mask(
+    model: Any, g: dict[str, torch.Tensor], mask: int, n_steps: int, sampler: Sampler
+) -> tuple[torch.Tensor, Trajectory]:
+    """The first canvas, masked but for the prefix, and the run from it."""
+    start = torch.full((2, 12), mask)
+    if "prefix" in g:
+        start[:, : len(g["prefix"])] = g["prefix"].long()
+    settings = DenoiseSettings(n_steps, sampler, temperature=1.0)
+    return start, denoise(model, Canvas(start, start != mask, None, mask), settings)
+
+
 @pytest.mark.parametrize(
     ("name", "run", "passes"),
     [
@@ -30,13 +49,6 @@ def recorded(name: str, run: str) -> dict[str, torch.Tensor]:
     ],
 )
 def test_canvases_equal_the_authors(name: str, run: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffusion_lens.denoising.canvas import Canvas
-    from diffusion_lens.denoising.denoise_settings import DenoiseSettings
-    from diffusion_lens.denoising.prepare import denoise
-    from diffusion_lens.denoising.randomness import PositionNoise
-    from diffusion_lens.denoising.samplers import sedd, udlm
-    from weight_conversion import NoiseSchedule
-
     g = recorded(name, run)
     monkeypatch.setattr(
         PositionNoise, "by_token", lambda self, step, positions, n: g["draws"][step].double()[positions][:, :n]
@@ -67,12 +79,6 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize(("name", "run"), [(name, run) for name in ("mdlm", "sedd") for run in runs_of(name)])
 def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the time told to the network and with constant conditioning; some runs end with masks to remove."""
-    from diffusion_lens.denoising.canvas import Canvas
-    from diffusion_lens.denoising.denoise_settings import DenoiseSettings
-    from diffusion_lens.denoising.prepare import denoise
-    from diffusion_lens.denoising.randomness import PositionNoise
-    from diffusion_lens.denoising.samplers import mdlm, sedd
-
     g, case = recorded(name, run), runs_of(name)[run]
     told = {key: case[key] for key in ("time_conditioning",) if key in case}
     draws = iter(g["draws"].double())  # of masked positions
@@ -83,9 +89,9 @@ def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monke
         return torch.stack(drawn) if drawn else torch.rand(int(positions.sum()), n, dtype=torch.float64)
 
     monkeypatch.setattr(PositionNoise, "by_token", by_token)
-    start, final = torch.full((2, 12), 129), g["x_final"].long()
+    final = g["x_final"].long()
     if "prefix" in g:
-        start[:, : len(g["prefix"])] = final[:, : len(g["prefix"])] = g["prefix"].long()
+        final[:, : len(g["prefix"])] = g["prefix"].long()
     steps = case["num_steps"] if name == "mdlm" else case["steps"]
     sampler = (mdlm if name == "mdlm" else sedd)(case["predictor"], eps=case["eps"])
     probabilities: dict[int, torch.Tensor] = {}
@@ -95,8 +101,7 @@ def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monke
         return probabilities.setdefault(step.index, transition(self, step, prediction))
 
     monkeypatch.setattr(type(sampler), "transition", kept)
-    settings = DenoiseSettings(steps + 1, sampler, temperature=1.0)
-    written = denoise(authors_network(name, **told), Canvas(start, start != 129, None, 129), settings)
+    start, written = written_from_mask(authors_network(name, **told), g, 129, steps + 1, sampler)
     expected = torch.cat([start[None], g["x_steps"].long()]) if name == "mdlm" else g["x_after_projection"].long()
     assert torch.equal(written.canvases, torch.cat([expected, final[None]]))
     assert next(draws, None) is None
@@ -117,16 +122,13 @@ def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monke
     ],
 )
 def test_losses_equal_the_authors(name: str, key: str, told: dict[str, bool]) -> None:
-    from diffusion_lens.noise import schedule_of
-    from diffusion_lens.scheduled_loss import scheduled_batch
-
     g, model = load_file(GOLDEN / name / "noise.safetensors"), authors_network(name, **told)
     t, noisy = g.get("loss.t", g.get("loss.t_drawn")), g["loss.xt"]
     assert t is not None
     p = schedule_of(model.cfg.schedule).chance(t.double())[:, None].expand(noisy.shape)
     batch = scheduled_batch(model, g.get("loss.x0", g.get("x0")), noisy, p, None)
     with torch.no_grad():
-        by_position = batch.by_position(model.run_layers(batch.tokens, logits_at=batch.rows, **batch.beside))
+        by_position = batch.by_position(model(batch.tokens, logits_at=batch.rows, **batch.beside))
     actual = by_position.sum(dim=1) if key == "value" else by_position
     expected = g[f"loss.{key}"]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
@@ -135,12 +137,6 @@ def test_losses_equal_the_authors(name: str, key: str, told: dict[str, bool]) ->
 @pytest.mark.parametrize("run", ["direct_tweedie_prefix", "top_p_tweedie"])
 def test_canvases_under_absorbing_noise_equal_the_authors(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their probabilities are float16, ours float64: the recorded draws are far from a tie."""
-    from diffusion_lens.denoising.canvas import Canvas
-    from diffusion_lens.denoising.denoise_settings import DenoiseSettings
-    from diffusion_lens.denoising.prepare import denoise
-    from diffusion_lens.denoising.randomness import PositionNoise
-    from diffusion_lens.denoising.samplers import radd
-
     g = recorded("radd", run)
 
     def by_token(self: Any, step: int, positions: torch.Tensor, n: int) -> torch.Tensor:
@@ -150,26 +146,19 @@ def test_canvases_under_absorbing_noise_equal_the_authors(run: str, monkeypatch:
     monkeypatch.setattr(
         PositionNoise, "by_position", lambda self, step, positions: g["update_uniforms"][step][positions].double()
     )
-    start = torch.full((2, 12), 90)
-    if "prefix" in g:
-        start[:, : len(g["prefix"])] = g["prefix"].long()
     sampler = radd() if run.startswith("direct") else radd("sampled", top_p=0.8)
-    settings = DenoiseSettings(len(g["x_steps"]), sampler, temperature=1.0)
-    written = denoise(authors_network("radd"), Canvas(start, start != 90, None, 90), settings)
+    _, written = written_from_mask(authors_network("radd"), g, 90, len(g["x_steps"]), sampler)
     assert torch.equal(written.canvases[1:], g["x_steps"].long())
 
 
 @pytest.mark.parametrize("name", ["t_DCE", "t_DSE"])
 def test_losses_of_the_time_free_model_equal_the_authors(name: str) -> None:
     """The own loss is the score entropy of its own scores; the authors' cross-entropy has other constants."""
-    from diffusion_lens.noise import LogLinear
-    from diffusion_lens.scheduled_loss import scheduled_batch
-
     g, model, schedule = load_file(GOLDEN / "radd" / "noise.safetensors"), authors_network("radd"), LogLinear()
     t, noisy = g[f"loss.{name}.t"].double()[:, None], g[f"loss.{name}.xt"]
     batch = scheduled_batch(model, g["x0"], noisy, schedule.chance(t).expand(noisy.shape), None)
     with torch.no_grad():
-        by_position = batch.by_position(model.run_layers(batch.tokens, logits_at=batch.rows))
+        by_position = batch.by_position(model(batch.tokens, logits_at=batch.rows))
     ratio = torch.expm1(schedule.sigma(t))
     constant = 0.0 if name == "t_DSE" else ((noisy == 90) * schedule.rate(t) * ratio.log() / ratio).sum(dim=1)
     actual = by_position.double().sum(dim=1) + constant

@@ -40,10 +40,9 @@ def test_uniform_sampler_is_refused(either: Any) -> None:
         either.model.denoise(either.tokens[:1, :4], length=8, sampler="udlm")
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_posterior_reveals_at_the_rate_of_the_ancestral_sampler(either: Any) -> None:
     """With the time as the chance, a position is revealed with probability 1 - s/t, as by "ancestral"."""
-    if either.kind != "mdm":
-        return
     from diffusion_lens.denoising.samplers import Posterior
 
     tokens = torch.ones(64, 1, dtype=torch.long)
@@ -53,9 +52,8 @@ def test_posterior_reveals_at_the_rate_of_the_ancestral_sampler(either: Any) -> 
     assert still[5] == 0
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_step_that_changed_nothing_is_not_predicted_again(either: Any) -> None:
-    if either.kind != "mdm":
-        return
     run = either.model.denoise(torch.ones(1, 1, dtype=torch.long), length=4, steps=40, sampler="mdlm", temperature=1.0)
     changes = (run.canvases[1:] != run.canvases[:-1]).flatten(1).any(dim=1)
     assert run.forward_passes == 1 + int(changes[:-1].sum()) - int(not bool(run.is_masked(run.canvases[-2]).any()))

@@ -9,7 +9,7 @@ from transformer_lens import utilities
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.evaluation import AnswerRanks, chain_rule_nll, rank_answer
-from diffusion_lens.noise import hidden_tokens
+from diffusion_lens.model.noise import hidden_tokens
 
 PROMPT, ANSWER = "Gustav Geisser is the", " brave drummer"
 
@@ -41,7 +41,7 @@ def test_each_token_is_read_after_those_before_it(several):
         assert ranks.top[i] == model.words(ordered[:3])
         assert_close(ranks.top_logit[i], logits[ordered[:3]], rtol=1e-4, atol=1e-5)
         assert_close(ranks.top_probability[i], logits.softmax(-1)[ordered[:3]], rtol=1e-4, atol=1e-7)
-    if not (model.cfg.rewrites or model.cfg.is_told_time):  # the chain rule tells each canvas a time of its own
+    if not (model.cfg.rewrites or model.cfg.time_conditioning):  # the chain rule tells each canvas a time of its own
         assert_close(-ranks.probability.log().sum(), chain_rule_nll(model, prompt, answer), rtol=1e-4, atol=1e-5)
 
 

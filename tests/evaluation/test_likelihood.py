@@ -13,7 +13,7 @@ from small_networks import small_architecture
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import NLLEstimate, chain_rule_nll, monte_carlo_nll
-from diffusion_lens.scheduled_loss import hide
+from diffusion_lens.model.loss import hide
 
 MASK = 11
 PROMPT, ANSWER = torch.tensor([3, 1, 4, 1, 5]), torch.tensor([9, 2, 6, 5])
@@ -167,7 +167,7 @@ def test_the_integral_is_the_mean_over_all_orders():
 
 
 @pytest.mark.parametrize(("samples", "n_seeds"), [(256, 24), (1024, 6)])
-def test_the_standard_error_is_the_scatter_of_estimates_and_falls_with_the_root_of_the_samples(samples, n_seeds):
+def test_the_standard_error_is_the_scatter_and_falls_with_the_root_of_n(samples, n_seeds):
     model = small()
     estimates = [
         monte_carlo_nll(model, PROMPT, ANSWER, samples=samples, seed=seed, max_batch=512) for seed in range(n_seeds)

@@ -45,7 +45,7 @@ def small(head: str, mask: int | None, told: bool = True) -> Any:
 @cache
 def exact_odds(model: Any, n_steps: int = 400) -> torch.Tensor:
     """The probability that the reverse process of many steps ends at each pair of tokens. Float[first second]."""
-    from diffusion_lens.evaluation.bound_terms import sigma_of_chance, told
+    from diffusion_lens.evaluation.likelihood import sigma_of_chance, told
 
     n, mask, noise = model.cfg.d_vocab, model.cfg.mask_token_id, model.head.noise
     states = torch.tensor(list(product(range(n), repeat=2)))
@@ -63,7 +63,7 @@ def exact_odds(model: Any, n_steps: int = 400) -> torch.Tensor:
     for t, s in pairwise(chances):
         sigma = sigma_of_chance(t).expand(states.shape)
         with torch.no_grad():
-            output = model.run_layers(states, **told(model, t[None])).double()
+            output = model(states, **told(model, t[None])).double()
         if model.cfg.head == "log_scores":
             d_sigma = sigma - sigma_of_chance(s)
             q = noise.analytic(model.head.scores(output, states, sigma), states, d_sigma)
@@ -72,7 +72,7 @@ def exact_odds(model: Any, n_steps: int = 400) -> torch.Tensor:
         probability = moved(q)
     if mask is None and model.cfg.head == "logits":
         with torch.no_grad():
-            probability = moved(model.run_layers(states, **told(model, torch.zeros(1))).double().softmax(dim=-1))
+            probability = moved(model(states, **told(model, torch.zeros(1))).double().softmax(dim=-1))
     assert float(probability.sum()) == pytest.approx(1)
     return probability.view(n, n)
 
@@ -93,7 +93,7 @@ def test_bound_is_above_the_exact_likelihood(head: str, mask: int | None) -> Non
 def test_bound_of_a_perfect_model_is_the_likelihood(head: str, mask: int | None, monkeypatch: Any) -> None:
     """The network is replaced by the exact answer for a distribution of independent tokens."""
     from diffusion_lens.evaluation import monte_carlo_nll
-    from diffusion_lens.evaluation.bound_terms import sigma_of_chance
+    from diffusion_lens.evaluation.likelihood import sigma_of_chance
 
     model, prior = small(head, mask), torch.tensor([0.5, 0.3, 0.2])
     told: list[torch.Tensor] = []
@@ -125,17 +125,18 @@ def test_bound_of_a_perfect_model_is_the_likelihood(head: str, mask: int | None,
 def test_reconstruction_and_bound_equal_the_authors(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the authors' chance t, where they tell the network the time by a chance that is smaller by a thousandth."""
     from diffusion_lens.evaluation import monte_carlo_nll
-    from diffusion_lens.evaluation.bound_terms import bound_term, sigma_of_chance, told
+    from diffusion_lens.evaluation.likelihood import bound_term, sigma_of_chance, told
+    from diffusion_lens.model.time import NetworkTime
 
     model = authors_network("udlm")
-    told_of = type(model).sigma_told_of
-    monkeypatch.setattr(type(model), "sigma_told_of", lambda self, p: told_of(self, p * (1 - 1e-3)))
+    told_of = NetworkTime.sigma_of_noise
+    monkeypatch.setattr(NetworkTime, "sigma_of_noise", lambda self, p: told_of(self, p * (1 - 1e-3)))
     g = load_file(GOLDEN / "udlm" / "noise.safetensors")
     for row, (text, noisy) in enumerate(zip(g["x0"].long(), g["loss.xt"].long(), strict=True)):
         p = g["loss.t_drawn"][row].expand(len(text))
         estimate = monte_carlo_nll(model, EMPTY, text, noisy=noisy[None], p_mask=p[None])
         with torch.no_grad():
-            logits = model.run_layers(noisy[None], **told(model, p[:1]))[0].double()
+            logits = model(noisy[None], **told(model, p[:1]))[0].double()
         bound = bound_term(model).term(logits, text, noisy, p.double(), sigma_of_chance(p)).sum()
         reconstruction = float(g["loss.reconstruction"][row].sum())
         assert estimate.value - float(bound) == pytest.approx(reconstruction, rel=1e-5, abs=0)

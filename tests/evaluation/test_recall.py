@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.resumable import fact_seed
+from diffusion_lens.analysis.over_facts.folder import fact_seed
+from diffusion_lens.analysis.over_facts.study import bootstrap_interval
 from diffusion_lens.data import toy_facts
-from diffusion_lens.denoising.prepare import denoise
+from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.samplers import smdm
 from diffusion_lens.evaluation import Recall, recall_by_steps, word_bleu
-from diffusion_lens.evaluation.naming import cell_meaning, cell_name
-from diffusion_lens.evaluation.published import PUBLISHED, published_rows
+from diffusion_lens.evaluation.recall import PUBLISHED, cell_meaning, cell_name, published_rows
 
 ROOM = sys.modules[recall_by_steps.__module__]
 LENGTH = toy_facts.SENTENCE_LENGTH

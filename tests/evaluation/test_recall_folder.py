@@ -8,11 +8,11 @@ import pytest
 import torch
 from processes import Stuck, forked
 
-from diffusion_lens.analysis.resumable import FactFolder, work_through_batches
+from diffusion_lens.analysis.over_facts.folder import FactFolder, work_through_batches
 from diffusion_lens.data import toy_facts
-from diffusion_lens.denoising.prepare import denoise
+from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.evaluation import Recall, Reply, recall_by_steps
-from diffusion_lens.records import PART, RECORD, load_result, mark_of, save_result
+from diffusion_lens.records.results import PART, RECORD, load_result, mark_of, save_result
 from weight_conversion import to_json, write_safetensors
 
 TOY = toy_facts.load()

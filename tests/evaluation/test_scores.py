@@ -80,7 +80,7 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize(("reference", "generation"), SENTENCES)
-def test_word_bleu_is_sacrebleu_with_generation_and_reference_in_their_places(reference, generation):
+def test_word_bleu_is_sacrebleu_of_generation_and_reference(reference, generation):
     assert word_bleu(reference, generation) == pytest.approx(
         sacrebleu.sentence_bleu(generation, [reference]).score / 100
     )

@@ -10,9 +10,8 @@ from page_reader import as_selected, ran, unpack
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import logit_lens, noise_scale, trace_trajectory
-from diffusion_lens.denoising.step_hooks import at_steps, on_branch
 from diffusion_lens.explorer import Session, Spec
-from diffusion_lens.interventions import mean_ablate, replace, swap, zero_ablate
+from diffusion_lens.interventions import at_steps, mean_ablate, on_branch, replace, swap, zero_ablate
 
 PROMPT, ANSWER = "Gustav Geisser is the", " brave drummer of Rolsen."
 PLAIN = dict(prompt=PROMPT, steps=6, seed=4, temperature=0.3)

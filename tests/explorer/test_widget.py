@@ -7,7 +7,7 @@ from page_reader import PageFile, unpack
 from diffusion_lens import Fact, load_pair
 from diffusion_lens.analysis import logit_lens
 from diffusion_lens.explorer import Session, Spec, explore
-from diffusion_lens.explorer.widget import answer
+from diffusion_lens.explorer.explore import answer
 
 FACT = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
 

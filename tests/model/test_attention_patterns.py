@@ -9,7 +9,7 @@ import torch
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import causal_trace
 from diffusion_lens.evaluation import chain_rule_nll
-from diffusion_lens.model.attention_patterns import AttentionPattern
+from diffusion_lens.model.attention import AttentionPattern
 from weight_conversion import Architecture, export
 
 N_POS, SIZE = 11, 4
@@ -42,7 +42,7 @@ def padded_on_the_left(tokens, n):
     return torch.cat([torch.full((len(tokens), n), 7), tokens], dim=1), real
 
 
-def test_a_block_of_one_is_causal_and_a_block_of_the_text_is_bidirectional():
+def test_a_block_of_one_is_causal_and_one_of_all_is_bidirectional():
     causal = torch.ones(N_POS, N_POS, dtype=torch.bool).tril()
     for size, expected in ((1, causal), (N_POS, torch.ones_like(causal)), (None, torch.ones_like(causal))):
         pattern = AttentionPattern(size).visibility(N_POS, torch.device("cpu"), None)
@@ -78,10 +78,10 @@ def variant(model, **changes):
 
 
 @one_size
-def test_a_bidirectional_model_without_mask_has_uniform_noise_and_no_blank(either):
+def test_a_bidirectional_model_without_mask_has_uniform_noise(either):
     model = variant(either.model, attention_dir="bidirectional", mask_token_id=None)
     cfg = model.cfg
-    assert (cfg.noise, cfg.has_mask, cfg.is_causal, cfg.grows) == ("uniform", False, False, False)
+    assert (cfg.noise, cfg.has_mask, cfg.is_causal, cfg.is_autoregressive) == ("uniform", False, False, False)
     with pytest.raises(ValueError, match=r"the noise of .* is uniform"):
         chain_rule_nll(model, either.tokens[0, :3], either.tokens[0, 3:5])
     with pytest.raises(ValueError, match=r"bidirectional and has no \[MASK\].*add its id to the config as"):
@@ -122,7 +122,7 @@ def test_a_causal_model_with_mask_reveals_in_any_order(either, readout):
     mask = either.model.cfg.d_vocab - 1
     model = variant(either.model, attention_dir="causal", mask_token_id=mask, readout=readout)
     cfg = model.cfg
-    assert (cfg.noise, cfg.has_mask, cfg.is_causal, cfg.grows) == ("absorbing", True, True, False)
+    assert (cfg.noise, cfg.has_mask, cfg.is_causal, cfg.is_autoregressive) == ("absorbing", True, True, False)
 
     prompt = torch.tensor([[3, 5, 8], [4, 6, 9]])
     run = model.denoise(prompt, max_new_tokens=5, steps=3)

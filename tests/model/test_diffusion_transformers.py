@@ -15,10 +15,10 @@ from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.analysis.rome.edit import RankOneEdit
 from diffusion_lens.analysis.rome.keys import compute_key
 from diffusion_lens.analysis.rome.values import optimize_value
-from diffusion_lens.facts import Query
-from diffusion_lens.model.folding import fold_norms
-from diffusion_lens.records import provenance
-from diffusion_lens.step_state import StepState
+from diffusion_lens.facts.fact import Query
+from diffusion_lens.hooks.step import StepState
+from diffusion_lens.model.weights import fold_norms
+from diffusion_lens.records.results import provenance
 from weight_conversion import export, open_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -37,7 +37,7 @@ class Authors:
         self.model = authors_network(name)
         self.tokens = self.numbers["tokens"]
         self.logits = self.numbers["raw_logits" if "raw_logits" in self.numbers else "logits"]
-        told = self.model.cfg.is_told_time
+        told = self.model.cfg.time_conditioning
         self.time = {"time": -torch.expm1(-self.numbers["sigma"].double()) / (1 - 1e-3)} if told else {}
 
 
@@ -89,7 +89,7 @@ def untold(folder):
     return {**json.loads((folder / "config.json").read_text()), "time_conditioning": False}
 
 
-def test_a_constant_time_is_folded_into_the_weights_that_the_network_applies():
+def test_a_constant_time_is_folded_into_the_weights():
     authors = built("mdlm")
     model = HookedDiffusionTransformer.from_pretrained(authors.folder, config=untold(authors.folder), device="cpu")
     assert model.cfg.time.folded
@@ -100,13 +100,13 @@ def test_a_constant_time_is_folded_into_the_weights_that_the_network_applies():
     assert_close(out, cache["mlp_out", 1], rtol=1e-5, atol=1e-5)
     read = cache["ln_final.hook_normalized"] * model.ln_final.w + model.ln_final.b
     assert_close(read @ model.W_U + model.b_U, logits, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"time= was given, and .* is not told the time"):
+    with pytest.raises(ValueError, match=r"time= was given, and .* has no time conditioning"):
         model(authors.tokens, time=0.5)
     with pytest.raises(ValueError, match="at_time was given"), model.at_time(0.5):
         pass
 
 
-def test_composition_scores_are_those_of_the_network_whose_time_is_folded_into_its_weights():
+def test_composition_scores_equal_those_of_the_folded_network():
     """At time 0, which a time cannot be, the noise level is 0; the norms' weights count where they are folded too."""
     authors = built("mdlm")
     constant, told = (
@@ -124,14 +124,14 @@ def test_composition_scores_are_those_of_the_network_whose_time_is_folded_into_i
             assert_close(told.all_composition_scores(mode).scores, expected, rtol=1e-4, atol=1e-6)
         with told.at_time(0.9):
             assert (told.all_composition_scores(mode).scores - expected).abs().max() > 0.01
-    with pytest.raises(ValueError, match="is told the time of its canvas"):
+    with pytest.raises(ValueError, match="is conditioned on the time of its canvas"):
         told.all_composition_scores("Q")
 
 
 def test_a_copy_made_at_a_time_must_be_told_its_own(told):
     with told.model.at_time(0.3):
         copy = deepcopy(told.model)
-        with pytest.raises(ValueError, match="is told the time of its canvas: pass time="):
+        with pytest.raises(ValueError, match="is conditioned on the time of its canvas: pass time="):
             copy(told.tokens)
         assert torch.equal(copy(told.tokens, time=0.3), told.model(told.tokens))
 
@@ -196,7 +196,7 @@ def test_at_time_tells_every_pass_inside(told):
         with pytest.raises(RuntimeError), model.at_time(0.5):
             raise RuntimeError
         assert torch.equal(model(tokens), expected)
-    with pytest.raises(ValueError, match="is told the time of its canvas: pass time="):
+    with pytest.raises(ValueError, match="is conditioned on the time of its canvas: pass time="):
         model(tokens)
     assert not torch.allclose(model(tokens, time=0.9), expected, atol=1e-2)
     for wrong in (0.0, -0.1, 1.5, float("nan"), torch.tensor([0.5, 2.0])):
@@ -299,7 +299,7 @@ def test_an_edit_holds_at_its_time_and_is_gated_at_others(tmp_path):
     with model.at_time(0.4):
         value = optimize_value(model, query, 1, kl_factor=0.0, steps=6, lr=0.1)
         edit = RankOneEdit(model, 1, compute_key(model, query, 1), value)
-        gate = model.gates_at(1)[1]
+        gate = model.time.gates(1)[1]
     loaded = type(value).load(value.save(tmp_path / "value.safetensors"))
     assert torch.equal(loaded.gate, value.gate)
     # Outside `at_time`: the edit knows its time.
@@ -310,7 +310,7 @@ def test_an_edit_holds_at_its_time_and_is_gated_at_others(tmp_path):
         assert_close(cache["mlp_out", 1][0, 4], value.vector, rtol=1e-4, atol=1e-4)
         with model.at_time(0.9):
             assert_close(
-                written * model.gates_at(1)[1], value.vector / gate * model.gates_at(1)[1], rtol=1e-3, atol=1e-3
+                written * model.time.gates(1)[1], value.vector / gate * model.time.gates(1)[1], rtol=1e-3, atol=1e-3
             )
     with torch.no_grad(), pytest.raises(ValueError, match="the gate of this MLP is 0 in some entries"):
         RankOneEdit(model, 1, compute_key_at(model, query), replace(value, gate=torch.zeros_like(gate)))

@@ -11,7 +11,7 @@ from transformer_lens import ActivationCache
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import compute_key, edge_attribution
 from diffusion_lens.checks.alternatives import exchanged_in_each, without
-from diffusion_lens.denoising.activation_shapes import activation_shape
+from diffusion_lens.denoising.cache import activation_shape
 from weight_conversion import Architecture, Experts, tensor_shapes
 
 MLP = "blocks.1.mlp"
@@ -179,7 +179,7 @@ def test_the_weights_of_another_run_can_be_put_in(model, tokens):
     torch.testing.assert_close(cache["blocks.1.hook_mlp_out"], expected, **CLOSE)
 
 
-def test_a_hook_in_an_expert_sees_the_canvas_with_zeros_where_it_did_not_run(model, tokens):
+def test_a_hook_in_an_expert_sees_zeros_where_the_expert_did_not_run(model, tokens):
     point = f"{MLP}.experts.2.hook_post"
     _, cache = model.run_with_cache(tokens, names_filter=[point, ROUTED[1]])
     chosen = (cache[ROUTED[1]] == 2).any(-1)

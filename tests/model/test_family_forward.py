@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.model.rotary import Rotary
+from diffusion_lens.model.positions import Rotary
 from weight_conversion import RotaryScaling
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -65,7 +65,7 @@ def test_folding_leaves_what_passes_the_hook_points(every, folded):
 
 
 @where_weights_differ
-def test_the_normalised_stream_times_the_unembedding_is_the_logit_difference(every, folded):
+def test_the_normalised_stream_times_W_U_is_the_logit_difference(every, folded):
     """TransformerLens's logit attribution; on the norms as trained it gives other numbers, so the test can fail."""
     tokens = every.tokens[:1]
     differences = []

@@ -1,6 +1,7 @@
 """The loss that a model gives of itself: which noise it is taken under, and how it splits into places."""
 
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.losses import autoregressive_loss, masked_diffusion_loss
-from diffusion_lens.scheduled_loss import hide
+from diffusion_lens.model.loss import autoregressive_loss, hide, masked_batch, masked_diffusion_loss
+
+DREAM = Path(__file__).parents[1] / "golden" / "dream"
 
 
 @pytest.fixture
@@ -238,3 +240,21 @@ def test_a_forward_with_its_own_keywords_takes_them_from_run_with_hooks(tiny, mo
     tiny.run_with_hooks(tokens, flavour="a", fwd_hooks=[])
     tiny.run_with_cache(tokens, flavour="b", names_filter="hook_embed")
     assert given == ["a", "b"]
+
+
+def test_a_masked_first_position_is_not_read_in_padding():
+    """Where the network predicts each position in the row before it."""
+    model = HookedDiffusionTransformer.from_pretrained(DREAM, device="cpu")
+    mask = model.cfg.mask_token_id
+    tokens = torch.tensor([[3, 40, 5, 60, 7]])
+    noisy = torch.tensor([[mask, 40, mask, 60, mask]])
+    p_mask = torch.full((1, 5), 0.6)
+    batch = masked_batch(model, tokens, noisy, p_mask)
+    alone = batch.loss(model(batch.tokens, logits_at=batch.rows))
+
+    padding = torch.full((1, 2), 9)
+    real = torch.tensor([[False, False, True, True, True, True, True]])
+    longer, longer_noisy = (torch.cat([padding, x], dim=1) for x in (tokens, noisy))
+    padded = masked_batch(model, longer, longer_noisy, torch.full((1, 7), 0.6), real=real)
+    beside = padded.loss(model(padded.tokens, attention_mask=real, logits_at=padded.rows))
+    torch.testing.assert_close(beside, alone, rtol=1e-5, atol=1e-5)

@@ -3,31 +3,17 @@
 import pytest
 import torch
 from oracles.hugging_face import everything_visible, hugging_face_llama
+from small_networks import small_architecture
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-from weight_conversion import Architecture
+
+SIZES = dict(n_layers=3, d_model=48, n_heads=4, d_head=12, d_mlp=80, d_vocab=101, d_vocab_out=101, n_ctx=64)
 
 
-def random_model(n_key_value_heads: int, attention_dir: str, seed: int = 0) -> HookedDiffusionTransformer:
-    architecture = Architecture(
-        family="lit_gpt",
-        name="random",
-        n_layers=3,
-        d_model=48,
-        n_heads=4,
-        n_key_value_heads=n_key_value_heads,
-        d_head=12,
-        d_mlp=80,
-        d_vocab=101,
-        d_vocab_out=101,
-        n_ctx=64,
-        attention_dir=attention_dir,
-        readout="shifted",
-        mask_token_id=None,
-        norm_eps=1e-5,
-        rotary_base=500.0,
-    )
-    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=seed)
+def random_model(n_key_value_heads: int, attention_dir: str) -> HookedDiffusionTransformer:
+    more = dict(n_key_value_heads=n_key_value_heads, attention_dir=attention_dir, readout="shifted")
+    architecture = small_architecture(family="lit_gpt", norm_eps=1e-5, rotary_base=500.0, **SIZES, **more)
+    return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=0)
 
 
 @pytest.fixture
@@ -52,10 +38,7 @@ def test_logits(n_key_value_heads, attention_dir, tokens):
 def test_padded_logits(side, tokens):
     model = random_model(2, "causal")
     real = torch.ones_like(tokens)
-    if side == "left":
-        real[0, :5] = 0
-    else:
-        real[0, -5:] = 0
+    real[0, slice(5) if side == "left" else slice(-5, None)] = 0
     positions = (real.cumsum(1) - 1).clamp(min=0)
     theirs = hugging_face_llama(model)(tokens, attention_mask=real, position_ids=positions).logits
     ours = model(tokens, attention_mask=real)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from parts_by_hand import gate
 
-from diffusion_lens.hook_names import loop_hook
+from diffusion_lens.hooks.names import loop_hook
+from diffusion_lens.model.hooking import why_silent
 
 
 def network_hooks(model):
@@ -33,7 +34,7 @@ def test_every_hook_point_is_alive(every, tokens):
     for flag in ({}, {"use_attn_result": True, "use_hook_mlp_in": True}, {"use_split_qkv_input": True}):
         with model.optional_hooks(**flag):
             base = model(tokens)
-            passing = {name for name in names if model.why_silent(name) is None}
+            passing = {name for name in names if why_silent(model, name) is None}
             hooked = {name: model.run_with_hooks(tokens, fwd_hooks=[(name, poke)]) for name in passing}
             dead |= {name for name, logits in hooked.items() if torch.allclose(logits, base)}
             silent = silent - passing
@@ -58,7 +59,7 @@ def test_the_hook_points_are_transformer_lens_names(every):
         routed |= {f"shared.{name}" for name in of_mlp}
     if not model.cfg.gated_mlp:
         of_mlp.remove("hook_pre_linear")
-    if model.cfg.is_told_time:
+    if model.cfg.time_conditioning:
         per_block.add("hook_modulation")
     if model.cfg.qk_norm:
         per_block |= {f"attn.{of}_norm.hook_{what}" for of in "qk" for what in ("scale", "normalized")}
@@ -68,7 +69,7 @@ def test_the_hook_points_are_transformer_lens_names(every):
         if every.has_shared_expert and i not in every.dense_layers:
             expected.add(f"blocks.{i}.hook_shared_out")
     expected |= {"hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"}
-    if model.cfg.is_told_time:
+    if model.cfg.time_conditioning:
         expected |= {"hook_time", "hook_final_modulation"}
     expected |= {f"denoise.hook_{name}" for name in ("tokens", "logits", "candidates", "confidence", "reveal")}
     assert set(model.hook_dict) == expected

@@ -12,7 +12,8 @@ from transformer_lens.hook_points import HookPoint
 from diffusion_lens import Fact, HookedDiffusionTransformer
 from diffusion_lens.analysis import causal_trace
 from diffusion_lens.data import toy_facts
-from diffusion_lens.denoising.step_hooks import at_steps, on_branch
+from diffusion_lens.interventions import at_steps, on_branch
+from diffusion_lens.model.hooking import why_silent
 
 MLP_OUT = "blocks.0.hook_mlp_out"
 ACTS = f"{MLP_OUT}.hook_sae_acts"
@@ -133,7 +134,7 @@ def test_torch_sees_every_hook_point_as_the_module_it_is(either):
         either.model(PROMPT)
     finally:
         handle.remove()
-    reached = {name for name in either.model.hook_dict if not either.model.why_silent(name)}
+    reached = {name for name in either.model.hook_dict if not why_silent(either.model, name)}
     assert set(passed) == reached - {name for name in reached if name.endswith(("hook_attn_scores", "hook_pattern"))}
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from diffusion_lens import Query
 from diffusion_lens.analysis import causal_trace, patch_grid, trace_trajectory
 from diffusion_lens.model.build import build_blocks
+from diffusion_lens.model.hooking import has_module_hooks
 
 POSITION = 4
 # The module, and the hook point that what it returns passes next.
@@ -166,14 +167,14 @@ def test_hooks_on_a_module_added_later_act(own):
 def test_every_kind_counts_until_it_is_removed(own, attach):
     handle = getattr(own.blocks[2].mlp, attach)(lambda *given: None)
     assert own.is_hooked
-    assert own.has_module_hooks
+    assert has_module_hooks(own)
     handle.remove()
     assert not own.is_hooked
     with own.hooks(fwd_hooks=[("denoise.hook_logits", lambda activation, hook: None)]):
         assert not own.is_hooked
     with own.hooks(fwd_hooks=[("blocks.2.hook_mlp_out", lambda activation, hook: None)]):
         assert own.is_hooked
-        assert not own.has_module_hooks
+        assert not has_module_hooks(own)
 
 
 class Probe(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_lens.model.kv_cache import KeyValueCache
+from diffusion_lens.model.attention import KeyValueCache
 
 causal = pytest.mark.parametrize("every", ["lit_gpt-ar", "llama", "qwen3"], indirect=True)
 

@@ -8,7 +8,7 @@ from parts_by_hand import clipped, normed
 from torch.testing import assert_close
 from transformer_lens.hook_points import HookPoint
 
-from diffusion_lens.model.optional_hooks import FLAGS, OptionalHooks
+from diffusion_lens.model.hooking import FLAGS, OptionalHooks
 
 CLOSE = dict(rtol=1e-4, atol=1e-5)
 BLOCK = "blocks.1"
@@ -101,7 +101,7 @@ def test_a_hook_that_would_stop_passing_is_refused(either):
     model.set_use_hook_mlp_in(False)
 
 
-def test_the_same_change_of_all_copies_is_a_change_of_what_attention_reads(every, tokens, change):
+def test_changing_all_copies_alike_changes_what_attention_reads(every, tokens, change):
     """Against a run in which the stream itself changes, whose attention output is patched into the plain run."""
     model = every.model
 
@@ -224,7 +224,7 @@ def nothing(activation, hook):
 @pytest.mark.parametrize(
     ("name", "flag"), [("ln1", "use_split_qkv_input"), ("attn.k", "use_split_qkv_input"), ("attn.o", "use_attn_result")]
 )
-def test_a_flag_that_would_pass_over_a_hook_or_a_replaced_module_is_refused(name, flag, either):
+def test_a_flag_that_would_bypass_a_hook_or_a_module_is_refused(name, flag, either):
     model = either.model
     parent, _, last = f"{BLOCK}.{name}".rpartition(".")
     module = model.get_submodule(f"{BLOCK}.{name}")
@@ -311,7 +311,7 @@ OPTIONAL_POINTS = {
 
 
 @pytest.mark.parametrize("of_torch", [False, True])
-def test_a_hook_at_a_point_that_does_not_pass_is_refused_unless_a_predicate_attached_it(either, of_torch):
+def test_only_a_predicate_may_hook_a_point_that_does_not_pass(either, of_torch):
     model, tokens = either.model, either.tokens[:1, :4]
 
     def refused(name, message):

@@ -24,9 +24,9 @@ from diffusion_lens.analysis import (
     trace_trajectory,
 )
 from diffusion_lens.data import toy_facts
-from diffusion_lens.identity import identity_of
 from diffusion_lens.loading.source import Source
-from diffusion_lens.model import linear, placement
+from diffusion_lens.model import build, layers
+from diffusion_lens.records.identity import identity_of
 
 FACTS = toy_facts.load()
 FACT = FACTS.facts(trained="p2d", asked="p2d")[0]
@@ -93,7 +93,7 @@ def test_analyses_of_an_offloaded_model_have_the_same_bits(small, analysis):
     same = list(compute(placed(small, ON_DISK), query))
     with PretendedDevices() as devices:
         places = pytest.MonkeyPatch()
-        places.setattr(placement, "as_device", torch.device)
+        places.setattr(build, "as_device", torch.device)
         one_gpu = list(compute(placed(small, OFFLOADED), query))
         two_gpus = list(compute(placed(small, TWO_GPUS), query))
         places.undo()
@@ -110,7 +110,7 @@ def test_every_kind_of_network_runs_on_two_gpus_and_the_cpu(several, monkeypatch
     expected, last = model(tokens), f"blocks.{model.cfg.n_layers - 1}"
     with model.optional_hooks(**flags):
         expected_in_parts = model(tokens, logits_at=[1])
-    monkeypatch.setattr(placement, "as_device", torch.device)
+    monkeypatch.setattr(build, "as_device", torch.device)
     with PretendedDevices():
         several_places = placed(model, {"embed": 0, last: 1, f"{last}.mlp": "cpu", "": "cpu", "unembed": 1})
         several_places.clock.time = model.clock.time
@@ -127,11 +127,10 @@ def test_every_kind_of_network_runs_on_two_gpus_and_the_cpu(several, monkeypatch
 def test_the_backward_pass_copies_a_weight_again(monkeypatch):
     x, weight, bias = torch.randn(3, 4, 8), torch.randn(16, 8), torch.randn(16)
     grads, copies = [], []
-    for is_elsewhere in (False, True):
-        monkeypatch.setattr(linear, "_is_elsewhere", lambda weight, x, answer=is_elsewhere: answer)
+    for is_elsewhere, linear in enumerate((layers.linear, layers.linear_with_copy)):
         monkeypatch.setattr(F, "linear", lambda *args: copies.append(weakref.ref(args[1])) or plain(*args))
         leaf, matrix = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = linear.linear(leaf, matrix, bias)
+        out = linear(leaf, matrix, bias)
         grads.append([out, *torch.autograd.grad(out.pow(2).sum(), [leaf, matrix], retain_graph=True)])
         assert (copies[-1]() is None) == is_elsewhere
     assert all(map(torch.equal, *grads))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.records import weights_sha256
+from diffusion_lens.records.results import weights_sha256
 
 
 @pytest.fixture

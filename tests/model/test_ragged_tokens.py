@@ -24,7 +24,7 @@ def own_pad(request):
     model.set_tokenizer(
         PreTrainedTokenizerFast(tokenizer_object=renamed, eos_token="<eos>", unk_token="<unk>", pad_token="<pad>")
     )
-    assert model.own_pad_id == model.pad_id == free
+    assert model.own_pad_id == model.padding.id == free
     return model
 
 
@@ -32,7 +32,7 @@ def own_pad(request):
 def test_padding_is_read_off_the_tokens_where_they_say_it(own_pad, side):
     tokens = own_pad.to_tokens([SHORT, LONG], padding_side=side)
     logits, cache = own_pad.run_with_cache(tokens, names_filter="blocks.1.hook_resid_post")
-    real = tokens != own_pad.pad_id
+    real = tokens != own_pad.padding.id
     for row, text in enumerate((SHORT, LONG)):
         alone, own = own_pad.run_with_cache(own_pad.to_tokens(text), names_filter="blocks.1.hook_resid_post")
         torch.testing.assert_close(logits[row][real[row]], alone[0], **CLOSE)
@@ -72,7 +72,7 @@ def test_padding_that_the_loop_wrote_is_text(own_pad):
     seen = []
 
     def fill(candidates, hook):
-        return torch.where(hook.step.masked, own_pad.pad_id, candidates)
+        return torch.where(hook.step.masked, own_pad.padding.id, candidates)
 
     hooks = [("denoise.hook_candidates", fill), ("blocks.0.attn.hook_pattern", lambda a, hook: seen.append(a))]
     own_pad.denoise(SHORT, max_new_tokens=4, steps=2, fwd_hooks=hooks)
@@ -81,7 +81,7 @@ def test_padding_that_the_loop_wrote_is_text(own_pad):
 
 def test_a_row_of_padding_alone_is_refused(own_pad):
     tokens = own_pad.to_tokens([SHORT, LONG])
-    tokens[1] = own_pad.pad_id
+    tokens[1] = own_pad.padding.id
     with pytest.raises(ValueError, match="row 1 of the tokens is all padding"):
         own_pad(tokens)
 
@@ -126,7 +126,7 @@ LOSS_OR_LOOP = {
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("do", LOSS_OR_LOOP.values(), ids=LOSS_OR_LOOP)
-def test_ragged_tokens_that_do_not_say_their_padding_have_no_loss_and_no_continuation(tiny, do, side):
+def test_tokens_with_unclear_padding_have_no_loss_and_no_continuation(tiny, do, side):
     tokens, _ = tiny.tokenize([LONG, SHORT], padding_side=side)
     cure = r"tokens, mask = model.tokenize\(texts\).*attention_mask=mask.*texts themselves.*torch.ones_like\(tokens\)"
     edge = "begins" if side == "left" else "ends"
@@ -156,7 +156,7 @@ def test_rows_that_agree_on_their_edges_are_text(tiny):
     assert torch.isfinite(tiny(alone, return_type="loss"))
 
 
-def test_a_token_that_also_begins_every_text_is_padding_where_it_is_repeated():
+def test_a_token_that_begins_every_text_is_padding_where_repeated():
     model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
     backend = model.tokenizer.backend_tokenizer
     model.set_tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", bos_token="<eos>"))

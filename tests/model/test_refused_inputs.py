@@ -103,7 +103,7 @@ def test_hooks_that_are_no_list_of_pairs_are_refused(tiny, given):
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
-def test_the_dictionary_of_a_tokenizer_is_not_read_as_the_texts_of_its_keys(tiny):
+def test_the_dictionary_of_a_tokenizer_is_refused_as_text(tiny):
     encoded = tiny.tokenizer("the", return_tensors="pt")
     for attempt in (tiny, tiny.to_tokens, lambda text: tiny.denoise(text, length=14)):
         with pytest.raises(TypeError, match=r"not a BatchEncoding; pass its ids, \.\.\.\['input_ids'\]"):

@@ -45,7 +45,7 @@ def test_a_plain_hook_point_runs_before_setup(either, model, name):
 
 
 @pytest.mark.parametrize("name", ["blocks.1.attn.hook_attn_scores", "blocks.2.attn.hook_pattern"])
-def test_another_module_may_replace_the_hook_points_of_scores_and_patterns(either, model, name):
+def test_another_module_may_replace_the_points_of_scores_and_patterns(either, model, name):
     class Halved(nn.Module):
         def forward(self, x):
             return x / 2

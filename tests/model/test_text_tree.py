@@ -5,8 +5,8 @@ import torch
 from small_networks import small_architecture
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-from diffusion_lens.model.kv_cache import KeyValueCache
-from diffusion_lens.model.text_tree import TextTree, reading_tree
+from diffusion_lens.model.attention import KeyValueCache
+from diffusion_lens.model.packing import TextTree, reading_tree
 
 TREES = {
     "rotary": (1, dict(attention_dir="causal", readout="shifted")),

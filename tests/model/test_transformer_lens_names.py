@@ -8,6 +8,8 @@ from torch.testing import assert_close
 from transformer_lens import ActivationCache
 from transformer_lens.utilities import get_act_name
 
+from diffusion_lens.model.hooking import why_silent
+
 # Other names of hook points of a block, and the names here.
 NAMES = {
     "hook_in": "hook_resid_pre",
@@ -33,7 +35,7 @@ def test_an_alias_reaches_the_same_hook_point(either):
         assert model.hook_dict[alias] is model.hook_dict[name]
         assert alias in model.hook_dict
         assert alias not in list(model.hook_dict)
-        if model.why_silent(name) is None:
+        if why_silent(model, name) is None:
             model.run_with_hooks(tokens, fwd_hooks=[(alias, record)])
             model.denoise(tokens, max_new_tokens=1, steps=1, fwd_hooks=[(alias, record)])
             model.add_hook(alias, record)

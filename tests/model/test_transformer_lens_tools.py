@@ -39,7 +39,7 @@ def test_a_tokens_direction_reads_its_logit(every, tokens):
 def test_the_last_entry_of_the_logit_lens_is_the_model(every, tokens):
     from transformer_lens.tools.analysis.logit_lens import logit_lens
 
-    if every.model.cfg.is_told_time:  # its last norm needs the modulation, which this lens cannot give it
+    if every.model.cfg.time_conditioning:  # its last norm needs the modulation, which this lens cannot give it
         with pytest.raises(ValueError, match="needs a modulation"):
             logit_lens(every.model, tokens, positions=None)
         return

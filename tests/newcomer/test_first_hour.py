@@ -81,7 +81,7 @@ def test_the_demo_of_the_readme(clone: Path, programs: Path) -> None:
     assert all(figure.read_bytes().startswith(PNG) for figure in figures)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_code_prints_what_the_page_says(page: str, clone: Path, programs: Path, tmp_path: Path) -> None:
     assert follow(clone / page, tmp_path, programs) == "".join(blocks(clone / page, "output"))
 

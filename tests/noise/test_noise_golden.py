@@ -27,7 +27,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     ],
 )
 def test_schedules_equal_the_authors(kind: Any, name: str, prefix: str) -> None:
-    from diffusion_lens.noise import schedule_of
+    from diffusion_lens.model.noise import schedule_of
     from weight_conversion import NoiseSchedule
 
     g, schedule = golden(name), schedule_of(NoiseSchedule(kind))
@@ -37,7 +37,7 @@ def test_schedules_equal_the_authors(kind: Any, name: str, prefix: str) -> None:
 
 
 def test_linear_schedule_is_capped() -> None:
-    from diffusion_lens.noise import Linear
+    from diffusion_lens.model.noise import Linear
 
     t = torch.tensor([0.0, 0.5, 0.999, 1.0])
     close(Linear().sigma(t), torch.tensor([0.0, 0.6931472, 6.9077554, 6.9077554]))
@@ -45,8 +45,7 @@ def test_linear_schedule_is_capped() -> None:
 
 
 def test_subs_scores_at_masked_positions_equal_the_authors() -> None:
-    from diffusion_lens.noise import Absorbing
-    from diffusion_lens.noise.heads import WithoutMask
+    from diffusion_lens.model.noise import Absorbing, WithoutMask
 
     g = golden("mdlm")
     masked, sigma = g["tokens"] == 129, g["sigma"][:, None].expand_as(g["tokens"])
@@ -56,8 +55,7 @@ def test_subs_scores_at_masked_positions_equal_the_authors() -> None:
 
 @pytest.mark.parametrize("name", ["sedd", "sedd_uniform"])
 def test_scores_and_steps_equal_the_authors(name: str) -> None:
-    from diffusion_lens.noise import Absorbing, Uniform
-    from diffusion_lens.noise.heads import AbsorbingScores, UniformScores
+    from diffusion_lens.model.noise import Absorbing, AbsorbingScores, Uniform, UniformScores
 
     g = golden(name)
     tokens, d_sigma = g["tokens"], g["graph.dsigma"]
@@ -70,7 +68,7 @@ def test_scores_and_steps_equal_the_authors(name: str) -> None:
 
 
 def test_posterior_under_uniform_noise_equals_the_authors() -> None:
-    from diffusion_lens.noise import Uniform
+    from diffusion_lens.model.noise import Uniform
 
     g = golden("udlm")
     for row in range(3):
@@ -79,8 +77,7 @@ def test_posterior_under_uniform_noise_equals_the_authors() -> None:
 
 
 def test_log_condition_of_the_time_free_model_is_softmax_without_mask() -> None:
-    from diffusion_lens.noise import Absorbing
-    from diffusion_lens.noise.heads import WithoutMask
+    from diffusion_lens.model.noise import Absorbing, WithoutMask
 
     g = golden("radd")
     clean = WithoutMask(Absorbing(90)).clean_logits(g["logits"]).log_softmax(dim=-1)
@@ -98,7 +95,7 @@ def random_prediction(n: int, mask: int | None) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("mask", [None, 3])
 def test_scores_and_probabilities_determine_each_other(mask: int | None) -> None:
-    from diffusion_lens.noise import Absorbing, Uniform
+    from diffusion_lens.model.noise import Absorbing, Uniform
 
     noise = Uniform(11) if mask is None else Absorbing(mask)
     p, present, sigma = random_prediction(11, mask)
@@ -108,7 +105,7 @@ def test_scores_and_probabilities_determine_each_other(mask: int | None) -> None
 @pytest.mark.parametrize("mask", [None, 3])
 def test_analytic_step_is_the_exact_reverse_process(mask: int | None) -> None:
     """The probability of x_s is the sum over x_0 of p(x_0) q(x_s | x_0, x_t), written out with matrices."""
-    from diffusion_lens.noise import Absorbing, Uniform
+    from diffusion_lens.model.noise import Absorbing, Uniform
 
     n = 7
     noise = Uniform(n) if mask is None else Absorbing(mask)
@@ -128,16 +125,14 @@ def test_analytic_step_is_the_exact_reverse_process(mask: int | None) -> None:
 
 
 def test_head_that_needs_the_canvas_says_so() -> None:
-    from diffusion_lens.noise import Uniform
-    from diffusion_lens.noise.heads import UniformScores
+    from diffusion_lens.model.noise import Uniform, UniformScores
 
     with pytest.raises(ValueError, match=r"pass present= and sigma="):
         UniformScores(Uniform(5)).clean_logits(torch.zeros(2, 5))
 
 
 def test_plain_logits_are_returned_as_they_are() -> None:
-    from diffusion_lens.noise import Absorbing
-    from diffusion_lens.noise.heads import PlainLogits
+    from diffusion_lens.model.noise import Absorbing, PlainLogits
 
     output = torch.randn(2, 5)
     assert PlainLogits(Absorbing(4)).clean_logits(output) is output

@@ -40,7 +40,7 @@ def test_loss_is_that_of_its_noise_and_has_gradients(head: str, mask: int | None
 @pytest.mark.parametrize(("head", "mask"), HEADS)
 def test_exact_prediction_has_the_smallest_loss(head: str, mask: int | None) -> None:
     """Of all outputs, the one that is certain of the clean tokens has the smallest loss."""
-    from diffusion_lens.losses import masked_batch
+    from diffusion_lens.model.loss import masked_batch
 
     model = small(head, mask)
     batch = masked_batch(model, TEXT, generator=torch.Generator().manual_seed(1))
@@ -68,8 +68,8 @@ def test_time_is_told_to_the_network_by_row() -> None:
 @pytest.mark.parametrize(("head", "mask"), HEADS)
 def test_a_loss_is_told_no_more_noise_than_its_schedule_has(head: str, mask: int | None) -> None:
     """At p = 1 as at the schedule's last time, whose p is 0.999."""
-    from diffusion_lens.noise import LogLinear
-    from diffusion_lens.scheduled_loss import scheduled_batch
+    from diffusion_lens.model.loss import scheduled_batch
+    from diffusion_lens.model.noise import LogLinear
 
     model, noise = small(head, mask), torch.randint(39, TEXT.shape, generator=torch.Generator().manual_seed(3))
     noisy, losses = noise if mask is None else torch.full_like(TEXT, mask), []
@@ -85,8 +85,7 @@ def test_a_loss_is_told_no_more_noise_than_its_schedule_has(head: str, mask: int
 @pytest.mark.parametrize("t", [0.9, 0.99, 0.999, 1.0])
 def test_the_bound_under_uniform_noise_vanishes_at_time_1(t: float) -> None:
     """Against the formula written out in double precision, at 1 against its limit."""
-    from diffusion_lens.noise import Uniform, UniformBound
-    from diffusion_lens.noise.heads import PlainLogits
+    from diffusion_lens.model.noise import PlainLogits, Uniform, UniformBound
 
     noise, generator = Uniform(40), torch.Generator().manual_seed(0)
     output, clean, present = torch.randn(9, 40, generator=generator), TEXT[0], TEXT[1]
@@ -104,7 +103,7 @@ def test_the_bound_under_uniform_noise_vanishes_at_time_1(t: float) -> None:
 
 @pytest.mark.parametrize("eps", [1e-3, 1e-2])
 def test_schedules_are_undone_by_their_inverse(eps: float) -> None:
-    from diffusion_lens.noise import Geometric, Linear, LogLinear
+    from diffusion_lens.model.noise import Geometric, Linear, LogLinear
 
     t = torch.linspace(0.01, 0.98, 9, dtype=torch.float64)
     for schedule in (LogLinear(eps), Linear(eps), Geometric()):

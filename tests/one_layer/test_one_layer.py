@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from diffusion_lens.analysis import reversal_signatures
-from diffusion_lens.one_layer import MEASURES, Cell, OneLayerStudy, architecture, one_layer_study, sentences
-from diffusion_lens.one_layer.measures import measure
-from diffusion_lens.one_layer.result import CellCurves
-from diffusion_lens.one_layer.study import build, measured_at, recipe, train_cell
-from diffusion_lens.one_layer.toy import MASK, taught_pairs
 from diffusion_lens.training import train
+from one_layer import MEASURES, Cell, OneLayerStudy, architecture, one_layer_study, sentences
+from one_layer.result import CellCurves
+from one_layer.study import build, measured_at, recipe, train_cell
+from one_layer.toy import MASK, measure, taught_pairs
 
 KINDS = ("rotary", "standard", "none", "alibi")
 # The columns of the text table, in the order of its heads: same, reverse, p, percentile, routes, cos V, cos U, cos Q.
@@ -78,7 +77,7 @@ def test_only_positions_differ_between_the_cells_of_a_seed(depth):
     assert len(shapes) == 1
 
 
-def test_symmetric_positions_answer_in_reverse_exactly_as_they_were_taught(mdms):
+def test_symmetric_positions_answer_in_reverse_as_they_were_taught(mdms):
     for kind, model in mdms.items():
         forward, reverse = (
             torch.stack([getattr(pair, name).tokens for pair in taught_pairs("mdm", "one-way")])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from diffusion_lens.one_layer.result import FOLLOWED, PANELS
-from diffusion_lens.one_layer.study import DEPTHS, POSITIONS, SEEDS, STEPS, describe
-from diffusion_lens.one_layer.toy import DATA
+from one_layer.result import FOLLOWED, PANELS
+from one_layer.study import DEPTHS, POSITIONS, SEEDS, STEPS, describe
+from one_layer.toy import DATA
 from weight_conversion import as_json, from_json
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -24,7 +24,7 @@ def continued_positions(
     def look(tokens: Tensor, hook: Any) -> None:
         seen.append((hook.step.index, tokens.tolist()))
 
-    with model.hooks(fwd_hooks=[("denoise.hook_tokens", named(look, "look"))]):
+    with model.hooks(fwd_hooks=[("denoise.hook_tokens", named("look", look))]):
         hooked = run.replay(model, canvas="free")
         seen.clear()
         temporal_effect(model, query, trajectory=hooked, **settings)

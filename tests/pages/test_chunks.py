@@ -5,8 +5,7 @@ import pytest
 import torch
 from page_reader import unpack
 
-from diffusion_lens.pages.chunks import Stored, pack
-from diffusion_lens.pages.words import Words
+from diffusion_lens.pages.views import Stored, Words, pack
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("u1", 0.5 / 254), ("u2", 0.5 / 65534)])

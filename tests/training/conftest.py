@@ -30,7 +30,8 @@ def tokens(toy, tokenizer):
 @pytest.fixture
 def new_model(tokenizer):
     """`new_model("mdm")` or `new_model("ar")`: one layer over the words of the toy facts, always the same weights."""
-    from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, tiny_pair
+    from bundled_models import tiny_pair
+    from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 
     def make(kind="mdm", **changes):
         shape = replace(

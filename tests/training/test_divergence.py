@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_lens.training import TrainingConfig, finetune, masked_diffusion_loss, train
-from diffusion_lens.training.run_folder import RunFolder
+from diffusion_lens.training.trainer import RunFolder
 
 CONFIG = TrainingConfig(steps=6, batch_size=16, warmup=2)
 

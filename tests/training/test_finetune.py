@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens import Fact, HookedDiffusionTransformer
 from diffusion_lens.evaluation import recall_by_steps
-from diffusion_lens.loss_batch import LossBatch
+from diffusion_lens.model.loss import LossBatch
 from diffusion_lens.training import TrainingConfig, TrainingRecord, TrainingRows, finetune, train
-from diffusion_lens.training.completions import encode_completions, read_completions
+from diffusion_lens.training.finetune import encode_completions, read_completions
 from weight_conversion import NoiseSchedule, TimeConditioning, open_checkpoint
 
 CONFIG = TrainingConfig(steps=4, batch_size=4, warmup=1)

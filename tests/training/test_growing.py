@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_lens.training import grow
+from bundled_models.rows_and_blocks import grow
 
 
 @pytest.mark.parametrize("kind", ["mdm", "ar"])

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from diffusion_lens.training import PackedRows, TrainingConfig, train
-from diffusion_lens.training.batches import RowOrder
+from bundled_models.rows_and_blocks import PackedRows
+from diffusion_lens.training import TrainingConfig, train
+from diffusion_lens.training.trainer import RowOrder
 
 END = 0
 

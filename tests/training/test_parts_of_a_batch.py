@@ -10,7 +10,7 @@ from processes import forked
 from safetensors.torch import load_file
 
 from diffusion_lens.training import TrainingConfig, TrainingRecord, finetune, train
-from diffusion_lens.training.batches import TrainingRows
+from diffusion_lens.training.trainer import TrainingRows
 
 CONFIG = TrainingConfig(steps=4, batch_size=15, warmup=2)
 
@@ -147,5 +147,5 @@ def test_settings_that_do_not_fit_are_refused(new_model, tokens):
     with pytest.raises(ValueError, match=r"those of 'tiny' are torch\.bfloat16: load it with dtype=torch\.float32"):
         train(new_model().to(torch.bfloat16), tokens, replace(CONFIG, mixed_precision="bf16"), progress=False)
     for name in ("checkpoint_every", "evaluate_every"):
-        with pytest.raises(ValueError, match=f"{name} is 0"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
             train(new_model(), tokens, CONFIG, progress=False, **{name: 0})

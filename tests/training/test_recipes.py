@@ -69,14 +69,14 @@ def test_norms_decay_if_requested(new_model, tokens):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 0}, "steps is 0"),
-        ({"warmup": -1}, "warmup is -1"),
-        ({"lr_end": -1e-5}, "lr_end is -1e-05"),
-        ({"accumulate": 0}, "accumulate is 0"),
-        ({"clip": 0.0}, r"clip is 0\.0"),
-        ({"clip": float("nan")}, "clip is nan; it must be above 0"),
+        ({"steps": 0}, "steps=0; it must be at least 1"),
+        ({"warmup": -1}, "warmup=-1"),
+        ({"lr_end": -1e-5}, "lr_end=-1e-05"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"clip": 0.0}, r"clip=0\.0"),
+        ({"clip": float("nan")}, "clip=nan; it must be above 0"),
         ({"warmup_from": 2}, "warmup_from is 2; it must be 0 or 1"),
-        ({"mixed_precision": "half"}, "'half'; it must be one of no, bf16, fp16"),
+        ({"mixed_precision": "half"}, "'half' is unknown; it must be one of no, bf16, fp16"),
         ({"batch_size": 4, "accumulate": 5}, "4 rows cannot be divided into accumulate=5 parts"),
     ],
 )

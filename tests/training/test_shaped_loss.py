@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from diffusion_lens.losses import loss_batch, own_loss
-from diffusion_lens.training import EarlyExit, EdgeDropout, ShapedLoss, Targets, TrainingConfig, grow, train
+from bundled_models.rows_and_blocks import grow
+from bundled_models.site_losses import EarlyExit, EdgeDropout, ShapedLoss, Targets
+from diffusion_lens.model.loss import loss_batch, own_loss
+from diffusion_lens.training import TrainingConfig, train
 
 READERS, SOURCES = (438,), tuple(range(20, 60))  # [MASK], and some words
 

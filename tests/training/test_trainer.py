@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diffusion_lens import HookedDiffusionTransformer, tiny_pair
-from diffusion_lens.identity import describe_modules
+from bundled_models import tiny_pair
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.records.identity import describe_modules
 from diffusion_lens.training import (
     TrainingConfig,
     TrainingRecord,
@@ -16,8 +17,7 @@ from diffusion_lens.training import (
     masked_diffusion_loss,
     train,
 )
-from diffusion_lens.training.batches import RowOrder
-from diffusion_lens.training.evaluation_steps import evaluation_steps
+from diffusion_lens.training.trainer import RowOrder, evaluation_steps
 from weight_conversion import open_checkpoint, sha256_of_file
 
 N_WORDS = 438

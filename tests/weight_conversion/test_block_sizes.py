@@ -8,7 +8,7 @@ import pytest
 
 from diffusion_lens import HookedDiffusionTransformer
 from weight_conversion import export, open_checkpoint
-from weight_conversion.families.block_sizes import with_block_size
+from weight_conversion.families.kinds import with_block_size
 
 BLOCKS = "a block-diffusion model"
 SDAR = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "mask_token_id": 151}

@@ -68,7 +68,7 @@ def test_through_a_model_and_our_own_format(name, configs, tmp_path):
     folder = written(configs[name], tmp_path / "theirs")
     model = HookedDiffusionTransformer.from_pretrained(folder, device="cpu")
     again = HookedDiffusionTransformer.from_pretrained(model.save_pretrained(tmp_path / "ours"), device="cpu")
-    time = {"time": 0.4} if model.cfg.is_told_time else {}
+    time = {"time": 0.4} if model.cfg.time_conditioning else {}
     assert again.cfg.architecture == model.cfg.architecture
     assert torch.equal(again(TOKENS, **time), model(TOKENS, **time))
     back = load_file(export(again.state_dict(), again.cfg.architecture, tmp_path / "back" / "model.safetensors"))

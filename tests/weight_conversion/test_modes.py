@@ -16,7 +16,7 @@ PREFIX = {"bidirectional": "bidirectional", "ar": "autoregressive"}
 
 
 @pytest.mark.parametrize("mode", PREFIX)
-def test_activations_and_logits_of_each_mode_are_those_of_the_authors_code(mode):
+def test_activations_and_logits_of_each_mode_are_those_of_the_authors(mode):
     model = HookedDiffusionTransformer.from_pretrained(NEMOTRON, mode=mode, device="cpu")
     golden = load_file(NEMOTRON / "golden.safetensors")
     logits, cache = model.run_with_cache(golden["tokens"])

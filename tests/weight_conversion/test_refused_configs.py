@@ -122,7 +122,10 @@ def test_our_own_folder_without_its_config(either, tmp_path, refused):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c["architecture"].update(colour=1), ["unknown architecture keys ['colour']"]),
+        (
+            lambda c: c["architecture"].update(colour=1),
+            ["the architecture has keys that are not understood: ['colour']"],
+        ),
         (lambda c: c["architecture"].pop("d_head"), ["lacks ['d_head']"]),
         (lambda c: c["architecture"].update(d_head=5), ["d_head is 5", "must be even"]),
         (lambda c: c["architecture"].update(n_layers="3"), ["n_layers is '3'", "whole number"]),
@@ -170,7 +173,7 @@ def test_a_config_that_is_not_there(folder, refused):
         ("qwen2", "TraDoForCausalLM"),
     ],
 )
-def test_a_diffusion_class_is_refused_though_its_model_type_is_that_of_a_causal_model(model_type, name, configs):
+def test_a_diffusion_class_with_a_causal_model_type_is_refused(model_type, name, configs):
     config = {
         **next(config for config in configs.values() if config["model_type"] == model_type),
         "architectures": [name],

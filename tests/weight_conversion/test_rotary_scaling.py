@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.records import provenance
+from diffusion_lens.records.results import provenance
 from weight_conversion import Architecture, RotaryScaling, export, open_checkpoint
 from weight_conversion.registry import recognise
 

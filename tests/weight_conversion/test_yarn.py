@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Ministral3Config, Mi
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.model.rotary import Rotary
+from diffusion_lens.model.positions import Rotary
 from weight_conversion import Architecture, QueryScale, YarnScaling, export
 from weight_conversion.registry import recognise
 

@@ -1,88 +1,282 @@
-"""The diffusion transformer (DiT) of MDLM, SEDD and their relatives: one table of tensors and one architecture.
+"""The diffusion transformers (DiT) of the literature: MDLM, UDLM, BD3LM, RADD and SEDD share one table of tensors.
 
 Bidirectional blocks (block-causal in BD3LM) with LayerNorms, a fused projection of queries, keys and values, rotary
 positions, a plain GELU MLP with biases, and a head with a bias. All but RADD have adaptive LayerNorms that read the
-noise level; where the config switches that off, the level is always 0. Sources: kuleshov-group/mdlm `models/dit.py`;
-louaaron/Score-Entropy-Discrete-Diffusion `model/transformer.py`; ML-GSAI/RADD `model/transformer.py`.
+noise level; where the config switches that off, the level is always 0.
+
+- MDLM (Sahoo et al. 2024, arXiv 2406.07524): [MASK] is the last token unless the config says another, as with a
+  tokenizer that has none of its own. Source: kuleshov-group/mdlm `models/dit.py`.
+- UDLM (Schiff et al. 2024, arXiv 2412.10193): uniform noise, which needs no [MASK]. Classifier-free guidance by a class
+  label is not supported. Source: kuleshov-group/discrete-diffusion-guidance.
+- BD3LM (Arriola et al. 2025, arXiv 2503.09573): sees finished blocks and its own. A block as long as the context is the
+  whole context, so that nothing is causal. The network reads a text as in `sample_mode`; training reads the noisy and
+  the clean text at once. The probability of noise is the time itself. Source: kuleshov-group/bd3lms
+  `models/hf/modeling_bd3lm.py`.
+- RADD (Ou et al. 2024, arXiv 2406.03736): no time, and biases in the norms. [MASK] is one token more than the config
+  counts. Source: ML-GSAI/RADD `model/transformer.py`.
+- SEDD (Lou et al. 2023, arXiv 2310.16834): the head gives logarithms of scores. With the absorbing graph there is one
+  token more than the config counts, [MASK], and `scale_by_sigma` is on; with the uniform graph there is none, and it is
+  off. The published samplers subtract the scale from the output; here the output is that of the head's matrix. Source:
+  louaaron/Score-Entropy-Discrete-Diffusion `model/transformer.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from weight_conversion.architecture import Architecture
-from weight_conversion.key_map import Rule
-from weight_conversion.layouts import Stacked
+from weight_conversion.architecture import Architecture, NoiseSchedule, Shape, TimeConditioning
+from weight_conversion.families.family import Config, ConfigKeys, Family, by_model_type, flattened
+from weight_conversion.key_map import Rule, Stacked
 
 _BLOCK = "blocks.{i}."
+_QKV = tuple(f"{_BLOCK}attn.{part}.weight" for part in ("q", "k", "v"))
 _TABLE = (
     Rule("vocab_embed.embedding", ("embed.weight",)),
-    Rule("sigma_map.mlp.0.weight", ("time_embed.hidden.weight",)),
-    Rule("sigma_map.mlp.0.bias", ("time_embed.hidden.bias",)),
-    Rule("sigma_map.mlp.2.weight", ("time_embed.out.weight",)),
-    Rule("sigma_map.mlp.2.bias", ("time_embed.out.bias",)),
-    Rule(_BLOCK + "norm1.weight", (_BLOCK + "ln1.weight",)),
-    Rule(_BLOCK + "norm1.bias", (_BLOCK + "ln1.bias",)),
-    Rule(
-        _BLOCK + "attn_qkv.weight",
-        (_BLOCK + "attn.q.weight", _BLOCK + "attn.k.weight", _BLOCK + "attn.v.weight"),
-        Stacked(),
+    *(
+        Rule(f"{theirs}.{kind}", (f"{ours}.{kind}",))
+        for theirs, ours in (
+            ("sigma_map.mlp.0", "time_embed.hidden"),
+            ("sigma_map.mlp.2", "time_embed.out"),
+            (_BLOCK + "norm1", _BLOCK + "ln1"),
+            (_BLOCK + "norm2", _BLOCK + "ln2"),
+            (_BLOCK + "mlp.0", _BLOCK + "mlp.up"),
+            (_BLOCK + "mlp.2", _BLOCK + "mlp.down"),
+            (_BLOCK + "adaLN_modulation", _BLOCK + "modulation"),
+            ("output_layer.norm_final", "ln_final"),
+            ("output_layer.linear", "unembed"),
+            ("output_layer.adaLN_modulation", "final_modulation"),
+        )
+        for kind in ("weight", "bias")
     ),
+    Rule(_BLOCK + "attn_qkv.weight", _QKV, Stacked()),
     Rule(_BLOCK + "attn_out.weight", (_BLOCK + "attn.o.weight",)),
-    Rule(_BLOCK + "norm2.weight", (_BLOCK + "ln2.weight",)),
-    Rule(_BLOCK + "norm2.bias", (_BLOCK + "ln2.bias",)),
-    Rule(_BLOCK + "mlp.0.weight", (_BLOCK + "mlp.up.weight",)),
-    Rule(_BLOCK + "mlp.0.bias", (_BLOCK + "mlp.up.bias",)),
-    Rule(_BLOCK + "mlp.2.weight", (_BLOCK + "mlp.down.weight",)),
-    Rule(_BLOCK + "mlp.2.bias", (_BLOCK + "mlp.down.bias",)),
-    Rule(_BLOCK + "adaLN_modulation.weight", (_BLOCK + "modulation.weight",)),
-    Rule(_BLOCK + "adaLN_modulation.bias", (_BLOCK + "modulation.bias",)),
-    Rule("output_layer.norm_final.weight", ("ln_final.weight",)),
-    Rule("output_layer.norm_final.bias", ("ln_final.bias",)),
-    Rule("output_layer.linear.weight", ("unembed.weight",)),
-    Rule("output_layer.linear.bias", ("unembed.bias",)),
-    Rule("output_layer.adaLN_modulation.weight", ("final_modulation.weight",)),
-    Rule("output_layer.adaLN_modulation.bias", ("final_modulation.bias",)),
 )
-# Rotary frequencies, and the range of noise on which a block-diffusion model was last trained.
+# Rotary frequencies, and the range of noise on which a block-diffusion model was last trained, which are not needed.
 _BUFFERS = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max")
+_PREFIX = "backbone."  # of every name in the checkpoints for Hugging Face but those of the wrapping class's buffers
+_WRAPPED: dict[str, Any] = {
+    "rules": tuple(Rule(_PREFIX + rule.theirs, rule.ours, rule.layout) for rule in _TABLE),
+    "ignored": (*(_PREFIX + buffer for buffer in _BUFFERS), *_BUFFERS),
+}
+
+MDLM_KEYS = ConfigKeys(
+    family="mdlm",
+    counts=("cond_dim", "hidden_dim", "model_length", "n_blocks", "n_heads", "vocab_size"),
+    flags=("time_conditioning",),
+    read=("mask_token_id", "model_type"),
+    ignored=("dropout",),
+)
+UDLM_KEYS = replace(MDLM_KEYS, family="udlm", read=("model_type",), fixed={"cfg": (False,), "cfg_num_classes": (-1,)})
+BD3LM_KEYS = replace(
+    MDLM_KEYS,
+    family="bd3lm",
+    counts=(*MDLM_KEYS.counts, "block_size"),
+    fixed={"adaln": (True,), "causal": (False,)},
+    ignored=("attn_backend", "cross_attn", "dropout", "sampling_eps_max", "sampling_eps_min", "var_min"),
+)
+RADD_KEYS = ConfigKeys(
+    family="radd",
+    counts=("tokens", "model.hidden_size", "model.length", "model.n_blocks", "model.n_heads"),
+    read=("model.name", "model.type"),
+    fixed={"noise.type": ("loglinear",)},
+    ignored=(
+        *("model.cond_dim", "model.dropout", "model.dtype", "model.scale_by_sigma", "model.use_checkpoint"),
+        *("graph.file", "graph.report_all", "graph.type", "noise.sigma_max", "noise.sigma_min"),
+    ),
+)
+SEDD_KEYS = ConfigKeys(
+    family="sedd",
+    counts=("tokens", "model.hidden_size", "model.cond_dim", "model.length", "model.n_blocks", "model.n_heads"),
+    read=("model.name", "graph.type", "noise.type", "noise.sigma_min", "noise.sigma_max", "model.scale_by_sigma"),
+    fixed={"model.type": ("ddit",)},
+    ignored=("model.dropout", "graph.file", "graph.report_all"),
+)
+_RADD_TYPE = "ddit_wot"
+_GRAPHS = ("absorb", "uniform")
+_SCHEDULES = {"loglinear": "log_linear", "geometric": "geometric"}
 
 
-def rules(prefix: str = "") -> tuple[Rule, ...]:
-    """The table, with what stands before every name in the checkpoint."""
-    return tuple(Rule(prefix + rule.theirs, rule.ours, rule.layout) for rule in _TABLE)
+def read_mdlm(config: Config) -> Architecture:
+    return _read_wrapped(config, "mdlm", mask_token_id=_last_token(config), schedule=NoiseSchedule("log_linear"))
 
 
-def ignored(prefix: str = "") -> tuple[str, ...]:
-    """Names of the buffers, which the network does not need; those of the wrapping class have no prefix."""
-    return tuple(dict.fromkeys(name for buffer in _BUFFERS for name in (prefix + buffer, buffer)))
+def read_udlm(config: Config) -> Architecture:
+    timed = {"time_conditioning": True, **config}  # the class's own default, unlike that of its relatives
+    return _read_wrapped(timed, "udlm", mask_token_id=None, schedule=NoiseSchedule("log_linear"))
 
 
-def architecture(
-    *, family: str, name: str, width: int, n_heads: int, n_layers: int, d_vocab: int, n_ctx: int, **more: Any
-) -> Architecture:
-    """The architecture, from the numbers that every config gives.
+def read_bd3lm(config: Config) -> Architecture:
+    block = config["block_size"]
+    by_blocks = {"attention_dir": "block_causal", "causal_block": block} if block < config["model_length"] else {}
+    schedule = NoiseSchedule("linear")
+    return _read_wrapped(config, "bd3lm", mask_token_id=_last_token(config), schedule=schedule, **by_blocks)
 
-    Args:
-        more: Further fields: the time, the noise, [MASK] and the attention pattern.
-    """
+
+def write_mdlm(a: Architecture) -> dict[str, Any]:
+    """The inverse of `read_mdlm`, and the keys that its relatives share."""
+    return {
+        "model_type": "mdlm",
+        "_name_or_path": a.name,
+        "hidden_dim": a.d_model,
+        "n_blocks": a.n_layers,
+        "n_heads": a.n_heads,
+        "vocab_size": a.d_vocab,
+        "model_length": a.n_ctx,
+        "cond_dim": a.time.d_cond if a.time is not None else 1,
+        "time_conditioning": a.time_conditioning,
+        **({} if a.mask_token_id in (None, a.d_vocab - 1) else {"mask_token_id": a.mask_token_id}),
+    }
+
+
+def write_udlm(a: Architecture) -> dict[str, Any]:
+    return {**write_mdlm(a), "model_type": "udlm", **UDLM_KEYS.written}
+
+
+def write_bd3lm(a: Architecture) -> dict[str, Any]:
+    return {**write_mdlm(a), "model_type": "bd3lm", "block_size": a.causal_block or a.n_ctx, **BD3LM_KEYS.written}
+
+
+def recognises_radd(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+    model = (config or {}).get("model")
+    return isinstance(model, Mapping) and model.get("type") == _RADD_TYPE
+
+
+def read_radd(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+    assert config is not None
+    values = flattened(config)
+    RADD_KEYS.check(values)
+    n_tokens = values["tokens"]
+    schedule = NoiseSchedule("log_linear")
+    return _read_sections(values, "radd", n_tokens + 1, mask_token_id=n_tokens, norm_bias=True, schedule=schedule)
+
+
+def write_radd(a: Architecture) -> dict[str, Any]:
+    return {
+        "tokens": a.d_vocab - 1,
+        "noise": {"type": "loglinear"},
+        "model": {**_written_sizes(a), "type": _RADD_TYPE},
+    }
+
+
+def recognises_sedd(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+    return isinstance((config or {}).get("graph"), Mapping) and isinstance((config or {}).get("model"), Mapping)
+
+
+def read_sedd(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+    assert config is not None
+    values = flattened(config)
+    SEDD_KEYS.check(values)
+    graph, scaled = values.get("graph.type"), values.get("model.scale_by_sigma")
+    if graph not in _GRAPHS:
+        raise ValueError(f"graph.type is {graph!r} in the sedd config; it must be one of {', '.join(_GRAPHS)}")
+    absorbing = graph == "absorb"
+    if scaled is not absorbing:
+        raise ValueError(
+            f"scale_by_sigma is {scaled!r} in the sedd config; with the graph {graph!r} it must be {absorbing}"
+        )
+    kind = values.get("noise.type")
+    if kind not in _SCHEDULES:
+        raise ValueError(f"noise.type is {kind!r} in the sedd config; it must be one of {', '.join(_SCHEDULES)}")
+    schedule = NoiseSchedule("log_linear")
+    if kind == "geometric":
+        if missing := [key for key in ("noise.sigma_min", "noise.sigma_max") if key not in values]:
+            raise ValueError(f"the sedd config lacks {missing}, the ends of its geometric schedule; add them")
+        ends = {end: values[f"noise.{end}"] for end in ("sigma_min", "sigma_max")}
+        schedule = NoiseSchedule("geometric", **ends)
+    n_tokens = values["tokens"] + absorbing
+    return _read_sections(
+        values,
+        "sedd",
+        n_tokens,
+        mask_token_id=n_tokens - 1 if absorbing else None,
+        time=TimeConditioning(values["model.cond_dim"], told=True),
+        schedule=schedule,
+        head="log_scores",
+    )
+
+
+def write_sedd(a: Architecture) -> dict[str, Any]:
+    schedule = a.schedule or NoiseSchedule("log_linear")
+    kinds = {ours: theirs for theirs, ours in _SCHEDULES.items()}
+    return {
+        "tokens": a.d_vocab - a.has_mask,
+        "graph": {"type": "absorb" if a.has_mask else "uniform"},
+        "noise": {
+            "type": kinds.get(schedule.kind, schedule.kind),
+            "sigma_min": schedule.sigma_min,
+            "sigma_max": schedule.sigma_max,
+        },
+        "model": {
+            **_written_sizes(a),
+            "type": "ddit",
+            "cond_dim": a.time.d_cond if a.time is not None else 1,
+            "scale_by_sigma": a.has_mask,
+        },
+    }
+
+
+def _read_wrapped(config: Config, family: str, **more: Any) -> Architecture:
+    """The architecture from the keys that the configs of Hugging Face share; `more` are further fields."""
+    return _architecture(
+        family,
+        name=str(config.get("_name_or_path") or family),
+        d_model=config["hidden_dim"],
+        n_heads=config["n_heads"],
+        n_layers=config["n_blocks"],
+        d_vocab=config["vocab_size"],
+        n_ctx=config["model_length"],
+        time=TimeConditioning(config["cond_dim"], told=bool(config.get("time_conditioning", False))),
+        **more,
+    )
+
+
+def _read_sections(values: Config, family: str, d_vocab: int, **more: Any) -> Architecture:
+    """The architecture from the keys that the configs in sections share."""
+    return _architecture(
+        family,
+        name=str(values.get("model.name") or family),
+        d_model=values["model.hidden_size"],
+        n_heads=values["model.n_heads"],
+        n_layers=values["model.n_blocks"],
+        d_vocab=d_vocab,
+        n_ctx=values["model.length"],
+        **more,
+    )
+
+
+def _written_sizes(a: Architecture) -> dict[str, Any]:
+    return {
+        "name": a.name,
+        "hidden_size": a.d_model,
+        "length": a.n_ctx,
+        "n_blocks": a.n_layers,
+        "n_heads": a.n_heads,
+    }
+
+
+def _last_token(config: Config) -> int:
+    mask = config.get("mask_token_id")
+    last: int = config["vocab_size"] - 1 if mask is None else mask
+    return last
+
+
+def _architecture(family: str, *, d_model: int, n_heads: int, d_vocab: int, **more: Any) -> Architecture:
+    if d_model % n_heads:
+        raise ValueError(f"a stream of width {d_model} cannot be divided among {n_heads} heads")
     # [MASK] has a column, which takes no part in the softmax.
     head = "logits" if more.get("mask_token_id") is None else "subs"
-    if width % n_heads:
-        raise ValueError(f"a stream of width {width} cannot be divided among {n_heads} heads")
     return Architecture(
         **{"attention_dir": "bidirectional", "head": head, **more},
         family=family,
-        name=name,
-        n_layers=n_layers,
-        d_model=width,
+        d_model=d_model,
         n_heads=n_heads,
         n_key_value_heads=n_heads,
-        d_head=width // n_heads,
-        d_mlp=4 * width,
+        d_head=d_model // n_heads,
+        d_mlp=4 * d_model,
         d_vocab=d_vocab,
         d_vocab_out=d_vocab,
-        n_ctx=n_ctx,
         readout="in_place",
         mlp_bias=True,
         norm="layer",
@@ -90,3 +284,21 @@ def architecture(
         act_fn="gelu_new",
         unembed_bias=True,
     )
+
+
+FAMILIES = (
+    by_model_type(
+        MDLM_KEYS, read=read_mdlm, write=write_mdlm, classes={"mdlm": "MDLM"}, options=("mask_token_id",), **_WRAPPED
+    ),
+    by_model_type(UDLM_KEYS, read=read_udlm, write=write_udlm, classes={"udlm": "UDLM"}, **_WRAPPED),
+    by_model_type(
+        BD3LM_KEYS,
+        read=read_bd3lm,
+        write=write_bd3lm,
+        classes={"bd3lm": "BD3LM"},
+        options=("block_size", "mask_token_id"),
+        **_WRAPPED,
+    ),
+    Family("radd", _TABLE, recognises_radd, read_radd, write_radd, "config.json", _BUFFERS),
+    Family("sedd", _TABLE, recognises_sedd, read_sedd, write_sedd, "config.json", _BUFFERS),
+)

@@ -1,16 +1,42 @@
-"""`Family`, the description of one kind of checkpoint; `registry.py` lists the families."""
+"""`Family`, the description of one kind of checkpoint, and what the families share in reading a config.
+
+Each key of a config is read, must have a fixed value, is ignored, or is an error (`ConfigKeys`). The keys with a fixed
+value switch on what our network does not do, such as sliding windows. `registry.py` lists the families.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.architecture import (
+    SCALINGS,
+    Architecture,
+    Scaling,
+    Shape,
+    is_positive,
+    scaling_data,
+    scaling_from,
+)
 from weight_conversion.key_map import Rule
 
 Config = Mapping[str, Any]
 
+# Ignored keys: they concern code, files and training, or token ids that the tokenizer contains, but not the network.
+SILENT = (
+    *("_name_or_path", "architectures", "auto_map", "is_encoder_decoder", "problem_type", "transformers_version"),
+    *("attention_dropout", "initializer_range", "pretraining_tp", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "id2label", "label2id"),
+    *("chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "use_cache"),
+    "block_size",  # null: not trained by blocks. `check` refuses any other value unless the family reads it.
+)
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+# Model types of diffusion models that were made from a causal model begin so.
+DIFFUSION = "a2d-"
+_NOT_OF_SCALING = {"rope_type", "type", "rope_theta"}
+# Sections of a nested config that describe the training and its data.
+_OF_TRAINING = {"data", "eval", "gpt_dir", "ngpus", "optim", "outdir", "sampling", "training", "hydra", "work_dir"}
 # Why a family does not take an option, in the words that follow its name.
 _NOT_OPEN = {
     "block_size": "whose config already says which positions see each other",
@@ -76,27 +102,227 @@ class Family:
             )
 
 
-def require_count(key: str, count: object, family: str) -> None:
-    """Raise a `ValueError` unless `count` is an int, at least 1; a bool is refused."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{key}={count!r} in the {family} config must be a whole number, at least 1")
+@dataclass(frozen=True)
+class ConfigKeys:
+    """The keys that a family's config may have.
 
+    Attributes:
+        family: Name of the family, for messages.
+        counts: Required keys whose values are whole numbers, at least 1.
+        optional: Keys of such numbers that may be absent or null.
+        flags: Keys whose values are true, false, absent or null.
+        read: Other keys that are read if present.
+        fixed: Keys with the values that our network supports; the first one is written on export.
+        ignored: Keys that do not affect the network, in addition to `SILENT`.
+    """
 
-def require_keys(config: Config, required: Sequence[str], known: Collection[str], family: str) -> None:
-    """Raise a `ValueError` that names the required keys that a config lacks, or its keys that are not known."""
-    if missing := [key for key in required if key not in config]:
-        raise ValueError(f"the {family} config lacks {missing}; add them")
-    if unknown := sorted(map(str, set(config) - set(known))):
-        raise ValueError(
-            f"the {family} config has keys that are not understood: {unknown}; remove them only if they change nothing "
-            "in the network"
-        )
+    family: str
+    counts: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
+    @property
+    def written(self) -> dict[str, Any]:
+        """The keys with a fixed value, as they are written on export."""
+        return {key: allowed[0] for key, allowed in self.fixed.items()}
 
-def require_fixed(config: Config, fixed: Mapping[str, Sequence[Any]], family: str) -> None:
-    """Raise a `ValueError` that names a key whose value is not one of those that our network supports."""
-    for key, allowed in fixed.items():
-        if key in config and config[key] not in allowed:
+    def check(self, config: Config) -> None:
+        """Raise a `ValueError` that names keys that are missing, unknown, or have a value that is not supported."""
+        known = {*self.counts, *self.optional, *self.flags, *self.read, *self.fixed, *self.ignored, *SILENT}
+        if missing := [key for key in self.counts if key not in config]:
+            raise ValueError(f"the {self.family} config lacks {missing}; add them")
+        if unknown := sorted(map(str, set(config) - known)):
             raise ValueError(
-                f"{key}={config[key]!r} is not supported in the {family} family: it must be {allowed[0]!r}"
+                f"the {self.family} config has keys that are not understood: {unknown}; remove them only if they "
+                "change nothing in the network"
             )
+        if config.get("block_size") is not None and "block_size" not in (*self.read, *self.counts):
+            raise ValueError(
+                f"block_size={config['block_size']!r}: models of the {self.family} family that were trained by blocks "
+                "are not supported"
+            )
+        for key in (*self.counts, *(key for key in self.optional if config.get(key) is not None)):
+            count = config[key]
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"{key}={count!r} in the {self.family} config must be a whole number, at least 1")
+        for key in self.flags:
+            if not isinstance(config.get(key), bool | None):
+                raise ValueError(f"{key}={config[key]!r} in the {self.family} config must be true or false")
+        layer_types = config.get("layer_types") or []
+        if not isinstance(layer_types, Sequence) or isinstance(layer_types, str):
+            raise ValueError(
+                f"layer_types={layer_types!r} in the {self.family} config must be a list, one for each layer"
+            )
+        if other := sorted({str(layer_type) for layer_type in layer_types} - {"full_attention"}):
+            raise ValueError(f"layer_types in the {self.family} config names {other}; only full_attention is supported")
+        for key, allowed in self.fixed.items():
+            if key in config and config[key] not in allowed:
+                raise ValueError(
+                    f"{key}={config[key]!r} is not supported in the {self.family} family: it must be {allowed[0]!r}"
+                )
+
+
+def by_model_type(
+    keys: ConfigKeys,
+    rules: tuple[Rule, ...],
+    read: Callable[[Config], Architecture],
+    write: Callable[[Architecture], dict[str, Any]],
+    classes: Mapping[str, str],
+    *,
+    where: Callable[[Config], bool] = lambda config: True,
+    **more: Any,
+) -> Family:
+    """A family of Hugging Face's `config.json`, recognised by the model types that `classes` has as keys.
+
+    Args:
+        keys: Keys of its config, which are checked before it is read.
+        rules, classes, more: As in `Family`.
+        read, write: From a checked config to an architecture, and back.
+        where: Whether a config of that model type is of this family, if several families share one.
+    """
+
+    def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+        return config is not None and config.get("model_type") in classes and where(config)
+
+    def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+        assert config is not None
+        keys.check(config)
+        return read(config)
+
+    return Family(keys.family, rules, recognises, read_architecture, write, "config.json", classes=classes, **more)
+
+
+def read_sizes(config: Config, *, eps: float, base: float | None = None) -> dict[str, Any]:
+    """The fields of an architecture from the keys that the configs of transformers share.
+
+    `eps` and `base` are the epsilon of the norms and the base of the rotary frequencies where the config has none.
+    """
+    n_heads, width = config["num_attention_heads"], config["hidden_size"]
+    return {
+        "name": str(config.get("_name_or_path") or config["model_type"]),
+        "n_layers": config["num_hidden_layers"],
+        "d_model": width,
+        "n_heads": n_heads,
+        "n_key_value_heads": config.get("num_key_value_heads") or n_heads,
+        "d_head": config.get("head_dim") or width // n_heads,
+        "d_vocab": config["vocab_size"],
+        "d_vocab_out": config["vocab_size"],
+        "n_ctx": config["max_position_embeddings"],
+        "norm_eps": config.get("rms_norm_eps", eps),
+        "rotary_base": rotary_base(config, base),
+        "rotary_scaling": rotary_scaling(config),
+        "rotation": "activation",
+        "tied": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+def write_sizes(a: Architecture) -> dict[str, Any]:
+    """The inverse of `read_sizes`, with the keys of transformers 4, which 5 also reads."""
+    scaling = a.rotary_scaling
+    scaled = {} if scaling is None else {"rope_scaling": {"rope_type": scaling.rope_type, **scaling_data(scaling)}}
+    return {
+        "_name_or_path": a.name,
+        "hidden_size": a.d_model,
+        "num_hidden_layers": a.n_layers,
+        "num_attention_heads": a.n_heads,
+        "num_key_value_heads": a.n_key_value_heads,
+        "vocab_size": a.d_vocab,
+        "max_position_embeddings": a.n_ctx,
+        "rms_norm_eps": a.norm_eps,
+        "rope_theta": a.rotary_base,
+        **scaled,
+        "tie_word_embeddings": a.tied,
+    }
+
+
+def flattened(config: Config) -> dict[str, Any]:
+    """The values of a config in sections by "section.key", without the sections of the training and its data."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        if key not in _OF_TRAINING:
+            inner = isinstance(value, Mapping)
+            values |= {f"{key}.{name}": each for name, each in value.items()} if inner else {key: value}
+    return values
+
+
+def may_lack_mask(config: Config) -> bool:
+    """Whether the config is of a masked diffusion model that may leave the id of [MASK] to the tokenizer: one that was
+    made from a causal model, or a mixture of experts."""
+    from_causal = str(config.get("model_type")).startswith((DIFFUSION, "sdar")) or config.get("mode") == "bidirectional"
+    return from_causal or bool(config.get("num_experts"))
+
+
+def rotary_base(config: Config, default: float | None = None) -> float:
+    """The base of the rotary frequencies, in the keys of transformers 4 (`rope_theta`) or 5 (`rope_parameters`)."""
+    sections = (config, *_rope_sections(config).values())
+    bases = [section["rope_theta"] for section in sections if "rope_theta" in section]
+    if any(other != bases[0] for other in bases):
+        raise ValueError(f"the config gives several bases of the rotary frequencies, {bases}; keep the correct one")
+    base = bases[0] if bases else default
+    if base is None or not is_positive(base):
+        raise ValueError(f"rope_theta is {base!r}; the config must give the base of the rotary frequencies")
+    return float(base)
+
+
+def rotary_scaling(config: Config) -> Scaling | None:
+    """The scaling of the rotary frequencies, under `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
+    found: dict[str, Scaling | None] = {}
+    for name, section in _rope_sections(config).items():
+        numbers = {key: value for key, value in section.items() if key not in _NOT_OF_SCALING}
+        kind = _rope_type(section)
+        found[name] = None if kind == "default" else scaling_from({**numbers, "rope_type": kind}, name)
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{' and '.join(found)} differ in the scaling of the rotary frequencies; keep the correct one")
+    return next(iter(found.values()), None)
+
+
+def rotary_dim(config: Config, d_head: int, default: float = 1) -> int | None:
+    """Dimensions of each head that are rotated, `None` for all; `default` is their share if the config gives none."""
+    share = config.get("partial_rotary_factor", default)
+    if not is_positive(share) or share > 1:
+        raise ValueError(f"partial_rotary_factor={share!r} must be a number above 0, at most 1")
+    return None if share == 1 else int(d_head * share)
+
+
+def _rope_sections(config: Config) -> dict[str, Mapping[str, Any]]:
+    """The mappings with rotary settings by their keys, each of a type that is supported."""
+    sections = {name: config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+    for name, section in sections.items():
+        kind = _rope_type(section) if isinstance(section, Mapping) else section
+        if not isinstance(section, Mapping) or kind not in ("default", *SCALINGS):
+            raise ValueError(
+                f"{name} says {kind!r}: of the scaled rotary frequencies only those of the types "
+                f"{', '.join(SCALINGS)} are supported"
+            )
+        if kind == "default" and (unknown := sorted(map(str, set(section) - _NOT_OF_SCALING))):
+            raise ValueError(f"{name} has keys that are not understood: {unknown}")
+    return sections
+
+
+def _rope_type(section: Mapping[str, Any]) -> Any:
+    return section.get("rope_type", section.get("type", "default"))
+
+
+def mask_token_id(config: Config, family: str) -> int:
+    """The id of [MASK], which the config of a masked diffusion model must give."""
+    mask = config.get("mask_token_id")
+    if isinstance(mask, bool) or not isinstance(mask, int):
+        raise ValueError(
+            f"mask_token_id is {mask!r} in the {family} config; a masked diffusion model needs it: look up the id of "
+            "its [MASK] token in the tokenizer, and pass mask_token_id=, or pass the config with that id as a mapping"
+        )
+    return mask
+
+
+def mode_of(config: Config, family: str, modes: Sequence[str], default: str | None) -> str:
+    """The mode in which a checkpoint that is several models is read: of `mode=`, which its config may also name."""
+    mode = config.get("mode", default)
+    if mode not in modes:
+        raise ValueError(
+            f"mode is {mode!r}, and a checkpoint of the family {family!r} is read in one of the modes "
+            f"{', '.join(map(repr, modes))}: pass one of them as mode="
+        )
+    return str(mode)

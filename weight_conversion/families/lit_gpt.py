@@ -14,9 +14,8 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from weight_conversion.architecture import Architecture, Shape
-from weight_conversion.families.family import Config, Family, require_count
-from weight_conversion.key_map import Rule
-from weight_conversion.layouts import GroupMajorQKV
+from weight_conversion.families.family import Config, ConfigKeys, Family
+from weight_conversion.key_map import GroupMajorQKV, Rule
 
 # name: (n_layer, n_head, n_embd, intermediate_size); every size has n_query_groups = n_head, vocabulary 32000 and
 # block_size 2048.
@@ -53,20 +52,22 @@ PUBLISHED_SIZES: dict[str, tuple[int, int, int, int]] = {
     "2121M": (28, 17, 2176, 8704),
 }
 
-# Values that every config of this family must have, because the network supports no others.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "rotary_percentage": (1.0,),
-    "parallel_residual": (False,),
-    "bias": (False,),
-    "shared_attention_norm": (False,),
-    "_norm_class": ("FusedRMSNorm", "RMSNorm"),
-    "_mlp_class": ("LLaMAMLP",),
-    "condense_ratio": (1,),
-}
-_READ = ("n_layer", "n_head", "n_embd", "intermediate_size", "block_size")
-_OPTIONAL = ("n_query_groups", "padded_vocab_size", "vocab_size", "padding_multiple", "norm_eps", "name")
-_IGNORED = ("org",)
-_COUNTS = (*_READ, "n_query_groups", "padded_vocab_size", "vocab_size", "padding_multiple")
+KEYS = ConfigKeys(
+    family="lit-gpt",
+    counts=("n_layer", "n_head", "n_embd", "intermediate_size", "block_size"),
+    optional=("n_query_groups", "padded_vocab_size", "vocab_size", "padding_multiple"),
+    read=("norm_eps", "name"),
+    fixed={
+        "rotary_percentage": (1.0,),
+        "parallel_residual": (False,),
+        "bias": (False,),
+        "shared_attention_norm": (False,),
+        "_norm_class": ("FusedRMSNorm", "RMSNorm"),
+        "_mlp_class": ("LLaMAMLP",),
+        "condense_ratio": (1,),
+    },
+    ignored=("org",),
+)
 
 RULES = (
     Rule("transformer.wte.weight", ("embed.weight",)),
@@ -94,8 +95,14 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
     """The architecture in a `lit_config.json`; without a config, the published size with these shapes."""
     if config is None:
         config = _config_of_shapes(shapes)
-    _check_config(config)
-    head = config.get("padded_vocab_size") or _padded(config["vocab_size"], config.get("padding_multiple") or 1)
+    KEYS.check(config)
+    if config["n_embd"] % config["n_head"]:
+        raise ValueError(f"n_embd {config['n_embd']} is not a multiple of n_head {config['n_head']}")
+    if not (head := config.get("padded_vocab_size")):
+        if not config.get("vocab_size"):
+            raise ValueError("the lit-gpt config lacks 'padded_vocab_size' (or 'vocab_size')")
+        multiple = config.get("padding_multiple") or 1
+        head = -(-config["vocab_size"] // multiple) * multiple
     rows = shapes["transformer.wte.weight"][0] if "transformer.wte.weight" in shapes else head
     return _architecture(config, head, "mdm" if rows == head + 1 else "ar")
 
@@ -119,7 +126,7 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
         "n_query_groups": a.n_key_value_heads,
         "intermediate_size": a.d_mlp,
         "norm_eps": a.norm_eps,
-        **{key: allowed[0] for key, allowed in _FIXED.items()},
+        **KEYS.written,
     }
 
 
@@ -152,16 +159,8 @@ def _published_config(size: str) -> Config:
     if key not in PUBLISHED_SIZES:
         near = get_close_matches(key, PUBLISHED_SIZES, n=3, cutoff=0.0)
         raise ValueError(f"{size!r} is not a published size; nearest are {', '.join(near)}")
-    n_layer, n_head, n_embd, intermediate_size = PUBLISHED_SIZES[key]
-    return {
-        "name": f"Diff_LLaMA_{key}",
-        "n_layer": n_layer,
-        "n_head": n_head,
-        "n_embd": n_embd,
-        "intermediate_size": intermediate_size,
-        "block_size": 2048,
-        "vocab_size": 32000,
-    }
+    sizes = dict(zip(("n_layer", "n_head", "n_embd", "intermediate_size"), PUBLISHED_SIZES[key], strict=True))
+    return {"name": f"Diff_LLaMA_{key}", **sizes, "block_size": 2048, "vocab_size": 32000}
 
 
 def _config_of_shapes(shapes: Mapping[str, Shape]) -> Config:
@@ -181,36 +180,4 @@ def _config_of_shapes(shapes: Mapping[str, Shape]) -> Config:
     )
 
 
-def _padded(vocab_size: int, multiple: int) -> int:
-    return -(-vocab_size // multiple) * multiple
-
-
-def _check_config(config: Config) -> None:
-    if missing := [key for key in _READ if key not in config]:
-        raise ValueError(f"the lit-gpt config lacks {missing}; add them")
-    if not config.get("padded_vocab_size") and not config.get("vocab_size"):
-        raise ValueError("the lit-gpt config lacks 'padded_vocab_size' (or 'vocab_size')")
-    if unknown := sorted(map(str, set(config) - {*_READ, *_OPTIONAL, *_FIXED, *_IGNORED})):
-        raise ValueError(
-            f"the lit-gpt config has keys that are not understood: {unknown}; remove them only if they "
-            "change nothing in the network"
-        )
-    for key, allowed in _FIXED.items():
-        if key in config and config[key] not in allowed:
-            raise ValueError(f"{key}={config[key]!r} is not supported in the lit-gpt family: it must be {allowed[0]!r}")
-    for key in _COUNTS:
-        count = config.get(key)
-        if count is not None or key in _READ:
-            require_count(key, count, "lit-gpt")
-    if config["n_embd"] % config["n_head"]:
-        raise ValueError(f"n_embd {config['n_embd']} is not a multiple of n_head {config['n_head']}")
-
-
-FAMILY = Family(
-    name="lit_gpt",
-    rules=RULES,
-    recognises=recognises,
-    read_architecture=read_architecture,
-    write_config=write_config,
-    config_file="lit_config.json",
-)
+FAMILIES = (Family("lit_gpt", RULES, recognises, read_architecture, write_config, config_file="lit_config.json"),)

@@ -7,15 +7,11 @@ Sources: ML-GSAI/LLaDA; ZHZisZZ/dllm `dllm/pipelines/llada/models/modeling_llada
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from weight_conversion.architecture import Architecture, Shape
-from weight_conversion.families.family import Config, Family
-from weight_conversion.families.hf_config import ConfigKeys, mask_token_id, rotary_base
+from weight_conversion.architecture import Architecture
+from weight_conversion.families.family import Config, ConfigKeys, by_model_type, mask_token_id, rotary_base
 from weight_conversion.key_map import Rule
-
-MODEL_TYPE = "llada"
 
 KEYS = ConfigKeys(
     family="llada",
@@ -40,17 +36,8 @@ KEYS = ConfigKeys(
         "scale_logits": (False,),
     },
     ignored=(
-        "alibi_bias_max",
-        "attention_layer_norm_with_affine",
-        "embedding_dropout",
-        "flash_attention",
-        "init_cutoff_factor",
-        "init_device",
-        "init_fn",
-        "init_std",
-        "mlp_ratio",
-        "precision",
-        "residual_dropout",
+        *("alibi_bias_max", "attention_layer_norm_with_affine", "flash_attention", "mlp_ratio", "precision"),
+        *("embedding_dropout", "init_cutoff_factor", "init_device", "init_fn", "init_std", "residual_dropout"),
     ),
 )
 
@@ -71,18 +58,11 @@ RULES = (
 )
 
 
-def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    # The mixtures of experts have the same model type, and another table.
-    return config is not None and config.get("model_type") == MODEL_TYPE and not config.get("num_experts")
-
-
-def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
-    assert config is not None
-    KEYS.check(config)
+def read_llada(config: Config) -> Architecture:
     rows = config.get("embedding_size") or config["vocab_size"]
     return Architecture(
         family="llada",
-        name=str(config.get("_name_or_path") or MODEL_TYPE),
+        name=str(config.get("_name_or_path") or "llada"),
         n_layers=config["n_layers"],
         d_model=config["d_model"],
         n_heads=config["n_heads"],
@@ -102,10 +82,9 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
     )
 
 
-def write_config(architecture: Architecture) -> dict[str, Any]:
-    a = architecture
+def write_llada(a: Architecture) -> dict[str, Any]:
     return {
-        "model_type": MODEL_TYPE,
+        "model_type": "llada",
         "_name_or_path": a.name,
         "d_model": a.d_model,
         "n_layers": a.n_layers,
@@ -120,17 +99,18 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
         "rope_theta": a.rotary_base,
         "rope_full_precision": a.rotation == "float32",
         "weight_tying": a.tied,
-        **{key: allowed[0] for key, allowed in KEYS.fixed.items()},
+        **KEYS.written,
     }
 
 
-FAMILY = Family(
-    name="llada",
-    rules=RULES,
-    recognises=recognises,
-    read_architecture=read_architecture,
-    write_config=write_config,
-    config_file="config.json",
-    options=("mask_token_id",),
-    classes={MODEL_TYPE: "LLaDAModel(LM)?"},
+FAMILIES = (
+    by_model_type(
+        KEYS,
+        RULES,
+        read_llada,
+        write_llada,
+        {"llada": "LLaDAModel(LM)?"},
+        where=lambda config: not config.get("num_experts"),  # mixtures of experts have the same model type
+        options=("mask_token_id",),
+    ),
 )

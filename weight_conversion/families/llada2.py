@@ -9,56 +9,36 @@ id of [MASK]. Source: inclusionAI/dFactory `models/llada2_moe/modeling_llada2_mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from weight_conversion.architecture import MOST_LAYERS, Architecture, Shape
-from weight_conversion.checks import check_count
-from weight_conversion.experts import Experts
-from weight_conversion.families.block_sizes import block_size
-from weight_conversion.families.family import Config, Family
-from weight_conversion.families.hf_config import (
+from weight_conversion.architecture import MOST_LAYERS, Architecture, Experts, check_count
+from weight_conversion.families.family import (
     ROPE,
+    Config,
     ConfigKeys,
+    by_model_type,
     mask_token_id,
-    rotary_base,
+    read_sizes,
     rotary_dim,
-    rotary_scaling,
-    write_rotary,
+    write_sizes,
 )
-from weight_conversion.key_map import Rule
-from weight_conversion.layouts import Stacked
+from weight_conversion.families.kinds import block_size
+from weight_conversion.key_map import Rule, Stacked
 
 MODEL_TYPE = "llada2_moe"
 
 KEYS = ConfigKeys(
     family="llada2",
     counts=(
-        "hidden_size",
-        "intermediate_size",
-        "max_position_embeddings",
-        "moe_intermediate_size",
-        "n_group",
-        "num_attention_heads",
-        "num_experts",
-        "num_experts_per_tok",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "topk_group",
-        "vocab_size",
+        *("hidden_size", "intermediate_size", "moe_intermediate_size", "max_position_embeddings", "vocab_size"),
+        *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+        *("num_experts", "num_experts_per_tok", "n_group", "topk_group"),
     ),
     optional=("head_dim",),
     flags=("tie_word_embeddings",),
     read=(
-        "block_size",
-        "first_k_dense_replace",
-        "mask_token_id",
-        "model_type",
-        "num_shared_experts",
-        "partial_rotary_factor",
-        "rms_norm_eps",
-        "rotary_dim",
-        "routed_scaling_factor",
+        *("block_size", "mask_token_id", "model_type", "rms_norm_eps", "partial_rotary_factor", "rotary_dim"),
+        *("first_k_dense_replace", "num_shared_experts", "routed_scaling_factor"),
         *ROPE,
     ),
     fixed={
@@ -106,17 +86,11 @@ RULES = (
 )
 
 
-def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    return config is not None and config.get("model_type") == MODEL_TYPE
-
-
-def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
-    assert config is not None
-    KEYS.check(config)
-    n_heads, width = config["num_attention_heads"], config["hidden_size"]
+def read_llada2(config: Config) -> Architecture:
+    sizes = read_sizes(config, eps=1e-5)
     n_layers, n_chosen = config["num_hidden_layers"], config["num_experts_per_tok"]
     check_count("num_hidden_layers", n_layers, MOST_LAYERS)
-    d_head = config.get("head_dim") or width // n_heads
+    d_head = sizes["d_head"]
     n_dense = _number(config, "first_k_dense_replace")
     d_shared = config["moe_intermediate_size"] * _number(config, "num_shared_experts")
     turned = rotary_dim(config, d_head, default=0.5)
@@ -127,25 +101,12 @@ def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Arc
         )
     return Architecture(
         family="llada2",
-        name=str(config.get("_name_or_path") or MODEL_TYPE),
-        n_layers=n_layers,
-        d_model=width,
-        n_heads=n_heads,
-        n_key_value_heads=config["num_key_value_heads"],
-        d_head=d_head,
+        **sizes,
         d_mlp=config["intermediate_size"],
-        d_vocab=config["vocab_size"],
-        d_vocab_out=config["vocab_size"],
-        n_ctx=config["max_position_embeddings"],
         readout="in_place",
         mask_token_id=mask_token_id(config, "llada2"),
-        norm_eps=config.get("rms_norm_eps", 1e-5),
-        rotary_base=rotary_base(config),
-        rotary_scaling=rotary_scaling(config),
         rotary_dim=turned,
-        rotation="activation",
         qk_norm=True,
-        tied=bool(config.get("tie_word_embeddings", False)),
         experts=Experts(
             n_experts=config["num_experts"],
             n_chosen=n_chosen,
@@ -173,28 +134,18 @@ def _number(config: Config, key: str) -> int:
     return number
 
 
-def write_config(architecture: Architecture) -> dict[str, Any]:
-    a = architecture
+def write_llada2(a: Architecture) -> dict[str, Any]:
     if (experts := a.experts) is None:
         raise ValueError("the llada2 format describes mixtures of experts, and this model has none")
     return {
         "model_type": MODEL_TYPE,
         "architectures": ["LLaDA2MoeModelLM"],
-        "_name_or_path": a.name,
-        "hidden_size": a.d_model,
+        **write_sizes(a),
         "intermediate_size": a.d_mlp,
-        "num_hidden_layers": a.n_layers,
-        "num_attention_heads": a.n_heads,
-        "num_key_value_heads": a.n_key_value_heads,
         "head_dim": a.d_head,
-        "vocab_size": a.d_vocab,
-        "max_position_embeddings": a.n_ctx,
         "mask_token_id": a.mask_token_id,
         "block_size": a.causal_block,
-        "rms_norm_eps": a.norm_eps,
-        **write_rotary(a),
         "partial_rotary_factor": 1 if a.rotary_dim is None else a.rotary_dim / a.d_head,
-        "tie_word_embeddings": a.tied,
         "num_experts": experts.n_experts,
         "num_experts_per_tok": experts.n_chosen,
         "moe_intermediate_size": experts.d_expert,
@@ -203,17 +154,17 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
         "routed_scaling_factor": experts.scale,
         "n_group": experts.n_groups,
         "topk_group": experts.n_chosen_groups,
-        **{key: allowed[0] for key, allowed in KEYS.fixed.items()},
+        **KEYS.written,
     }
 
 
-FAMILY = Family(
-    name="llada2",
-    rules=RULES,
-    recognises=recognises,
-    read_architecture=read_architecture,
-    write_config=write_config,
-    config_file="config.json",
-    options=("block_size", "mask_token_id"),
-    classes={MODEL_TYPE: "LLaDA2Moe(Model|ModelLM)"},
+FAMILIES = (
+    by_model_type(
+        KEYS,
+        RULES,
+        read_llada2,
+        write_llada2,
+        {MODEL_TYPE: "LLaDA2Moe(Model|ModelLM)"},
+        options=("block_size", "mask_token_id"),
+    ),
 )

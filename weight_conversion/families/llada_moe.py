@@ -8,26 +8,21 @@ Source: ZHZisZZ/dllm `dllm/pipelines/llada/models/modeling_lladamoe.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from weight_conversion.architecture import MOST_LAYERS, Architecture, Shape
-from weight_conversion.checks import check_count
-from weight_conversion.experts import Experts
-from weight_conversion.families import qwen3
-from weight_conversion.families.family import Config, Family
-from weight_conversion.families.hf_config import (
+from weight_conversion.architecture import MOST_LAYERS, Architecture, Experts, check_count
+from weight_conversion.families.family import (
     ROPE,
+    Config,
     ConfigKeys,
+    by_model_type,
     mask_token_id,
-    rotary_base,
+    read_sizes,
     rotary_dim,
-    rotary_scaling,
-    write_rotary,
+    write_sizes,
 )
+from weight_conversion.families.qwen import QWEN3_RULES
 from weight_conversion.key_map import Rule
-
-MODEL_TYPES = ("llada", "lladamoe")
 
 KEYS = ConfigKeys(
     family="llada_moe",
@@ -45,29 +40,19 @@ KEYS = ConfigKeys(
     optional=("num_key_value_heads", "shared_expert_intermediate_size"),
     flags=("moe_router_enable_expert_bias", "qk_layernorm", "tie_word_embeddings"),
     read=(
-        "clip_qkv",
-        "mask_token_id",
-        "model_type",
-        "moe_layer_freq",
-        "partial_rotary_factor",
-        "rms_norm_eps",
+        *("clip_qkv", "mask_token_id", "model_type", "moe_layer_freq", "partial_rotary_factor", "rms_norm_eps"),
         *ROPE,
     ),
     fixed={"attention_bias": (False, None), "hidden_act": ("silu",)},
     ignored=(
-        "moe_router_score_function",
-        "norm_topk_prob",
-        "output_router_logits",
-        "routed_scaling_factor",
-        "router_aux_loss_coef",
-        "router_num_group",
-        "router_topk_group",
+        *("moe_router_score_function", "norm_topk_prob", "output_router_logits", "routed_scaling_factor"),
+        *("router_aux_loss_coef", "router_num_group", "router_topk_group"),
     ),
 )
 
 _LAYER = "model.layers.{i}."
 RULES = (
-    *qwen3.RULES,
+    *QWEN3_RULES,
     Rule(_LAYER + "mlp.gate.weight", ("blocks.{i}.mlp.router.weight",)),
     Rule(_LAYER + "mlp.expert_bias", ("blocks.{i}.mlp.router.bias",)),
     *(
@@ -78,45 +63,27 @@ RULES = (
 )
 
 
-def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    return config is not None and config.get("model_type") in MODEL_TYPES and bool(config.get("num_experts"))
-
-
-def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
-    assert config is not None
-    KEYS.check(config)
-    n_heads, width = config["num_attention_heads"], config["hidden_size"]
+def read_llada_moe(config: Config) -> Architecture:
+    has_bias = bool(config.get("moe_router_enable_expert_bias", False))
+    sizes = {**read_sizes(config, eps=1e-5), "name": str(config.get("_name_or_path") or "llada_moe")}
     return Architecture(
         family="llada_moe",
-        name=str(config.get("_name_or_path") or "llada_moe"),
-        n_layers=config["num_hidden_layers"],
-        d_model=width,
-        n_heads=n_heads,
-        n_key_value_heads=config.get("num_key_value_heads") or n_heads,
-        d_head=width // n_heads,
+        **sizes,
         d_mlp=config["dense_intermediate_size"],
-        d_vocab=config["vocab_size"],
-        d_vocab_out=config["vocab_size"],
-        n_ctx=config["max_position_embeddings"],
         attention_dir="bidirectional",
         readout="in_place",
         mask_token_id=mask_token_id(config, "llada_moe"),
-        norm_eps=config.get("rms_norm_eps", 1e-5),
-        rotary_base=rotary_base(config),
-        rotary_scaling=rotary_scaling(config),
-        rotary_dim=rotary_dim(config, width // n_heads),
-        rotation="activation",
+        rotary_dim=rotary_dim(config, sizes["d_head"]),
         qkv_clip=config.get("clip_qkv"),
         qk_norm=bool(config.get("qk_layernorm", False)),
-        tied=bool(config.get("tie_word_embeddings", False)),
         experts=Experts(
             n_experts=config["num_experts"],
             n_chosen=config["num_experts_per_tok"],
             d_expert=config["expert_intermediate_size"],
             layers=_layers_with_experts(config),
             d_shared=config.get("shared_expert_intermediate_size"),
-            router_bias=bool(config.get("moe_router_enable_expert_bias", False)),
-            bias_weighs=bool(config.get("moe_router_enable_expert_bias", False)),
+            router_bias=has_bias,
+            bias_weighs=has_bias,
         ),
     )
 
@@ -131,15 +98,13 @@ def _layers_with_experts(config: Config) -> tuple[bool, ...]:
     return tuple(map(bool, by_layer))
 
 
-def write_config(architecture: Architecture) -> dict[str, Any]:
-    a = architecture
+def write_llada_moe(a: Architecture) -> dict[str, Any]:
     if (experts := a.experts) is None:
         raise ValueError("the llada_moe format describes mixtures of experts, and this model has none")
     return {
         "model_type": "llada",
         "architectures": ["LLaDAMoEModelLM"],
-        "_name_or_path": a.name,
-        "hidden_size": a.d_model,
+        **write_sizes(a),
         "dense_intermediate_size": a.d_mlp,
         "expert_intermediate_size": experts.d_expert,
         "shared_expert_intermediate_size": experts.d_shared,
@@ -148,29 +113,22 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
         "moe_layer_freq": list(map(int, experts.layers)),
         "moe_router_enable_expert_bias": experts.router_bias,
         "moe_router_score_function": "softmax",
-        "num_hidden_layers": a.n_layers,
-        "num_attention_heads": a.n_heads,
-        "num_key_value_heads": a.n_key_value_heads,
-        "vocab_size": a.d_vocab,
-        "max_position_embeddings": a.n_ctx,
         "mask_token_id": a.mask_token_id,
-        "rms_norm_eps": a.norm_eps,
-        **write_rotary(a),
         "partial_rotary_factor": 1 if a.rotary_dim is None else a.rotary_dim / a.d_head,
         "clip_qkv": a.qkv_clip,
         "qk_layernorm": a.qk_norm,
-        "tie_word_embeddings": a.tied,
-        **{key: allowed[0] for key, allowed in KEYS.fixed.items()},
+        **KEYS.written,
     }
 
 
-FAMILY = Family(
-    name="llada_moe",
-    rules=RULES,
-    recognises=recognises,
-    read_architecture=read_architecture,
-    write_config=write_config,
-    config_file="config.json",
-    options=("mask_token_id",),
-    classes=dict.fromkeys(MODEL_TYPES, "LLaDAMoEModel(LM)?"),
+FAMILIES = (
+    by_model_type(
+        KEYS,
+        RULES,
+        read_llada_moe,
+        write_llada_moe,
+        dict.fromkeys(("llada", "lladamoe"), "LLaDAMoEModel(LM)?"),
+        where=lambda config: bool(config.get("num_experts")),
+        options=("mask_token_id",),
+    ),
 )

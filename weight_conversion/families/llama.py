@@ -8,26 +8,23 @@ tables have the precision of the activations. Source: transformers `models/llama
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weight_conversion.architecture import Architecture, Shape
-from weight_conversion.families.block_sizes import block_size
-from weight_conversion.families.family import Config, Family
-from weight_conversion.families.hf_config import (
+from weight_conversion.architecture import Architecture
+from weight_conversion.families.family import (
     DIFFUSION,
     ROPE,
+    Config,
     ConfigKeys,
+    by_model_type,
     mask_token_id,
     mode_of,
-    rotary_base,
-    rotary_scaling,
-    write_rotary,
+    read_sizes,
+    write_sizes,
 )
+from weight_conversion.families.kinds import block_size
 from weight_conversion.key_map import Rule
-
-MODEL_TYPES = ("llama", "a2d-llama")
 
 KEYS = ConfigKeys(
     family="llama",
@@ -44,40 +41,30 @@ KEYS = ConfigKeys(
     read=("block_size", "mask_token_id", "model_type", "rms_norm_eps", *ROPE),
     fixed={"hidden_act": ("silu",)},
 )
-# Of a causal model's config only.
-_WITH_MODE = replace(KEYS, read=(*KEYS.read, "mode"))
 
+_LAYER, _BLOCK = "model.layers.{i}.", "blocks.{i}."
 RULES = (
     Rule("model.embed_tokens.weight", ("embed.weight",)),
-    Rule("model.layers.{i}.input_layernorm.weight", ("blocks.{i}.ln1.weight",)),
-    Rule("model.layers.{i}.self_attn.q_proj.weight", ("blocks.{i}.attn.q.weight",)),
-    Rule("model.layers.{i}.self_attn.q_proj.bias", ("blocks.{i}.attn.q.bias",)),
-    Rule("model.layers.{i}.self_attn.k_proj.weight", ("blocks.{i}.attn.k.weight",)),
-    Rule("model.layers.{i}.self_attn.k_proj.bias", ("blocks.{i}.attn.k.bias",)),
-    Rule("model.layers.{i}.self_attn.v_proj.weight", ("blocks.{i}.attn.v.weight",)),
-    Rule("model.layers.{i}.self_attn.v_proj.bias", ("blocks.{i}.attn.v.bias",)),
-    Rule("model.layers.{i}.self_attn.o_proj.weight", ("blocks.{i}.attn.o.weight",)),
-    Rule("model.layers.{i}.self_attn.o_proj.bias", ("blocks.{i}.attn.o.bias",)),
-    Rule("model.layers.{i}.post_attention_layernorm.weight", ("blocks.{i}.ln2.weight",)),
-    Rule("model.layers.{i}.mlp.gate_proj.weight", ("blocks.{i}.mlp.gate.weight",)),
-    Rule("model.layers.{i}.mlp.gate_proj.bias", ("blocks.{i}.mlp.gate.bias",)),
-    Rule("model.layers.{i}.mlp.up_proj.weight", ("blocks.{i}.mlp.up.weight",)),
-    Rule("model.layers.{i}.mlp.up_proj.bias", ("blocks.{i}.mlp.up.bias",)),
-    Rule("model.layers.{i}.mlp.down_proj.weight", ("blocks.{i}.mlp.down.weight",)),
-    Rule("model.layers.{i}.mlp.down_proj.bias", ("blocks.{i}.mlp.down.bias",)),
+    Rule(_LAYER + "input_layernorm.weight", (_BLOCK + "ln1.weight",)),
+    Rule(_LAYER + "post_attention_layernorm.weight", (_BLOCK + "ln2.weight",)),
+    *(
+        Rule(f"{_LAYER}{theirs}.{part}_proj.{kind}", (f"{_BLOCK}{ours}.{part}.{kind}",))
+        for theirs, ours, parts in (
+            ("self_attn", "attn", ("q", "k", "v", "o")),
+            ("mlp", "mlp", ("gate", "up", "down")),
+        )
+        for part in parts
+        for kind in ("weight", "bias")
+    ),
     Rule("model.norm.weight", ("ln_final.weight",)),
     Rule("lm_head.weight", ("unembed.weight",)),
 )
 
 
-def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    return config is not None and config.get("model_type") in MODEL_TYPES
-
-
-def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
-    assert config is not None
+def read_llama(config: Config) -> Architecture:
     causal = config.get("model_type") == "llama"
-    (_WITH_MODE if causal else KEYS).check(config)
+    if not causal:
+        KEYS.check(config)  # without "mode", which is of a causal model's config only
     masked = not causal or mode_of(config, "llama", ("ar", "bidirectional"), "ar") == "bidirectional"
     biased = bool(config.get("attention_bias", False))
     # Llama-2's config does not give rope_theta.
@@ -112,49 +99,34 @@ def read_decoder(
     """
     if masked is None:
         masked = str(config["model_type"]).startswith(DIFFUSION)
+    causal, diffusion = f"model_type={config['model_type']!r}", f"model_type='{DIFFUSION}{family}'"
     if not masked and config.get("mask_token_id") is not None:
         raise ValueError(
-            f"the config names a causal model, model_type={config['model_type']!r}, and the mask_token_id "
-            f"{config['mask_token_id']!r} of a diffusion model: pass it as a mapping with "
-            f"model_type='{DIFFUSION}{family}' (bidirectional, no shift), or without the id"
+            f"the config names a causal model, {causal}, and the mask_token_id {config['mask_token_id']!r} of a "
+            f"diffusion model: pass it as a mapping with {diffusion} (bidirectional, no shift), or without the id"
         )
     if not masked and config.get("block_size") is not None:
         raise ValueError(
-            f"the config names a causal model, model_type={config['model_type']!r}, and the block_size "
-            f"{config['block_size']!r} of a diffusion model: pass it as a mapping with "
-            f"model_type='{DIFFUSION}{family}', or without the block_size"
+            f"the config names a causal model, {causal}, and the block_size {config['block_size']!r} of a diffusion "
+            f"model: pass it as a mapping with {diffusion}, or without the block_size"
         )
     sees = block_size(config, required=by_blocks) if masked else {"attention_dir": "causal"}
-    n_heads, width = config["num_attention_heads"], config["hidden_size"]
     return Architecture(
         family=family,
-        name=str(config.get("_name_or_path") or config["model_type"]),
-        n_layers=config["num_hidden_layers"],
-        d_model=width,
-        n_heads=n_heads,
-        n_key_value_heads=config.get("num_key_value_heads") or n_heads,
-        d_head=config.get("head_dim") or width // n_heads,
         d_mlp=config["intermediate_size"],
-        d_vocab=config["vocab_size"],
-        d_vocab_out=config["vocab_size"],
-        n_ctx=config["max_position_embeddings"],
         readout="in_place" if masked else "shifted",
         mask_token_id=mask_token_id(config, family) if masked else None,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rotary_base=rotary_base(config, default_base),
-        rotary_scaling=rotary_scaling(config),
-        rotation="activation",
-        tied=bool(config.get("tie_word_embeddings", False)),
+        **read_sizes(config, eps=1e-6, base=default_base),
         **sees,
         **flags,
     )
 
 
-def write_config(architecture: Architecture) -> dict[str, Any]:
+def write_llama(architecture: Architecture) -> dict[str, Any]:
     a = architecture
     written = {**write_decoder(a, "llama"), "attention_bias": a.o_bias, "mlp_bias": a.mlp_bias}
     if a.has_mask and a.readout == "shifted":
-        written |= {"model_type": MODEL_TYPES[0], "mode": "bidirectional"}
+        written |= {"model_type": "llama", "mode": "bidirectional"}
     return written
 
 
@@ -164,32 +136,23 @@ def write_decoder(architecture: Architecture, model_type: str) -> dict[str, Any]
     masked = a.has_mask
     return {
         "model_type": f"{DIFFUSION if masked else ''}{model_type}",
-        "_name_or_path": a.name,
-        "hidden_size": a.d_model,
+        **write_sizes(a),
         "intermediate_size": a.d_mlp,
-        "num_hidden_layers": a.n_layers,
-        "num_attention_heads": a.n_heads,
-        "num_key_value_heads": a.n_key_value_heads,
         "head_dim": a.d_head,
-        "vocab_size": a.d_vocab,
-        "max_position_embeddings": a.n_ctx,
-        "rms_norm_eps": a.norm_eps,
-        **write_rotary(a),
-        "tie_word_embeddings": a.tied,
         "hidden_act": "silu",
         # Models trained by blocks have the same model type; a block_size of null tells them apart.
         **({"mask_token_id": a.mask_token_id, "block_size": a.causal_block} if masked else {}),
     }
 
 
-FAMILY = Family(
-    name="llama",
-    rules=RULES,
-    recognises=recognises,
-    read_architecture=read_architecture,
-    write_config=write_config,
-    config_file="config.json",
-    options=("block_size", "mode", "mask_token_id"),
-    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # rotary tables in old checkpoints (Llama-2)
-    classes={"llama": "Llama(Model|ForCausalLM)", "a2d-llama": r"A2DLlama\w*|Llama(Model|ForCausalLM)"},
+FAMILIES = (
+    by_model_type(
+        replace(KEYS, read=(*KEYS.read, "mode")),
+        RULES,
+        read_llama,
+        write_llama,
+        {"llama": "Llama(Model|ForCausalLM)", "a2d-llama": r"A2DLlama\w*|Llama(Model|ForCausalLM)"},
+        options=("block_size", "mode", "mask_token_id"),
+        ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # rotary tables in old checkpoints (Llama-2)
+    ),
 )

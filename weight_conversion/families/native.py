@@ -28,48 +28,31 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
 
 _NAMES = (
     "embed.weight",
-    "blocks.{i}.ln1.weight",
-    "blocks.{i}.ln1.bias",
-    "blocks.{i}.attn.q.weight",
-    "blocks.{i}.attn.q.bias",
-    "blocks.{i}.attn.k.weight",
-    "blocks.{i}.attn.k.bias",
-    "blocks.{i}.attn.v.weight",
-    "blocks.{i}.attn.v.bias",
-    "blocks.{i}.attn.q_norm.weight",
-    "blocks.{i}.attn.k_norm.weight",
-    "blocks.{i}.attn.o.weight",
-    "blocks.{i}.attn.o.bias",
-    "blocks.{i}.ln2.weight",
-    "blocks.{i}.ln2.bias",
-    "blocks.{i}.modulation.weight",
-    "blocks.{i}.modulation.bias",
-    "blocks.{i}.mlp.router.weight",
-    "blocks.{i}.mlp.router.bias",
+    "pos_embed.weight",
     *(
-        f"blocks.{{i}}.{mlp}.{part}.{kind}"
-        for mlp in ("mlp", "mlp.experts.{e}", "mlp.shared")
-        for part in ("gate", "up", "down")
+        f"{part}.{kind}"
+        for part in (
+            *(f"blocks.{{i}}.{norm}" for norm in ("ln1", "ln2", "modulation", "mlp.router")),
+            *(f"blocks.{{i}}.attn.{matrix}" for matrix in ("q", "k", "v", "o")),
+            *(
+                f"blocks.{{i}}.{mlp}.{matrix}"
+                for mlp in ("mlp", "mlp.experts.{e}", "mlp.shared")
+                for matrix in ("gate", "up", "down")
+            ),
+            *("ln_final", "unembed", "time_embed.hidden", "time_embed.out", "final_modulation"),
+        )
         for kind in ("weight", "bias")
     ),
-    "ln_final.weight",
-    "ln_final.bias",
-    "unembed.weight",
-    "unembed.bias",
-    "pos_embed.weight",
-    "time_embed.hidden.weight",
-    "time_embed.hidden.bias",
-    "time_embed.out.weight",
-    "time_embed.out.bias",
-    "final_modulation.weight",
-    "final_modulation.bias",
+    "blocks.{i}.attn.q_norm.weight",
+    "blocks.{i}.attn.k_norm.weight",
 )
-
-FAMILY = Family(
-    name=FORMAT,
-    rules=tuple(Rule(name, (name,)) for name in _NAMES),
-    recognises=recognises,
-    read_architecture=read_architecture,
-    write_config=write_config,
-    config_file="config.json",
+FAMILIES = (
+    Family(
+        FORMAT,
+        tuple(Rule(name, (name,)) for name in _NAMES),
+        recognises,
+        read_architecture,
+        write_config,
+        config_file="config.json",
+    ),
 )

@@ -14,12 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weight_conversion.architecture import Architecture, Shape
+from weight_conversion.architecture import Architecture, Context, QueryScale, scaling_data
 from weight_conversion.families import llama
-from weight_conversion.families.family import Config, Family
-from weight_conversion.families.hf_config import ROPE, mode_of
-from weight_conversion.rotary_scaling import QueryScale, scaling_data
-from weight_conversion.variant import Context
+from weight_conversion.families.family import ROPE, Config, by_model_type, mode_of
 
 MODEL_TYPE = "nemotron_labs_diffusion"
 # The value of dlm_paradigm under which the authors' code computes each mode.
@@ -49,13 +46,7 @@ RULES = tuple(
 )
 
 
-def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    return config is not None and config.get("model_type") == MODEL_TYPE
-
-
-def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
-    assert config is not None
-    KEYS.check(config)
+def read_nemotron_labs(config: Config) -> Architecture:
     paradigm = config.get("dlm_paradigm")
     default = next((mode for mode, name in PARADIGMS.items() if name == paradigm), paradigm)
     mode = mode_of(config, "nemotron_labs", tuple(PARADIGMS), default)
@@ -84,7 +75,7 @@ def _without_query_scale(config: Config) -> tuple[dict[str, Any], QueryScale | N
     return {**config, "rope_parameters": others}, QueryScale(rotary[QUERY_SCALE], rotary[length])
 
 
-def write_config(architecture: Architecture) -> dict[str, Any]:
+def write_nemotron_labs(architecture: Architecture) -> dict[str, Any]:
     a = architecture
     written = llama.write_decoder(a, MODEL_TYPE)
     rotary: dict[str, Any] = {"rope_type": "default"} if a.rotary_scaling is None else scaling_data(a.rotary_scaling)
@@ -104,14 +95,14 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    name="nemotron_labs",
-    rules=RULES,
-    recognises=recognises,
-    read_architecture=read_architecture,
-    write_config=write_config,
-    config_file="config.json",
-    options=("mode", "block_size", "mask_token_id"),
-    modes=MODES,
-    classes={MODEL_TYPE: r"NemotronLabsDiffusion\w*"},
+FAMILIES = (
+    by_model_type(
+        KEYS,
+        RULES,
+        read_nemotron_labs,
+        write_nemotron_labs,
+        {MODEL_TYPE: r"NemotronLabsDiffusion\w*"},
+        options=("mode", "block_size", "mask_token_id"),
+        modes=MODES,
+    ),
 )

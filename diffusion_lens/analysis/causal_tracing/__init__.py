@@ -1,23 +1,35 @@
-"""Causal tracing: clean, corrupted and restored runs, of one canvas or at the steps of a denoising run."""
+"""Causal tracing: of one canvas, at the steps of a denoising run, of the final text, and averaged over facts."""
 
-from diffusion_lens.analysis.causal_tracing.corruption import Corruption
-from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.temporal import TemporalEffect, restore_in_loop, temporal_effect
-from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace, noise_scale, trace_query
-from diffusion_lens.analysis.causal_tracing.trajectory_result import TrajectoryTrace
-from diffusion_lens.analysis.causal_tracing.trajectory_trace import trace_steps, trace_trajectory
+from diffusion_lens.analysis.causal_tracing.average import (
+    AverageSettings,
+    AverageTrajectorySettings,
+    average_indirect_effect,
+    average_trajectory_effect,
+    merge,
+    recalled_facts,
+)
+from diffusion_lens.analysis.causal_tracing.average_result import AverageEffect, AverageTrajectoryEffect, Known
+from diffusion_lens.analysis.causal_tracing.settings import TraceSettings, noise_scale
+from diffusion_lens.analysis.causal_tracing.temporal import TemporalEffect, temporal_effect
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace
+from diffusion_lens.analysis.causal_tracing.trajectory import TrajectoryTrace, trace_trajectory
 
 __all__ = [
+    "AverageEffect",
+    "AverageSettings",
+    "AverageTrajectoryEffect",
+    "AverageTrajectorySettings",
     "CausalTrace",
-    "Corruption",
-    "Restoration",
+    "Known",
     "TemporalEffect",
+    "TraceSettings",
     "TrajectoryTrace",
+    "average_indirect_effect",
+    "average_trajectory_effect",
     "causal_trace",
+    "merge",
     "noise_scale",
-    "restore_in_loop",
+    "recalled_facts",
     "temporal_effect",
-    "trace_query",
-    "trace_steps",
     "trace_trajectory",
 ]

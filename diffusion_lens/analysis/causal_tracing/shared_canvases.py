@@ -1,7 +1,7 @@
 """Traces of several canvases of one denoising run, whose common beginnings are computed once.
 
 Where no position sees later ones, the canvases of a run begin alike: those before a step contain what the run had
-written, and differ behind it. As one tree of texts (`model/text_tree.py`) they have one clean and one corrupted run,
+written, and differ behind it. As one tree of texts (`model/packing.py`) they have one clean and one corrupted run,
 and a cell is computed once for all canvases that contain its position.
 """
 
@@ -12,66 +12,28 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from diffusion_lens.analysis.causal_tracing.corruption import Corruption
-from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns, RunPair
-from diffusion_lens.analysis.kept_run import NetworkInput
-from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
-from diffusion_lens.model.text_tree import TextTree
-from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
+from diffusion_lens.analysis.causal_tracing.trace import RestoredRuns
+from diffusion_lens.analysis.engine.kept_run import NetworkInput
+from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
+from diffusion_lens.model.packing import TextTree
 
 # The canvas of the clean run, and those of the corrupted run.
 CanvasPair = tuple[Int[Tensor, "1 pos"], Int[Tensor, "sample pos"]]
-
-
-@dataclass(frozen=True, eq=False)
-class SharedCanvases:
-    """Canvases as the network reads them, each alone or several as a tree.
-
-    Attributes:
-        clean: Int[1 pos], the canvases of the clean run.
-        corrupted: Int[sample pos], those of the corrupted run.
-        places: For each canvas, the place in the row of each of its positions.
-        tree: Their layout; `None` for a canvas alone.
-    """
-
-    clean: Int[Tensor, "1 pos"]
-    corrupted: Int[Tensor, "sample pos"]
-    places: Sequence[Sequence[int]]
-    tree: TextTree | None = None
-
-    @classmethod
-    def of(cls, pairs: Sequence[CanvasPair], size: int | None) -> "SharedCanvases":
-        """The canvases of these clean and corrupted runs; `size` is the number of positions that see each other."""
-        if len(pairs) == 1:
-            return cls(*pairs[0], [range(pairs[0][0].shape[1])])
-        assert size is not None
-        tree, tokens = TextTree.of([torch.cat(pair) for pair in pairs], size)
-        return cls(tokens[:1], tokens[1:], tree.places, tree)
-
-    def fits(self, model: DiffusionTransformer, subject: tuple[int, int]) -> bool:
-        """Whether the model can read the row, with the subject before the canvases differ."""
-        return self.tree is None or (self.clean.shape[1] <= model.cfg.n_ctx and subject[1] <= self.tree.n_common)
 
 
 def can_share_beginnings(run: TracedTrajectory) -> bool:
     """Whether the canvases of a run can be a tree: the network reads them alike at every step, without hooks."""
     model, size = run.model, run.model.cfg.block_size
     by_text = size is not None and size < run.n_pos and not model.cfg.counts_from_prompt
-    same_network = not (model.is_hooked or model.cfg.is_told_time or model.head.needs_canvas)
+    same_network = not (model.is_hooked or model.cfg.time_conditioning or model.head.needs_canvas)
     return by_text and same_network and not model.positions.learned
 
 
 @dataclass(frozen=True, eq=False)
 class StepCanvas:
-    """The canvas of a step in both runs.
-
-    Attributes:
-        step: Step, or one of several that show the network the same tokens.
-        clean: Int[1 pos], the canvas of the clean run.
-        corrupted: Int[sample pos], those of the corrupted run.
-        rows: Rows of the logits that are read.
-    """
+    """The canvas of a step, or of several that show the network the same tokens, in both runs, and the rows of the
+    logits that are read."""
 
     step: int
     clean: Int[Tensor, "1 pos"]
@@ -95,10 +57,8 @@ class CanvasRuns:
 
     Attributes:
         first: Index of the first of these canvases among all.
-        canvases: The canvases.
         places: For each canvas, the place in the row of each of its positions.
         columns: For each canvas, the column of each of its rows among all that are read.
-        restored: The runs.
     """
 
     first: int
@@ -126,8 +86,7 @@ class CanvasRuns:
 def run_canvases(
     run: TracedTrajectory,
     canvases: Sequence[StepCanvas],
-    restoration: Restoration,
-    corruption: Corruption,
+    settings: TraceSettings,
     layers: Sequence[int],
     budget: tuple[int, int],
     first: int = 0,
@@ -142,33 +101,40 @@ def run_canvases(
     Raises:
         ValueError: The budget is too small for one canvas.
     """
-    # 1. The inputs of both runs.
-    hooks = corruption.hooks(run.model, run.query)
-    inputs = [canvas.seen(run) if len(canvases) == 1 else canvas.needed(run) for canvas in canvases]
-    shared = SharedCanvases.of(inputs, run.model.cfg.block_size)
-    by_canvas = [[places[row] for row in canvas.rows] for canvas, places in zip(canvases, shared.places, strict=True)]
-    rows = list(dict.fromkeys(place for places in by_canvas for place in places))
-    alone = canvases[0]
-    clean, corrupted = (
-        NetworkInput(run.model, tokens, rows, step=run.state(alone.step, canvas), hooks=own, tree=shared.tree)
-        for tokens, canvas, own in (
-            (shared.clean, alone.clean, ()),
-            (shared.corrupted, alone.corrupted, hooks),
-        )
+    # 1. The inputs of both runs: of one canvas, or of a tree of several.
+    model, subject = run.model, run.query.subject
+    tree, fits = None, True
+    if len(canvases) == 1:
+        clean, corrupted = canvases[0].seen(run)
+        places: Sequence[Sequence[int]] = [range(clean.shape[1])]
+    else:
+        assert model.cfg.block_size is not None
+        tree, tokens = TextTree.of([torch.cat(canvas.needed(run)) for canvas in canvases], model.cfg.block_size)
+        (clean, corrupted), places = (tokens[:1], tokens[1:]), tree.places
+        # The subject has to stand before the canvases differ.
+        fits = tokens.shape[1] <= model.cfg.n_ctx and subject[1] <= tree.n_common
+    by_canvas = [[of_canvas[row] for row in canvas.rows] for canvas, of_canvas in zip(canvases, places, strict=True)]
+    rows = list(dict.fromkeys(place for of_canvas in by_canvas for place in of_canvas))
+    first_step = canvases[0]
+    hooks = settings.hooks(model, run.query)
+    states = (run.state(first_step.step, tokens) for tokens in (first_step.clean, first_step.corrupted))
+    inputs = (
+        NetworkInput(model, clean, rows, step=next(states), tree=tree),
+        NetworkInput(model, corrupted, rows, step=next(states), hooks=hooks, tree=tree),
     )
 
     # 2. The runs, or those of both halves of the canvases.
     restored = None
     try:
-        if shared.fits(run.model, run.query.subject):
-            restored = RestoredRuns(RunPair(clean, corrupted, run.query.subject), restoration, layers, *budget)
+        if fits:
+            restored = RestoredRuns(*inputs, subject, settings, layers, *budget)
     except ValueError:
         if len(canvases) == 1:
             raise
     if restored is None:
         half = len(canvases) // 2
-        yield from run_canvases(run, canvases[:half], restoration, corruption, layers, budget, first)
-        yield from run_canvases(run, canvases[half:], restoration, corruption, layers, budget, first + half)
+        yield from run_canvases(run, canvases[:half], settings, layers, budget, first)
+        yield from run_canvases(run, canvases[half:], settings, layers, budget, first + half)
         return
-    columns = [[rows.index(place) for place in places] for places in by_canvas]
-    yield CanvasRuns(first, canvases, shared.places, columns, restored)
+    columns = [[rows.index(place) for place in of_canvas] for of_canvas in by_canvas]
+    yield CanvasRuns(first, canvases, places, columns, restored)

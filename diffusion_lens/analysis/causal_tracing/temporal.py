@@ -7,38 +7,53 @@ minus the share of the corrupted runs.
 
 Only final tokens count here. A state without an effect may still change the probabilities of its step
 (`trace_trajectory`).
+
+After the restored step a branch is a corrupted run like any other: what it writes depends on its canvas, its sample of
+the noise and the step. Most restored states change no token of their step, so that their branches are the corrupted run
+itself, and others write what another branch has written. Branches are therefore compared after every step, and the loop
+goes on with the distinct ones.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.causal_tracing.branches import Branches
-from diffusion_lens.analysis.causal_tracing.corruption import Corruption
-from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.restored_runs import RestoredRuns
-from diffusion_lens.analysis.causal_tracing.restored_steps import BegunBranches, Replays, RestoredStep
-from diffusion_lens.analysis.causal_tracing.shared_canvases import can_share_beginnings, run_canvases
-from diffusion_lens.analysis.selection import Selection
-from diffusion_lens.analysis.traced_trajectory import TracedTrajectory, check_steps
+from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
+from diffusion_lens.analysis.causal_tracing.shared_canvases import (
+    CanvasRuns,
+    StepCanvas,
+    can_share_beginnings,
+    run_canvases,
+)
+from diffusion_lens.analysis.causal_tracing.trace import RestoredRuns
+from diffusion_lens.analysis.causal_tracing.trajectory import corrupted_run, require_loop_memory
+from diffusion_lens.analysis.engine.batching import in_batches, rows_at_once
+from diffusion_lens.analysis.engine.kept_run import KeptRun, NetworkInput, keys_and_values
+from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, check_steps
+from diffusion_lens.denoising.canvas import Canvas
+from diffusion_lens.denoising.loop import LoopRows, Run, run_loop
+from diffusion_lens.denoising.predictor import Cached, Conditional, Predictor, guide
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.display import Result, Table, shaped
-from diffusion_lens.facts import Fact, Query
-from diffusion_lens.identity import begins_run
+from diffusion_lens.facts.fact import Fact, Query
+from diffusion_lens.hooks.step import StepState
+from diffusion_lens.interventions import on_branch
+from diffusion_lens.model.attention import LayerKeyValues
+from diffusion_lens.model.hooking import loop_is_hooked
+from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Real, Whole
+from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.results import Result, Saved, Table, provenance, shaped
+from diffusion_lens.settings import Whole, pick_indices, takes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TemporalEffect(Result):
+class TemporalEffect(Result, Saved):
     """The effect of one state at one step on the final text.
 
     Columns of the data frame: step, pos, layer, token, score, indirect_effect.
@@ -56,6 +71,8 @@ class TemporalEffect(Result):
         subject: First position of the subject and one past the last.
         record: Record of the same form as that of `TrajectoryTrace`.
     """
+
+    KIND: ClassVar[str] = "temporal effect"
 
     scores: Float[Tensor, "step pos layer"]
     token_scores: Float[Tensor, "step pos layer selected"]
@@ -84,48 +101,35 @@ class TemporalEffect(Result):
             most="indirect_effect",
         )
 
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        return save_fields(path, "temporal effect", self)
 
-    @classmethod
-    def load(cls, path: str | Path) -> "TemporalEffect":
-        """Read what `save` wrote."""
-        return load_fields(path, "temporal effect", cls)
-
-
+@takes(TraceSettings)
 @begins_run
+@torch.no_grad()
 def temporal_effect(
     model: DiffusionTransformer,
     fact_or_query: Fact | Query,
     steps: Iterable[Whole] | None = None,
     *,
     trajectory: Trajectory | None = None,
-    kind: str | Restoration = "resid",
-    window: Whole = 10,
-    noise: Real | None = None,
-    samples: Whole = 10,
-    seed: Whole = 1,
-    corruption: str | Corruption = "gaussian",
-    swap: Query | Iterable[Whole] | None = None,
-    positions: Iterable[Whole] | None = None,
-    layers: Iterable[Whole] | None = None,
+    settings: TraceSettings,
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> TemporalEffect:
     """Restore each state at each step alone, and count the samples whose final text contains the answer.
 
-    `restore_in_loop` takes the settings as objects: a `Restoration`, a `Corruption` and a `Selection`.
-
     Every sample of every cell is denoised from its step to the end: on a large model, select `steps`, `positions` and
     `layers`.
 
     Args:
+        model: Masked diffusion model or causal model.
+        fact_or_query: Fact or query, as in `causal_trace`.
         steps: Steps at which states are restored; by default all up to the one that reveals the answer's last token.
         trajectory: Clean run, as in `trace_trajectory`, written with the hooks, weights and modules that the model has
             now, because its final text is compared with the model's corrupted runs.
-
-    The other arguments are those of `causal_trace`.
+        settings: What is corrupted and restored. Severed outputs keep their corrupted values in the step in which the
+            state is restored.
+        max_bytes: Memory to use in addition to the weights.
+        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: `trace_trajectory` would refuse an argument, or the trajectory was written by another checkpoint or
@@ -135,62 +139,20 @@ def temporal_effect(
         UserWarning: The trajectory begins on a canvas that another network wrote (a free replay from a later step).
             The corrupted runs begin on it too, so the scores are those of this network alone.
     """
-    return restore_in_loop(
-        TracedTrajectory.of(model, fact_or_query, trajectory),
-        steps,
-        Restoration.of(kind, window),
-        Corruption.of(corruption, noise, samples, seed, swap),
-        Selection(positions, layers),
-        max_bytes=max_bytes,
-        progress=progress,
-    )
-
-
-@begins_run
-@torch.no_grad()
-def restore_in_loop(
-    run: TracedTrajectory,
-    steps: Iterable[Whole] | None,
-    restoration: Restoration,
-    corruption: Corruption,
-    selection: Selection | None = None,
-    *,
-    max_bytes: int = 2**30,
-    progress: bool = False,
-) -> TemporalEffect:
-    """Restore states of one run at single steps, like `temporal_effect`, with settings given as objects.
-
-    Args:
-        run: Clean run and its query, `TracedTrajectory.of(model, query, trajectory)`.
-        steps: Steps at which states are restored; `None` selects all up to the one that reveals the answer's last
-            token.
-        restoration: States that each cell restores; nothing may be severed.
-        corruption: Corruption of the subject.
-        selection: Positions and layers of the cells; by default all.
-        max_bytes: Memory to use in addition to the weights.
-        progress: Whether to show a progress bar.
-
-    Raises:
-        ValueError: The same as in `temporal_effect`.
-
-    Warns:
-        UserWarning: The same as in `temporal_effect`.
-    """
     # 1. Check the settings, and denoise the corrupted runs.
-    model = run.model
-    if restoration.severed:
-        raise ValueError("temporal_effect cannot sever outputs; give a Restoration with severed=None")
+    run = TracedTrajectory.of(model, fact_or_query, trajectory)
     require_same_network(run.trajectory.record, model, "temporal_effect")
-    run.require_loop_memory(corruption, max_bytes)
-    corrupted = run.corrupted(corruption)
+    require_loop_memory(run, settings, max_bytes)
+    corrupted = corrupted_run(run, settings)
     selected_steps = check_steps(run, range(corrupted.first_step, run.last_step + 1) if steps is None else steps)
-    positions, layers = (selection or Selection()).within(run.n_pos, model.cfg.n_layers)
+    positions = pick_indices("positions", settings.positions, run.n_pos)
+    layers = pick_indices("layers", settings.layers, model.cfg.n_layers)
 
     # 2. At each step, restore every cell and denoise to the end.
-    shape = len(selected_steps), len(positions), len(layers), corruption.rows, len(run.query.answer_tokens)
-    grid = _Grid(run, restoration, corruption, positions, layers, max_bytes, torch.full(shape, torch.nan))
+    shape = len(selected_steps), len(positions), len(layers), settings.rows, len(run.query.answer_tokens)
+    grid = _Grid(run, settings, positions, layers, max_bytes, torch.full(shape, torch.nan))
     with tqdm(total=len(selected_steps), desc="temporal effect", unit="step", disable=not progress) as bar:
-        if model.is_hooked or model.loop_is_hooked:
+        if model.is_hooked or loop_is_hooked(model):
             # Hooks may act by row of the batch and see every step, so each branch is a run of its own.
             grid.fill_by_replays(corrupted, selected_steps, bar)
         else:
@@ -210,8 +172,7 @@ def restore_in_loop(
         subject=run.query.subject,
         record={
             **run.trajectory.record,
-            **restoration.describe(),
-            **corruption.describe(),
+            **settings.describe(positions, layers),
             "answer": model.words(run.query.answer_tokens),
             **provenance(model, model.cfg),
             "trajectory": canvas_provenance(run.trajectory.record),
@@ -221,17 +182,10 @@ def restore_in_loop(
 
 @dataclass(frozen=True, eq=False)
 class _Grid:
-    """The cells of all steps.
-
-    Attributes:
-        run, restoration, corruption, positions, layers, max_bytes: The settings.
-        by_sample: Float[step pos layer sample selected], filled by the methods: for each token of the answer, whether
-            a sample ends with it.
-    """
+    """The cells of all steps; the methods fill in whether each sample ends with each token of the answer."""
 
     run: TracedTrajectory
-    restoration: Restoration
-    corruption: Corruption
+    settings: TraceSettings
     positions: list[int]
     layers: list[int]
     max_bytes: int
@@ -239,7 +193,7 @@ class _Grid:
 
     def fill(self, corrupted: Trajectory, steps: Sequence[int], bar: Any) -> None:
         """Restore the states of all steps, then continue each distinct branch once."""
-        run, branches = self.run, Branches(self.run, self.corruption, corrupted, self.max_bytes)
+        run, branches = self.run, Branches(self.run, self.settings, corrupted, self.max_bytes)
         numbers = torch.full(self.by_sample.shape[:4], -1)
         # A state that is restored in a step that reveals nothing changes nothing.
         revealing = [step for step in steps if corrupted.from_step(step).started(run.model).reveals_at(step)]
@@ -253,7 +207,7 @@ class _Grid:
         budget = self.max_bytes, run.proposal_bytes(copies=3)
         for bundle in bundles:
             canvases = [each.canvas for each in bundle]
-            for runs in run_canvases(run, canvases, self.restoration, self.corruption, self.layers, budget):
+            for runs in run_canvases(run, canvases, self.settings, self.layers, budget):
                 members = bundle[runs.first : runs.first + len(runs.canvases)]
                 on_canvas = [self._on_canvas(each.step) for each in members]
                 cells = runs.cells([[self.positions[i] for i in chosen] for chosen in on_canvas])
@@ -277,9 +231,14 @@ class _Grid:
         run = self.run
         for i, step in enumerate(steps):
             on_canvas = self._on_canvas(step)
-            replays = Replays(run, self.corruption, corrupted, step)
+            replays = Replays(run, self.settings, corrupted, step)
             restored = RestoredRuns(
-                replays.pair(), self.restoration, self.layers, self.max_bytes, run.loop_row_bytes(copies=3)
+                *replays.inputs(),
+                run.query.subject,
+                self.settings,
+                self.layers,
+                self.max_bytes,
+                run.loop_row_bytes(copies=3),
             )
             chosen = [self.positions[index] for index in on_canvas]
             self.by_sample[i, on_canvas] = restored.grid(chosen, replays.endings, run.written(corrupted).float())
@@ -289,3 +248,274 @@ class _Grid:
         """Indices of the positions that are on the canvas of a step."""
         reached = set(self.run.on_canvas(step))
         return [index for index, position in enumerate(self.positions) if position in reached]
+
+
+class Branches:
+    """Branches of the corrupted runs, by number; the numbers of the corrupted runs are those of their samples."""
+
+    def __init__(self, run: TracedTrajectory, settings: TraceSettings, corrupted: Trajectory, max_bytes: int) -> None:
+        self.run, self.settings, self.corrupted, self.max_bytes = run, settings, corrupted, max_bytes
+        # A text that grows has its whole answer after the step that writes the answer's last token.
+        grows, last = run.model.cfg.grows, corrupted.first_step + corrupted.n_steps
+        self.end = run.last_step + 1 if grows else last
+        # The branch that a branch becomes in the next step; itself at the end of the run.
+        self._next = list(range(len(corrupted)))
+        self._samples = list(range(len(corrupted)))
+        self._texts: dict[int, Tensor] = dict(enumerate(corrupted.tokens))
+        self._known: dict[int, dict[tuple[object, ...], int]] = {}
+        self._waiting: dict[int, list[tuple[list[int], LoopRows]]] = {}
+
+    def begin(
+        self, step: int, logits: Float[Tensor, "batch selected d_vocab_out"], positions: Sequence[int]
+    ) -> list[int]:
+        """Numbers of the branches of copies of all samples, by the logits of one step at these positions, guided."""
+        n_samples = len(self.corrupted)
+        before = self.corrupted.from_step(step).repeat(len(logits) // n_samples)
+        rows = before.rows_after(self.run.model, logits, positions)
+        return self._numbers(step + 1, rows, [i % n_samples for i in range(len(logits))])
+
+    def _numbers(self, step: int, rows: LoopRows, samples: Sequence[int]) -> list[int]:
+        """The branch of each row before a step; those that are new wait for this step."""
+        run = self.corrupted.resume(self.run.model, rows)
+        if step not in self._known:
+            own = self._corrupted_rows(step)
+            self._known[step] = {} if own is None else {(i, *key): i for i, key in enumerate(own.keys(run))}
+        known, numbers, new = self._known[step], [], []
+        for i, key in enumerate(rows.keys(run)):
+            number = known.setdefault((samples[i], *key), len(self._next))
+            if number == len(self._next):
+                self._next.append(number)
+                self._samples.append(samples[i])
+                new.append((i, number))
+            numbers.append(number)
+        if step == self.end:
+            self._texts |= {number: rows.tokens[i] for i, number in new}
+        elif new:
+            waiting = [number for _, number in new], rows.at([i for i, _ in new])
+            self._waiting.setdefault(step, []).append(waiting)
+        return numbers
+
+    def _corrupted_rows(self, step: int) -> LoopRows | None:
+        """The corrupted runs before a step; `None` if they were remasked, and what they were is not recorded."""
+        corrupted = self.corrupted
+        if step < corrupted.first_step + corrupted.n_steps:
+            rest = corrupted.from_step(step)
+            return None if rest.record["remasked"] else LoopRows.of(rest.started(self.run.model))
+        kept = torch.full((len(corrupted),), float("nan"), dtype=torch.float64)
+        return LoopRows(corrupted.tokens, corrupted.revealed_at, corrupted.confidence, kept, corrupted.record["seeds"])
+
+    def finish(self, kept: KeptRun | None = None) -> None:
+        """Denoise all branches to the end of the run, from the keys and values of the final texts of the corrupted runs
+        if no position sees later ones."""
+        for step in range(self.corrupted.first_step, self.end):
+            parts = self._waiting.pop(step, [])
+            if not parts:
+                continue
+            numbers = [number for part, _ in parts for number in part]
+            rows = LoopRows.joined([part for _, part in parts])
+            steps = _Steps(self, step, numbers, rows, kept)
+            for chosen, after in in_batches(steps, range(len(rows)), self._fitting()):
+                samples = [self._samples[numbers[i]] for i in chosen]
+                stop = step + 1 if kept is None else self.end
+                for i, number in zip(chosen, self._numbers(stop, after, samples), strict=True):
+                    self._next[numbers[i]] = number
+
+    def _fitting(self) -> int:
+        run, n_pos = self.run, self.run.n_pos
+        return max(1, rows_at_once(run.model.cfg, n_pos, n_pos, self.max_bytes, run.loop_row_bytes()))
+
+    def texts(self, numbers: Sequence[int]) -> Tokens:
+        """The final text of each of these branches."""
+        ends = []
+        for number in numbers:
+            while number not in self._texts:
+                number = self._next[number]
+            ends.append(self._texts[number])
+        return torch.stack(ends)
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """Takes the next step of some branches or, with stored keys and values, all that are left."""
+
+    branches: Branches
+    step: int
+    numbers: Sequence[int]
+    rows: LoopRows
+    kept: KeptRun | None
+
+    def __call__(self, chosen: Sequence[int]) -> LoopRows:
+        of, rows = self.branches, self.rows.at(chosen)
+        samples = torch.tensor([of._samples[self.numbers[i]] for i in chosen])
+        run = of.corrupted.resume(of.run.model, rows)
+        if self.kept is None:
+            run.predictor = _Corrupted(of.run, of.settings, run.canvas, samples)
+            run_loop(run, self.step, stop=self.step + 1)
+        else:
+            run.predictor = _continued(run, self.kept, samples)
+            run_loop(run, self.step, stop=of.end)
+        return LoopRows.of(run)
+
+
+def _continued(run: Run, kept: KeptRun, samples: Int[Tensor, "batch"]) -> Predictor:
+    """The predictor of branches that agree with the corrupted runs up to their last token."""
+    model = run.model
+    cached = Cached(Conditional(model, run.canvas))
+    n_pos = int((run.canvas.masked(run.tokens)[0]).nonzero()[0]) - 1
+    layers = [
+        LayerKeyValues(*(kept.activations[name][samples, :n_pos] for name in keys_and_values(block)))
+        for block in range(model.cfg.n_layers)
+    ]
+    cached.begin(layers, run.tokens[:, :n_pos])
+    return cached
+
+
+@dataclass
+class _Corrupted(Predictor):
+    """One forward pass over canvases whose subject is corrupted, each by the noise of its sample.
+
+    The unconditional branch of guidance does not see the subject: it is computed once for rows that show it the same.
+    """
+
+    run: TracedTrajectory
+    settings: TraceSettings
+    canvas: Canvas
+    samples: Int[Tensor, "batch"]
+    _passes: int = 0
+
+    @property
+    def passes(self) -> int:
+        return self._passes
+
+    def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
+        model, scale = self.run.model, self.run.trajectory.record["cfg_scale"]
+        batch, rows = Conditional(model, self.canvas).located(state, positions, None)
+        extent = self.canvas.extent((batch, rows))
+        tokens = model.cfg.readable(state.tokens)[:, :extent]
+        logits: Tensor = model(self._embedded(tokens), start_at_layer=0, logits_at=(batch, rows))
+        self._passes += 1
+        if not scale:
+            return logits
+        unprompted = model.cfg.readable(state.tokens.masked_fill(self.canvas.given, self.canvas.blank))[:, :extent]
+        differs = isinstance(state.sigma, tuple) or state.block is not None
+        distinct, index = unprompted, torch.arange(len(unprompted), device=unprompted.device)
+        if not differs:
+            distinct, index = unprompted.unique(dim=0, return_inverse=True)
+        read, entry = (index[batch] * extent + rows).unique(return_inverse=True)
+        model.clock.step = replace(state, branch="unconditional")
+        try:
+            other: Tensor = model(distinct, logits_at=(read // extent, read % extent))
+        finally:
+            model.clock.step = state
+        return guide(logits, other[entry], scale)
+
+    def _embedded(self, tokens: Tokens) -> Float[Tensor, "batch pos d_model"]:
+        """The corrupted embeddings. The corruption's hooks act on copies of all samples, as which rows are laid out."""
+        model, n_samples = self.run.model, self.settings.rows
+        seen = torch.nn.functional.one_hot(self.samples, n_samples).cumsum(dim=0)
+        copy = seen[torch.arange(len(tokens)), self.samples] - 1
+        place, n_copies = copy * n_samples + self.samples, int(copy.max()) + 1
+        layout = tokens[:1].repeat(n_copies * n_samples, 1)
+        layout[place] = tokens
+        with model.hooks(fwd_hooks=self.settings.hooks(model, self.run.query, runs=n_copies)):
+            embedded: Tensor = model(layout, stop_at_layer=0)
+        return embedded[place]
+
+
+@dataclass(frozen=True, eq=False)
+class RestoredStep:
+    """A step of the corrupted runs in which states are restored: `canvas` reads the rows that predict `positions`, at
+    which the loop may propose a token; `scale` and `unconditional` are those of guidance."""
+
+    step: int
+    canvas: StepCanvas
+    positions: list[int]
+    scale: float
+    unconditional: Float[Tensor, "sample selected d_vocab_out"] | None
+
+    @classmethod
+    def of(cls, run: TracedTrajectory, corrupted: Trajectory, step: int) -> "RestoredStep":
+        """A step of these corrupted runs."""
+        canvases = corrupted.canvases[step - corrupted.first_step]
+        positions = run.state(step, canvases).masked.any(dim=0).nonzero().flatten().tolist()
+        # On a causal canvas the loop proposes a token for the next position only.
+        positions = positions[:1] if run.model.cfg.grows else positions
+        rows, scale = run.rows(step, canvases, positions), run.trajectory.record["cfg_scale"]
+        canvas = StepCanvas(step, run.canvas(step)[None], canvases, rows)
+        return cls(step, canvas, positions, scale, run.unconditional(step, canvases, rows) if scale else None)
+
+    def guided(
+        self, logits: Float[Tensor, "batch selected d_vocab_out"]
+    ) -> Float[Tensor, "batch selected d_vocab_out"]:
+        """The logits after guidance, of copies of all samples."""
+        if self.unconditional is None:
+            return logits
+        conditional = logits.unflatten(0, (-1, len(self.unconditional)))
+        return guide(conditional, self.unconditional.expand_as(conditional), self.scale).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class BegunBranches:
+    """The branches of cells whose steps share runs, each by its number in `Branches`."""
+
+    branches: Branches
+    steps: Sequence[RestoredStep]
+    runs: CanvasRuns
+
+    @property
+    def unchanged(self) -> Float[Tensor, "sample step"]:
+        """The numbers without a restored state, those of the corrupted runs."""
+        samples = torch.arange(self.runs.restored.samples, dtype=torch.float64)
+        return samples[:, None].repeat(1, len(self.steps))
+
+    def measure(
+        self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]
+    ) -> Float[Tensor, "cell sample step"]:
+        """For each cell, sample and step, the number of the branch that begins with these logits."""
+        n_samples, corrupted = self.runs.restored.samples, self.runs.restored.corrupted.logits
+        numbers = self.unchanged.repeat(len(logits) // n_samples, 1, 1)
+        index = {column: i for i, column in enumerate(computed.tolist())}
+        for i, (step, columns) in enumerate(zip(self.steps, self.runs.columns, strict=True)):
+            changed = [at for at, column in enumerate(columns) if column in index]
+            if not changed:
+                continue
+            of_step = corrupted[:, list(columns)].repeat(len(numbers), 1, 1)
+            of_step[:, changed] = logits[:, [index[columns[at]] for at in changed]]
+            begun = self.branches.begin(step.step, step.guided(of_step), step.positions)
+            numbers[:, :, i] = torch.tensor(begun, dtype=numbers.dtype).view(-1, n_samples)
+        return numbers
+
+
+class Replays:
+    """The corrupted denoising runs before one step. Branches start there, with one state restored in that step.
+
+    The step itself is a restored pass on the branch's own canvases, so it is computed from the restored layer on. The
+    loop takes its logits, guided if the run is, and continues with the later steps.
+    """
+
+    def __init__(self, run: TracedTrajectory, settings: TraceSettings, corrupted: Trajectory, step: int) -> None:
+        self.run, self.settings, self.before = run, settings, corrupted.from_step(step)
+        self.restored = RestoredStep.of(run, corrupted, step)
+
+    def inputs(self) -> tuple[NetworkInput, NetworkInput]:
+        """Those of the clean and the corrupted run at the step."""
+        run, model, canvas = self.run, self.run.model, self.restored.canvas
+        states = (run.state(canvas.step, tokens) for tokens in (canvas.clean, canvas.corrupted))
+        hooks, tokens = self.settings.hooks(model, run.query), model.cfg.readable(canvas.corrupted)
+        return (
+            NetworkInput(model, run.seen(canvas.clean), canvas.rows, step=next(states)),
+            NetworkInput(model, tokens, canvas.rows, step=next(states), hooks=hooks),
+        )
+
+    def endings(
+        self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]
+    ) -> Float[Tensor, "cell sample answer"]:
+        """For each answer token, 1 if the branch whose step has these logits ends with it, else 0."""
+        samples, model, query = self.settings.rows, self.run.model, self.run.query
+        n_cells = len(logits) // samples
+        hooks = [
+            (name, on_branch(hook, "conditional")) for name, hook in self.settings.hooks(model, query, runs=n_cells)
+        ]
+        before, positions = self.before.repeat(n_cells), self.restored.positions
+        finished = before.replay_from_logits(model, self.restored.guided(logits), positions, hooks)
+        return self.run.written(finished).view(n_cells, samples, -1).float()

@@ -10,38 +10,40 @@ Causal tracing compares three runs of one query:
 
 The indirect effect of a state is p_restored - p_corrupted. With `severed`, the MLP or attention outputs of the restored
 position keep their corrupted values in the blocks above, which shows the path that the effect takes.
+`causal_tracing.settings` describes the corruptions.
 
-`causal_tracing.corruption` describes the corruptions. `causal_tracing.restored_runs` describes which part of each
-restored run is computed.
+A cell restores the states of one position in a span of blocks. In the first block of the span only this position
+changes: attention mixes positions before the state is restored, and the rest of the block acts on each position alone.
+So one pass of that block with every position restored gives each cell's state there, and the cell enters at the block
+after it (`engine.cells`). The caller's hooks may mix positions wherever they act: while there are any, cells enter at
+the span's first block and are written into there too.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.canvas_layout import as_query
-from diffusion_lens.analysis.causal_tracing.corruption import Corruption
-from diffusion_lens.analysis.causal_tracing.restoration import Restoration
-from diffusion_lens.analysis.causal_tracing.restored_runs import AnswerRuns, RestoredRuns, RunPair
-from diffusion_lens.analysis.kept_run import NetworkInput
-from diffusion_lens.analysis.selection import Selection
-from diffusion_lens.display import PicturedResult, Table, shaped
-from diffusion_lens.facts import Fact, Query
-from diffusion_lens.identity import begins_run
+from diffusion_lens.analysis.causal_tracing.settings import TraceSettings, points_of
+from diffusion_lens.analysis.engine.answer import Answer
+from diffusion_lens.analysis.engine.cells import Cell, CellBudget, CellRuns, Measure, Patch
+from diffusion_lens.analysis.engine.kept_run import NetworkInput, stream_entering
+from diffusion_lens.analysis.engine.layout import as_query
+from diffusion_lens.facts.fact import Fact, Query
+from diffusion_lens.model.shapes import Resid
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields, shown_model
-from diffusion_lens.settings import Real, Whole, naming_the_nearest
+from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shaped, shown_model
+from diffusion_lens.settings import pick_indices, takes
+
+Scores = Float[Tensor, "sample selected"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CausalTrace(PicturedResult):
+class CausalTrace(PicturedResult, Saved):
     """The causal trace of one query.
 
     Columns of the data frame: pos, layer, token, score, indirect_effect.
@@ -60,9 +62,10 @@ class CausalTrace(PicturedResult):
         subject: First position of the subject and one past the last.
         positions: Position of each row of the grid.
         layers: Layer of each column of the grid.
-        record: Kind, window, severed, corruption, noise, samples, seed, answer, query, model, hash of the weights,
-            versions.
+        record: The settings, answer, query, model, hash of the weights, versions.
     """
+
+    KIND: ClassVar[str] = "causal trace"
 
     scores: Float[Tensor, "pos layer"]
     token_scores: Float[Tensor, "pos layer selected"]
@@ -98,15 +101,6 @@ class CausalTrace(PicturedResult):
             most="indirect_effect",
         )
 
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        return save_fields(path, "causal trace", self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "CausalTrace":
-        """Read what `save` wrote."""
-        return load_fields(path, "causal trace", cls)
-
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
         """ROME's heat map: tokens down, the subject's starred, layers across.
 
@@ -140,109 +134,43 @@ class CausalTrace(PicturedResult):
         )
 
 
-@begins_run
+@takes(TraceSettings)
+@torch.no_grad()
 def causal_trace(
     model: DiffusionTransformer,
     query: Query | Fact,
-    kind: str | Restoration = "resid",
+    settings: TraceSettings,
     *,
-    window: Whole = 10,
-    noise: Real | None = None,
-    samples: Whole = 10,
-    seed: Whole = 1,
-    corruption: str | Corruption = "gaussian",
-    swap: Query | Iterable[Whole] | None = None,
-    severed: str | None = None,
-    positions: Iterable[Whole] | None = None,
-    layers: Iterable[Whole] | None = None,
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> CausalTrace:
     """Score every (position, layer) cell of one query by restoring it in a corrupted run.
 
-    `trace_query` takes the settings as objects: a `Restoration`, a `Corruption` and a `Selection`.
-
     Args:
         model: Masked diffusion model or causal model.
         query: Canvas, subject and answer; or a fact, which is laid out as in `average_indirect_effect`. The probability
             of an answer of several tokens is the product of the tokens' probabilities.
-        kind: State to restore: "resid", the residual stream after a block; "mlp" or "attn", the outputs of a window of
-            blocks. Or a `Restoration`, which includes window and severed.
-        window: Number of blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive;
-            not used for "resid".
-        noise: Scale of the noise; `noise_scale` gives ROME's 3 standard deviations of the embeddings. "mask" and "swap"
-            need none.
-        samples: Number of samples of the noise.
-        seed: Seed of `numpy.random.RandomState`, as in ROME's code, so that published traces are reproduced exactly.
-        corruption: "gaussian", "uniform" or "replace" noise, "mask" or "swap"; see `causal_tracing.corruption`. Or a
-            `Corruption`, which includes noise, samples, seed and swap.
-        swap: For "swap", another query, whose subject's tokens are used, or the tokens.
-        severed: "mlp" or "attn", outputs of the restored position that keep their corrupted values in the blocks above.
-        positions: Positions to restore, negative ones from the end; by default all.
-        layers: Layers to restore, negative ones from the end; by default all.
+        settings: What is corrupted and restored.
         max_bytes: Memory to use in addition to the weights.
         progress: Whether to show a progress bar.
 
     Raises:
         ValueError: A setting out of range, a query without an answer, a budget too small for one cell.
     """
-    return trace_query(
-        model,
-        as_query(model, query),
-        Restoration.of(kind, window, severed),
-        Corruption.of(corruption, noise, samples, seed, swap),
-        Selection(positions, layers),
-        max_bytes=max_bytes,
-        progress=progress,
-    )
-
-
-@begins_run
-@torch.no_grad()
-def trace_query(
-    model: DiffusionTransformer,
-    query: Query,
-    restoration: Restoration,
-    corruption: Corruption,
-    selection: Selection | None = None,
-    *,
-    max_bytes: int = 2**30,
-    progress: bool = False,
-) -> CausalTrace:
-    """Score every (position, layer) cell of one query, like `causal_trace`, with settings given as objects.
-
-    Args:
-        model: Masked diffusion model or causal model.
-        query: Canvas, subject and answer; `fact.to_query(model)` makes one.
-        restoration: States that each cell restores.
-        corruption: Corruption of the subject.
-        selection: Positions and layers of the cells; by default all.
-        max_bytes: Memory to use in addition to the weights.
-        progress: Whether to show a progress bar.
-
-    Raises:
-        ValueError: The selection or the corruption does not fit the model or the query, the query has no answer, or the
-            budget is too small for one cell.
-    """
     # 1. Lay out the inputs of the clean and the corrupted run.
+    if isinstance(query, Fact):
+        query = as_query(model, query)
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
-    real = model.real_positions(canvas)
-    positions, layers = (selection or Selection()).within(len(query.tokens), model.cfg.n_layers)
-    n_rows, rows = corruption.rows, answer.rows.tolist()
-    pair = RunPair(
-        clean=NetworkInput(model, canvas, rows, real),
-        corrupted=NetworkInput(
-            model,
-            canvas.expand(n_rows, -1),
-            rows,
-            None if real is None else real.expand(n_rows, -1),
-            hooks=corruption.hooks(model, query),
-        ),
-        subject=query.subject,
-    )
+    real = model.padding.real(canvas)
+    positions = pick_indices("positions", settings.positions, len(query.tokens))
+    layers = pick_indices("layers", settings.layers, model.cfg.n_layers)
+    n_rows, rows = settings.rows, answer.rows.tolist()
+    clean = NetworkInput(model, canvas, rows, real)
+    real = None if real is None else real.expand(n_rows, -1)
+    corrupted = NetworkInput(model, canvas.expand(n_rows, -1), rows, real, hooks=settings.hooks(model, query))
 
     # 2. Run both, and score every cell.
-    restored = RestoredRuns(pair, restoration, layers, max_bytes)
+    restored = RestoredRuns(clean, corrupted, query.subject, settings, layers, max_bytes)
     runs = AnswerRuns(restored, clean_answer=answer, answer=answer)
     by_sample = runs.grid(positions, "trace" if progress else None)
 
@@ -260,8 +188,7 @@ def trace_query(
         positions=positions,
         layers=layers,
         record={
-            **restoration.describe(),
-            **corruption.describe(),
+            **settings.describe(positions, layers),
             "answer": model.words(query.answer_tokens),
             "query": query.describe(),
             **provenance(model, model.cfg),
@@ -269,31 +196,128 @@ def trace_query(
     )
 
 
-@torch.no_grad()
-@naming_the_nearest
-def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[Query], factor: float = 3.0) -> float:
-    """`factor` standard deviations of the embeddings of the subjects' tokens (ROME's `collect_embedding_std`).
+class RestoredRuns:
+    """The clean and the corrupted run of one canvas, and the cells that are restored in the corrupted one.
 
     Args:
-        model: Model whose embeddings are measured.
-        subjects: Texts, or queries whose subject tokens are used.
-        factor: Number of standard deviations.
+        clean: Input of the clean run, one row.
+        corrupted: Input of the corrupted run, one row per sample, of the same length; both read the same rows.
+        subject: First position that the corruption touches, and one past the last.
+        settings: States that a cell restores.
+        layers: Layers around which states are restored.
+        least_by_row: Bytes that a row takes at least, after its pass.
 
     Raises:
-        ValueError: No subjects, or a text with words that the tokenizer does not know.
+        ValueError: `max_bytes` is too small for the two runs and one cell. Nothing has been run then.
     """
-    if isinstance(subjects, str):
-        raise TypeError(f"subjects must be a list of texts or queries, such as [{subjects!r}]")
-    if not subjects:
-        raise ValueError("subjects is empty; the noise scale is measured on one text or query, or on more")
-    pieces = [
-        _known_tokens(model, subject) if isinstance(subject, str) else subject.tokens[slice(*subject.subject)]
-        for subject in subjects
-    ]
-    embedded = model.embed(torch.cat([piece.to(model.cfg.device) for piece in pieces])[None])
-    return factor * float(embedded.float().cpu().std())  # the same bits for any device
+
+    def __init__(
+        self,
+        clean: NetworkInput,
+        corrupted: NetworkInput,
+        subject: tuple[int, int],
+        settings: TraceSettings,
+        layers: Sequence[int],
+        max_bytes: int,
+        least_by_row: int = 0,
+    ) -> None:
+        # 1. If no position sees later ones, drop those that affect neither the rows read nor the corruption.
+        resumes, self.first_touched = corrupted.resumes_at_positions, 0
+        if resumes:
+            self.first_touched = corrupted.seen_from(subject[0])
+            if corrupted.rows:
+                n_pos = corrupted.sees_up_to(max(*corrupted.read_rows, subject[1] - 1))
+                clean, corrupted = (replace(run, tokens=run.tokens[:, :n_pos]) for run in (clean, corrupted))
+        self.settings, self.cfg, self.samples = settings, corrupted.model.cfg, corrupted.n_rows
+        self.n_layers, self.is_hooked = self.cfg.n_layers, corrupted.is_hooked
+
+        # 2. What the runs keep: the clean states, the streams that cells start from, and severed outputs.
+        self.spans: dict[int, range] = {}
+        starts, states, entered, left, severed = [], [], [], [], []
+        for layer in layers:
+            span = self.spans[layer] = settings.span(layer, self.n_layers)
+            starts.append(span.start)
+            entered.append(stream_entering(span.start))
+            left.append(stream_entering(span.start + 1))
+            for block in span:
+                states += points_of(settings.kind, block, self.cfg)
+        if settings.severed:
+            for block in range(min(starts) + 1, self.n_layers):
+                severed += points_of(settings.severed, block, self.cfg)
+        names, streams = list(dict.fromkeys(states)), list(dict.fromkeys([*entered, *left, *severed]))
+
+        # 3. Refuse a budget that is too small before anything is run.
+        n_restored = 0 if self.is_hooked or settings.kind == "resid" else len(set(starts))
+        kept_bytes = clean.kept_bytes(len(names)) + corrupted.kept_bytes(len(streams) + n_restored)
+        if resumes:
+            kept_bytes += self.samples * corrupted.past_bytes_by_row
+            streams += corrupted.past_points
+        self.budget = CellBudget.of(corrupted, kept_bytes, max_bytes, least_by_row)
+
+        # 4. Run both, and the first block of each span with every position restored.
+        self.clean, self.corrupted = clean.run(names), corrupted.run(streams)
+        self._restored = {} if self.is_hooked else {start: self._restore(start) for start in dict.fromkeys(starts)}
+
+    def grid(
+        self, positions: Sequence[int], measure: Measure, unchanged: Tensor, progress: str | None = None
+    ) -> Float[Tensor, "pos layer ..."]:
+        """The score of every cell, with a progress bar of this title; `measure` and `unchanged` as in `CellRuns`."""
+        # Windows that are cut off at the first or last block may be the same for several layers.
+        spans = list(dict.fromkeys(self.spans.values()))
+        cells = [self._cell(position, span) for position in positions for span in spans]
+        engine = CellRuns(self.corrupted, measure, unchanged, self.budget)
+        scores: Tensor = engine.scores(cells, progress).unflatten(0, (len(positions), len(spans)))
+        return scores[:, [spans.index(span) for span in self.spans.values()]].cpu()
+
+    def _cell(self, position: int, span: range) -> Cell:
+        """The cell that restores one position in these blocks."""
+        # On a causal model positions before the corrupted ones are those of the clean run.
+        if not self.first_touched <= position < self.corrupted.input.n_pos:
+            return Cell(span.start, ())
+        return Cell(span.start + (not self.is_hooked), tuple(self._patches(position, span)))
+
+    def _patches(self, position: int, span: range) -> Iterator[Patch]:
+        at = ((position,), (position,))
+        if not self.is_hooked:
+            yield Patch(span.start, stream_entering(span.start + 1), self._restored[span.start], *at)
+        for block in span if self.is_hooked else span[1:]:
+            for point in points_of(self.settings.kind, block, self.cfg):
+                yield Patch(block, point, self.clean.activations[point], *at)
+        for block in range(span.start + 1, self.n_layers):
+            for point in points_of(self.settings.severed, block, self.cfg):
+                yield Patch(block, point, self.corrupted.activations[point], *at)
+
+    def _restore(self, block: int) -> Resid:
+        """The stream after the first block of a span, at each position when this position alone is restored there."""
+        points = points_of(self.settings.kind, block, self.cfg)
+        if self.settings.kind == "resid":
+            stream: Resid = self.clean.activations[points[0]]
+            return stream
+        everywhere = {point: self.clean.activations[point].expand(self.samples, -1, -1) for point in points}
+        return self.corrupted.resume(
+            self.corrupted.stream(block),
+            range(block, block + 1),
+            hooks=[(point, lambda activation, hook: everywhere[hook.name].to(activation.device)) for point in points],
+        )
 
 
-def _known_tokens(model: DiffusionTransformer, text: str) -> Tensor:
-    model.check_known(text)
-    return model.to_tokens(text, prepend_bos=False)[0]
+class AnswerRuns:
+    """Restored runs in which the probability of an answer is measured, which the clean run may read elsewhere."""
+
+    def __init__(self, restored: RestoredRuns, clean_answer: Answer, answer: Answer) -> None:
+        self.restored, self.clean_answer, self.answer, self.samples = restored, clean_answer, answer, restored.samples
+        self.clean_scores: Scores = clean_answer.probabilities(restored.clean.logits, 1)[0]
+        self.corrupted_scores: Scores = answer.probabilities(restored.corrupted.logits, self.samples)[0]
+
+    def grid(self, positions: Sequence[int], progress: str | None = None) -> Float[Tensor, "pos layer sample selected"]:
+        """Probability of each token of the answer in every cell, by sample."""
+        return self.restored.grid(positions, self._measure, self.corrupted_scores, progress)
+
+    def _measure(
+        self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]
+    ) -> Float[Tensor, "cell sample answer"]:
+        """Probabilities of the answer's tokens; those that were not computed are taken from the corrupted run."""
+        probabilities = self.answer.probabilities(logits, self.samples, computed)
+        scores = self.corrupted_scores.expand(len(probabilities), -1, -1).clone()
+        scores[:, :, computed] = probabilities
+        return scores

@@ -1,9 +1,8 @@
 """Circuits: scores of the edges between parts of a network, and what the edges with the largest scores keep."""
 
-from diffusion_lens.analysis.circuits.ablation import Faithfulness, faithfulness
-from diffusion_lens.analysis.circuits.attribution import edge_attribution, node_attribution
-from diffusion_lens.analysis.circuits.circuit import Circuit
-from diffusion_lens.analysis.circuits.result import EdgeScores, NodeScores
+from diffusion_lens.analysis.circuits.attribution import EdgeScores, NodeScores, edge_attribution, node_attribution
+from diffusion_lens.analysis.circuits.faithfulness import Faithfulness, faithfulness
+from diffusion_lens.analysis.circuits.graph import Circuit
 
 __all__ = [
     "Circuit",

@@ -3,32 +3,36 @@
 Every part reads the sum of what all earlier parts wrote. A writer is the embedding, an attention head, or an MLP. A
 reader is the input of a head's queries, keys or values, the input of an MLP, or the final norm ("logits"). Biases of
 the output projections are written by no part; they are the same in every run.
+
+A `Circuit` is some of the edges, such as those with the largest scores.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.hook_names import mlp_out, resid_post
+from diffusion_lens.hooks.names import mlp_out, resid_post
+from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.records.results import Result, Table, load_result, save_result
 
 # The optional hook points at which writers and readers pass.
 OPTIONAL = {"use_attn_result": True, "use_split_qkv_input": True, "use_hook_mlp_in": True}
+_HEAD = re.compile(r"\.h\d+")
 
 
 @dataclass(frozen=True)
 class ReaderPoint:
-    """A hook point with one or several readers.
-
-    Attributes:
-        name: Name of the hook point.
-        columns: Indices of its readers.
-        n_writers: Number of writers before it.
-    """
+    """A hook point with the readers of these indices, and the number of writers before it."""
 
     name: str
     columns: range
@@ -51,7 +55,9 @@ class Graph:
     @cached_property
     def writers(self) -> tuple[str, ...]:
         """Names of the writers, in order: "embed", then for each layer "a0.h0", "a0.h1", ..., "m0"."""
-        return ("embed", *(name for layer in range(self.n_layers) for name in self._writers_of(layer)))
+        heads = range(self.n_heads)
+        layers = ([*(f"a{layer}.h{head}" for head in heads), f"m{layer}"] for layer in range(self.n_layers))
+        return ("embed", *chain.from_iterable(layers))
 
     @cached_property
     def readers(self) -> tuple[str, ...]:
@@ -59,45 +65,39 @@ class Graph:
 
         Keys and values are numbered by key/value head.
         """
-        inputs = self._inputs_of_parts
-        return (*(f"m{layer}" if of is None else f"a{layer}.h{head}<{of}>" for layer, of, head in inputs), "logits")
+        heads = {"q": self.n_heads, "k": self.n_key_value_heads, "v": self.n_key_value_heads}
+        inputs = [(of, head) for of, n in heads.items() for head in range(n)]
+        layers = ([*(f"a{layer}.h{head}<{of}>" for of, head in inputs), f"m{layer}"] for layer in range(self.n_layers))
+        return (*chain.from_iterable(layers), "logits")
 
     @cached_property
     def writer_groups(self) -> tuple[str, ...]:
         """Each writer without its head: "embed", "a0", ..., "m0"."""
-        return ("embed", *(f"{part}{layer}" for layer in range(self.n_layers) for part in ["a"] * self.n_heads + ["m"]))
+        return tuple(_HEAD.sub("", name) for name in self.writers)
 
     @cached_property
     def reader_groups(self) -> tuple[str, ...]:
         """Each reader without its head: "a0<q>", ..., "a0<k>", ..., "a0<v>", ..., "m0"; then "logits"."""
-        inputs = self._inputs_of_parts
-        return (*(f"m{layer}" if of is None else f"a{layer}<{of}>" for layer, of, _ in inputs), "logits")
+        return tuple(_HEAD.sub("", name) for name in self.readers)
 
     @cached_property
     def reader_layers(self) -> tuple[str, ...]:
         """Layer of each reader: "0", "1", and so on; "logits" of the last one."""
-        return (*(str(layer) for layer, _, _ in self._inputs_of_parts), "logits")
+        return (*(re.findall(r"\d+", name)[0] for name in self.readers[:-1]), "logits")
 
     @cached_property
     def reader_points(self) -> tuple[ReaderPoint, ...]:
         """The hook points of the readers, in the order in which a pass reaches them."""
-        points, column, n_writers = [], 0, 1
-
-        def add(name: str, n: int) -> None:
-            nonlocal column
-            points.append(ReaderPoint(name, range(column, column + n), n_writers))
-            column += n
-
+        found, n_q, n_kv = [], self.n_heads, self.n_key_value_heads  # point, readers, writers before it
         for layer in range(self.n_layers):
-            attn = f"blocks.{layer}.attn"
-            add(f"{attn}.hook_q_input", self.n_heads)
-            add(f"{attn}.hook_k_input", self.n_key_value_heads)
-            add(f"{attn}.hook_v_input", self.n_key_value_heads)
-            n_writers += self.n_heads
-            add(f"blocks.{layer}.hook_mlp_in", 1)
-            n_writers += 1
-        add(resid_post(self.n_layers - 1), 1)
-        return tuple(points)
+            before, block = 1 + layer * (n_q + 1), f"blocks.{layer}"
+            found += [(f"{block}.attn.hook_{of}_input", n, before) for of, n in (("q", n_q), ("k", n_kv), ("v", n_kv))]
+            found.append((f"{block}.hook_mlp_in", 1, before + n_q))
+        found.append((resid_post(self.n_layers - 1), 1, len(self.writers)))
+        ends = accumulate(n for _, n, _ in found)
+        return tuple(
+            ReaderPoint(name, range(end - n, end), before) for (name, n, before), end in zip(found, ends, strict=True)
+        )
 
     @cached_property
     def writer_points(self) -> dict[str, range]:
@@ -122,14 +122,6 @@ class Graph:
         device = activations["hook_embed"].device  # blocks may be on several
         return torch.cat([by_part(activations[name].to(device)) for name in self.writer_points], dim=2)
 
-    @property
-    def _inputs_of_parts(self) -> list[tuple[int, str | None, int]]:
-        """Layer, "q", "k" or "v" (`None` for the MLP) and head of each reader but the last, in the order of a pass."""
-        of_a_layer = {"q": self.n_heads, "k": self.n_key_value_heads, "v": self.n_key_value_heads, None: 1}
-        return [
-            (layer, of, head) for layer in range(self.n_layers) for of, n in of_a_layer.items() for head in range(n)
-        ]
-
     def _writers_at(self, head_point: str) -> dict[str, range]:
         points, row = {"hook_embed": range(1)}, 1
         for layer in range(self.n_layers):
@@ -138,11 +130,90 @@ class Graph:
             row += self.n_heads + 1
         return points
 
-    def _writers_of(self, layer: int) -> Iterator[str]:
-        yield from (f"a{layer}.h{head}" for head in range(self.n_heads))
-        yield f"m{layer}"
-
 
 def by_part(activation: Tensor) -> Tensor:
     """An activation or gradient [batch pos d_model] of a single part with an axis for it; that of heads as it is."""
     return activation.unsqueeze(2) if activation.dim() == 3 else activation
+
+
+@dataclass(frozen=True)
+class Circuit(Result):
+    """Some edges of a network's graph.
+
+    Columns of the data frame: writer, reader.
+
+    Attributes:
+        edges: Pairs (writer, reader) of names such as ("a0.h1", "m2").
+        graph: The graph that has these edges, among others.
+
+    Raises:
+        ValueError: The graph lacks one of the edges.
+    """
+
+    edges: frozenset[tuple[str, str]]
+    graph: Graph
+
+    def __post_init__(self) -> None:
+        rows, columns = self._indices()
+        for writer, reader in sorted(self.edges):
+            known = writer in rows and reader in columns
+            if not known or not self.graph.edges[rows[writer], columns[reader]]:
+                raise ValueError(f"this graph has no edge from {writer!r} to {reader!r}")
+
+    def __len__(self) -> int:
+        return len(self.edges)
+
+    @property
+    def mask(self) -> Bool[Tensor, "writer reader"]:
+        """True at the edges of the circuit."""
+        table = torch.zeros_like(self.graph.edges)
+        rows, columns = self._indices()
+        for writer, reader in self.edges:
+            table[rows[writer], columns[reader]] = True
+        return table
+
+    def jaccard(self, other: "Circuit") -> float:
+        """Edges of both circuits, divided by edges of at least one; NaN if both are empty.
+
+        Raises:
+            ValueError: The circuits are of networks with other layers or heads, where names mean other parts.
+        """
+        if self.graph != other.graph:
+            raise ValueError(
+                f"the circuits are of different graphs, {self.graph} and {other.graph}: their edges differ"
+            )
+        union = len(self.edges | other.edges)
+        return len(self.edges & other.edges) / union if union else math.nan
+
+    def share_by_layer(self) -> dict[str, float]:
+        """Share of the edges whose reader is in each layer ("0", "1", ..., "logits"); NaN if there are no edges."""
+        layers = dict(zip(self.graph.readers, self.graph.reader_layers, strict=True))
+        counts = Counter(layers[reader] for _, reader in self.edges)
+        return {name: counts[name] / len(self) if len(self) else math.nan for name in dict.fromkeys(layers.values())}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the edges and the graph to one `.safetensors` file."""
+        return save_result(path, "circuit", {}, {"edges": sorted(self.edges), "graph": asdict(self.graph)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Circuit":
+        """Read what `save` wrote."""
+        _, saved = load_result(path, "circuit")
+        return cls(frozenset((writer, reader) for writer, reader in saved["edges"]), Graph(**saved["graph"]))
+
+    def _table(self) -> Table:
+        edges = sorted(self.edges)
+        return Table({"writer": [writer for writer, _ in edges], "reader": [reader for _, reader in edges]})
+
+    def _settings(self) -> Mapping[str, Any]:
+        return {}
+
+    def _indices(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Index of each writer and of each reader by name."""
+        writers, readers = self.graph.writers, self.graph.readers
+        return dict(zip(writers, range(len(writers)), strict=True)), dict(
+            zip(readers, range(len(readers)), strict=True)
+        )
+
+    def __repr__(self) -> str:
+        return f"Circuit({len(self)} of {int(self.graph.edges.sum())} edges)"

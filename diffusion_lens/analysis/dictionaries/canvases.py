@@ -1,26 +1,103 @@
-"""Texts on canvases with known noise levels.
+"""Texts on canvases with known noise levels, and the positions that a dictionary is for: masked, unmasked, or all.
 
-A canvas is a text of which each position is masked, or under uniform noise replaced by a token drawn from all, with
-probability t, the noise level of the canvas. Its random numbers depend on the seed and on the index of the text only,
-so the canvases of two calls with one seed are the same, whatever the batches are. The canvas of a model of next tokens
-is the text itself, t = 0.
+A canvas is a text of which each position is masked, or under uniform noise replaced by a token drawn from all (which
+may be the token itself), with probability t, the noise level of the canvas. Its random numbers depend on the seed and
+on the index of the text only, so the canvases of two calls with one seed are the same, whatever the batches are. The
+canvas of a model of next tokens is the text itself, t = 0.
 
 Positions of a prepended BOS, of a fact's prompt and of padding are never masked, and do not count.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from diffusion_lens.analysis.dictionaries.noise import Mask, Span
-from diffusion_lens.analysis.inputs import CleanTexts, padded
+from diffusion_lens.analysis.engine.inputs import CleanTexts, padded
+from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.seeds import own_seed
-from diffusion_lens.shapes import PosMask, Tokens
+from diffusion_lens.settings import Real, Settings, at_least, own_seed, plain_number, setting
+
+Mask = Literal["masked", "unmasked", "all"]
+Span = tuple[float, float]  # Lowest and highest noise level.
+
+
+def _level(name: str, value: Any) -> float:
+    level = plain_number(name, value)
+    if not 0 <= level <= 1:
+        raise ValueError(f"{name}={level}; a noise level is the probability of being masked, between 0 and 1")
+    return level
+
+
+@dataclass(frozen=True)
+class NoiseRange(Settings):
+    """Noise levels between two bounds; each level is equally likely.
+
+    The default bounds are those of training (`hide`); the sparse autoencoders of DLM-Scope (arXiv 2602.05859, its
+    published code) are trained between 0.05 and 0.5.
+    """
+
+    low: float = setting(1e-3, "Lowest noise level.", _level)
+    high: float = setting(1.0, "Highest noise level.", _level)
+    samples: int = setting(
+        1,
+        "Number of canvases per text. Each has its own one of `samples` equal parts of the range, so that together "
+        "they cover the range evenly.",
+        partial(at_least, 1),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low >= self.high:
+            raise ValueError(
+                f"low={self.low} and high={self.high}; low must be below high (for one level: t={self.low})"
+            )
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Bounds of each part."""
+        ends = [self.low + (self.high - self.low) * i / self.samples for i in range(self.samples)] + [self.high]
+        return tuple(pairwise(ends))
+
+
+Noise = Real | Sequence[Real] | NoiseRange | None
+
+
+def spans_of(model: DiffusionTransformer, t: Noise, default: NoiseRange) -> tuple[Span, ...]:
+    """The noise levels of a text's canvases: one, several, or parts of a range.
+
+    Raises:
+        ValueError: A level is not between 0 and 1, there is none, or the model predicts next tokens.
+    """
+    if model.cfg.grows:
+        if t is not None:
+            raise ValueError(f"t={t}: {model.cfg.model_name!r} has no [MASK], so its texts have no noise; leave out t")
+        return ((0.0, 0.0),)
+    if t is None or isinstance(t, NoiseRange):
+        return (t or default).spans
+    plain: Any = t.tolist() if hasattr(t, "tolist") else t
+    levels = [_level("t", level) for level in (plain if isinstance(plain, Iterable) else [plain])]
+    if not levels:
+        raise ValueError("t is empty; give a noise level between 0 and 1, several, or a NoiseRange")
+    return tuple((level, level) for level in levels)
+
+
+def check_mask(model: DiffusionTransformer, mask: str, spans: Sequence[Span]) -> Mask:
+    """`mask`, if it is known and the canvases can have such positions; a `ValueError` otherwise."""
+    if mask not in ("masked", "unmasked", "all"):
+        raise ValueError(f"mask={mask!r}; it must be 'masked', 'unmasked' or 'all'")
+    if mask != "all" and model.cfg.grows:
+        raise ValueError(f"mask={mask!r}: {model.cfg.model_name!r} has no [MASK]; use mask='all'")
+    only = {"masked": 0.0, "unmasked": 1.0}.get(mask)
+    if only is not None and all(span == (only, only) for span in spans):
+        raise ValueError(f"mask={mask!r} selects nothing at the noise level t={only:g}; give another t")
+    return mask  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +170,14 @@ class Canvases:
         rows, levels = zip(*(divmod(canvas, len(self.spans)) for canvas in range(start, stop)), strict=True)
         tokens, real = padded(self.model, [self.texts.tokens[row] for row in rows])
         editable = pad_sequence([self.texts.editable[row] for row in rows], batch_first=True)
-        noise = [self._noise(row, level) for row, level in zip(rows, levels, strict=True)]
-        t = torch.stack([of_row[0] for of_row in noise])
-        masked, replaced = (pad_sequence([of_row[i] for of_row in noise], batch_first=True) for i in (1, 2))
-        noisy = torch.where(masked, replaced, tokens)
+        t, masked, replaced = zip(*map(self._noise, rows, levels), strict=True)
+        is_masked = pad_sequence(list(masked), batch_first=True)
+        noisy = torch.where(is_masked, pad_sequence(list(replaced), batch_first=True), tokens)
         device, texts = self.model.cfg.device, [self.texts.indices[row] for row in rows]
         numbers = (torch.tensor(values) for values in (rows, texts, levels))
-        return CanvasBatch(*(x.to(device) for x in (tokens, noisy, real, editable, masked, t)), *numbers)
+        return CanvasBatch(
+            *(x.to(device) for x in (tokens, noisy, real, editable, is_masked, torch.stack(t))), *numbers
+        )
 
     def _noise(self, row: int, level: int) -> tuple[Float[Tensor, ""], Bool[Tensor, "_"], Int[Tensor, "_"]]:
         """Noise level of a canvas, its masked positions, and what stands there."""
@@ -109,9 +187,9 @@ class Canvases:
 
     def _masked(self, row: int, level: int) -> tuple[Float[Tensor, ""], Bool[Tensor, "_"], torch.Generator]:
         """Noise level of a canvas, its masked positions, and the generator of what stands there."""
-        seed, (low, high) = own_seed(self.seed, f"{self.texts.indices[row]}/{level}"), self.spans[level]
+        low, high = self.spans[level]
         editable = self.texts.editable[row]
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(own_seed(self.seed, f"{self.texts.indices[row]}/{level}"))
         uniform = torch.rand(1 + len(editable), generator=generator)
         t = low + (high - low) * uniform[0]
         return t, (uniform[1:] < t) & editable, generator

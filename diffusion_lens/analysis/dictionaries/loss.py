@@ -20,30 +20,158 @@ The reconstruction itself is measured at the same positions:
     variance explained = 1 - Σ |x - x̂|² / Σ |x - mean x|²        L0 = mean number of features that are not zero
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.dictionaries.canvases import CanvasBatch, Canvases
-from diffusion_lens.analysis.dictionaries.loss_result import STATES, DictionaryLoss
-from diffusion_lens.analysis.dictionaries.noise import Mask, Noise, NoiseRange, check_mask, spans_of
-from diffusion_lens.analysis.dictionaries.shard_task import run_to
-from diffusion_lens.analysis.dictionaries.splicing import Dictionary, check_dictionary, only_at, splice, vectors
-from diffusion_lens.analysis.inputs import CleanTexts, Texts, readable_points
-from diffusion_lens.hook_names import Hook
-from diffusion_lens.identity import begins_run, name_of
-from diffusion_lens.interventions import zero_ablate
-from diffusion_lens.loss_batch import LossBatch
-from diffusion_lens.losses import masked_batch, next_token_batch
+from diffusion_lens import plots
+from diffusion_lens.analysis.dictionaries.canvases import CanvasBatch, Canvases, Noise, NoiseRange, check_mask, spans_of
+from diffusion_lens.analysis.dictionaries.splice import Dictionary, check_dictionary, only_at, splice, vectors
+from diffusion_lens.analysis.dictionaries.store import run_to
+from diffusion_lens.analysis.engine.inputs import CleanTexts, Texts, readable_points
+from diffusion_lens.hooks.names import Hook
+from diffusion_lens.interventions import value_in_words, zero_ablate
+from diffusion_lens.model.loss import LossBatch, masked_batch, next_token_batch
+from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import provenance
+from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shown_model
 from diffusion_lens.settings import Whole, at_least, whole_number
-from diffusion_lens.shapes import PosMask
+
+STATES = ("clean", "spliced", "zero_ablated", "mean_ablated")
+
+
+class Estimate(NamedTuple):
+    """A mean and its standard error over texts, NaN for a single text."""
+
+    value: float
+    standard_error: float
+
+
+@dataclass(frozen=True, eq=False)
+class DictionaryLoss(PicturedResult, Saved):
+    """The model's loss in four states: clean, spliced, zero-ablated and mean-ablated.
+
+    Columns of the data frame: level, state, low, high, loss, standard_error, variance_explained, l0.
+
+    Attributes:
+        losses: Float[entry level state], loss of each text at each noise level, in nats per position that counts; the
+            states in the order clean, spliced, zero_ablated, mean_ablated.
+        n_counted: Int[entry], number of positions of each text that count in the loss.
+        texts: Int[entry], index of each text in the list that was given.
+        spans: Float[level axis], lowest and highest noise level; equal for a single one, and 0 without [MASK].
+        variance_explained: Float[level], share of the activations' variance at this level that the reconstruction
+            explains.
+        l0: Float[level], mean number of features that are not zero.
+        n_rows: Int[level], number of positions at which activations were replaced.
+        overall_variance_explained: Share of the variance at all levels together.
+        record: Hook point, digest of the dictionary, positions (`mask`), seed, hash of the texts, facts set aside,
+            model, hash of the weights, hooks, versions.
+    """
+
+    KIND: ClassVar[str] = "dictionary loss"
+
+    losses: Float[Tensor, "entry level state"]
+    n_counted: Int[Tensor, "entry"]
+    texts: Int[Tensor, "entry"]
+    spans: Float[Tensor, "level axis"]
+    variance_explained: Float[Tensor, "level"]
+    l0: Float[Tensor, "level"]
+    n_rows: Int[Tensor, "level"]
+    overall_variance_explained: float
+    record: dict[str, Any] = field(repr=False)
+
+    def loss(self, state: str = "clean", level: Whole | None = None) -> Estimate:
+        """Mean loss per position in a state, at one level or over all.
+
+        Args:
+            state: "clean", "spliced", "zero_ablated" or "mean_ablated".
+            level: Index of a noise level, from 0.
+        """
+        return _ratio(self._sums(state, level), self._counts(level))
+
+    def change(self, state: str = "spliced", level: Whole | None = None) -> Estimate:
+        """Mean loss in a state less the clean loss; its standard error is that of the paired differences."""
+        return _ratio(self._sums(state, level) - self._sums("clean", level), self._counts(level))
+
+    def recovered(self, baseline: str = "zero_ablated", level: Whole | None = None) -> Estimate:
+        """Share of the loss that the ablation costs and the reconstruction saves; NaN if the ablation costs nothing.
+
+        Args:
+            baseline: "zero_ablated" or "mean_ablated".
+            level: Index of a noise level, from 0; by default over all.
+        """
+        if baseline not in STATES[2:]:
+            raise ValueError(f"baseline={baseline!r}; it must be 'zero_ablated' or 'mean_ablated'")
+        ablated = self._sums(baseline, level)
+        return _ratio(ablated - self._sums("spliced", level), ablated - self._sums("clean", level))
+
+    def plot(self, ax: Any = None, title: str | None = None) -> Any:
+        """The recovered shares and the variance explained by noise level, with standard errors. Returns the axes."""
+        levels = range(len(self.spans))
+        curves = {
+            f"loss recovered from {baseline.removesuffix('_ablated')} ablation": [
+                self.recovered(baseline, level) for level in levels
+            ]
+            for baseline in STATES[2:]
+        }
+        curves["variance explained"] = [Estimate(share, 0.0) for share in self.variance_explained.tolist()]
+        return plots.level_curves(self.spans, curves, ax=ax, title=title or f"dictionary at {self.record['name']}")
+
+    def _sums(self, state: str, level: Whole | None) -> Float[Tensor, "entry"]:
+        """Loss of each text in a state, summed over positions and levels."""
+        if state not in STATES:
+            raise ValueError(f"state={state!r}; it must be one of {', '.join(STATES)}")
+        chosen = self.losses[..., STATES.index(state)] * self.n_counted[:, None]
+        return chosen.sum(dim=1) if level is None else chosen[:, self._level(level)]
+
+    def _counts(self, level: Whole | None) -> Float[Tensor, "entry"]:
+        return self.n_counted.double() * (len(self.spans) if level is None else 1)
+
+    def _level(self, level: Whole) -> int:
+        index = whole_number("level", level)
+        if not 0 <= index < len(self.spans):
+            raise ValueError(f"level={index}; the {len(self.spans)} noise levels are numbered from 0")
+        return index
+
+    def _table(self) -> Table:
+        losses = [[self.loss(state, level) for state in STATES] for level in range(len(self.spans))]
+        values = {
+            "low": self.spans[:, :1],
+            "high": self.spans[:, 1:],
+            "loss": [[loss.value for loss in row] for row in losses],
+            "standard_error": [[loss.standard_error for loss in row] for row in losses],
+            "variance_explained": self.variance_explained[:, None],
+            "l0": self.l0[:, None],
+        }
+        return Table.of_cells({"level": range(len(self.spans)), "state": STATES}, values)
+
+    def __repr__(self) -> str:
+        clean, spliced, recovered = self.loss(), self.loss("spliced"), self.recovered()
+        return (
+            f"DictionaryLoss({self.record['name']} of {shown_model(self.record)}, {len(self.losses)} texts: loss "
+            f"{clean.value:.3f}, spliced {spliced.value:.3f}; recovered {recovered.value:.3f} ± "
+            f"{recovered.standard_error:.3f}, variance explained {self.overall_variance_explained:.3f}, "
+            f"L0 {(self.l0 * self.n_rows).nansum().item() / self.n_rows.sum().item():.1f})"
+        )
+
+
+def _ratio(numerators: Float[Tensor, "entry"], denominators: Float[Tensor, "entry"]) -> Estimate:
+    """Ratio of two sums over texts. Its error is that of the linearised ratio, with texts as independent units."""
+    total, n_texts = denominators.sum().item(), len(denominators)
+    if total == 0:
+        return Estimate(math.nan, math.nan)
+    ratio = numerators.sum().item() / total
+    if n_texts == 1:
+        return Estimate(ratio, math.nan)
+    squares = (numerators - ratio * denominators).square().sum().item()
+    return Estimate(ratio, math.sqrt(n_texts / (n_texts - 1) * squares) / abs(total))
 
 
 @begins_run
@@ -88,7 +216,7 @@ def dictionary_loss(
             attends by blocks, so that its loss reads every text twice, or the call is inside `model.at_time`.
     """
     check_dictionary(dictionary)
-    model.require_own_times("dictionary_loss")
+    model.time.require_own("dictionary_loss")
     if model.cfg.causal_block is not None:
         raise ValueError(
             f"{model.cfg.model_name!r} attends by blocks, and its loss reads the noisy and the clean text in one pass, "
@@ -105,20 +233,21 @@ def dictionary_loss(
     _require_predictions(model, clean)
     canvases = Canvases(model, clean, spans, whole_number("seed", seed))
     with tqdm(total=2 * len(canvases), desc="dictionary", unit="canvas", disable=not progress) as bar:
-        means = _Means.of(model, canvases, point, selection, size, bar)
-        fit = _Fit.of(means)
-        n_states, n_texts = len(STATES), len(clean.tokens)
-        losses = torch.zeros(n_texts, len(spans), n_states, dtype=torch.float64)
-        n_counted = torch.zeros(n_texts, dtype=torch.long)
-        for batch in canvases.batches(size):
-            of_batch, counted = _losses(
-                model, batch, _hooks(point, dictionary, batch.selected(selection), batch, means, fit)
-            )
+
+        def batches() -> Iterator[CanvasBatch]:
+            for batch in canvases.batches(size):
+                yield batch
+                bar.update(len(batch.tokens))
+
+        fit = _Fit(model, canvases, point, selection, batches())
+        losses = torch.zeros(len(clean.tokens), len(spans), len(STATES), dtype=torch.float64)
+        n_counted = torch.zeros(len(clean.tokens), dtype=torch.long)
+        for batch in batches():
+            of_batch, counted = _losses(model, batch, _hooks(point, dictionary, batch.selected(selection), batch, fit))
             losses[batch.rows, batch.levels], n_counted[batch.rows] = of_batch / counted[:, None].clamp(min=1), counted
-            bar.update(len(batch.tokens))
     record = {
         "name": point,
-        "dictionary": name_of(dictionary),
+        "dictionary": value_in_words(dictionary),
         "mask": selection,
         "seed": canvases.seed,
         "batch_size": size,
@@ -139,7 +268,6 @@ def dictionary_loss(
 
 
 def _require_predictions(model: DiffusionTransformer, clean: CleanTexts) -> None:
-    """Raise a `ValueError` that names the texts of which the model predicts no token."""
     if not model.cfg.grows:
         return
     rows = zip(clean.indices, clean.editable, strict=True)
@@ -151,73 +279,45 @@ def _require_predictions(model: DiffusionTransformer, clean: CleanTexts) -> None
         )
 
 
-@dataclass
-class _Means:
-    """Mean activations.
+class _Fit:
+    """Sums over the replaced positions of each noise level, against the mean activation there and over all.
 
     Attributes:
-        by_level: Float[level d], mean over the positions of each noise level.
-        overall: Float[d], mean over all.
+        n_rows, residual, active: Numbers of positions, squared distances of activations and reconstructions, and
+            numbers of features that are not zero, by level.
+        within_levels, overall: Squared distance of activations and their mean at this level, and at all levels.
+        mean: Float[d], mean activation over all.
     """
 
-    by_level: Float[Tensor, "level d"]
-    overall: Float[Tensor, "d"]
-
-    @classmethod
-    def of(
-        cls, model: DiffusionTransformer, canvases: Canvases, point: str, mask: Mask, size: int, bar: Any
-    ) -> "_Means":
-        """The means over the selected positions of all canvases."""
+    def __init__(self, model: DiffusionTransformer, canvases: Canvases, point: str, mask: Any, batches: Any) -> None:
+        """Compute the means, in a first pass over all canvases."""
+        self.active, self.residual, self.within_levels = torch.zeros(3, len(canvases.spans), dtype=torch.float64)
+        self.n_rows = torch.zeros(len(canvases.spans), dtype=torch.long)
+        self.overall = torch.zeros((), dtype=torch.float64)
         total, counts = None, torch.zeros(len(canvases.spans), dtype=torch.float64)
-        for batch in canvases.batches(size):
+        for batch in batches:
             selected = batch.selected(mask)
             rows = run_to(model, batch, [point])[point][selected].to(device="cpu", dtype=torch.float64)
             levels = _level_of_rows(batch, selected)
             total = rows.new_zeros(len(counts), rows.shape[1]) if total is None else total
             total.index_add_(0, levels, rows)
             counts += torch.bincount(levels, minlength=len(counts))
-            bar.update(len(batch.tokens))
         if total is None or not counts.sum():
             raise ValueError(f"mask={mask!r} selects no position of any canvas; give other noise levels, or more texts")
-        return cls(total / counts[:, None], total.sum(dim=0) / counts.sum())
+        self._mean_of_level, self.mean = total / counts[:, None], total.sum(dim=0) / counts.sum()
 
-
-@dataclass
-class _Fit:
-    """Sums over the positions of each noise level.
-
-    Attributes:
-        residual: Float[level], squared distance of activations and reconstructions.
-        within_levels: Float[level], squared distance of activations and their mean at this level.
-        active: Float[level], number of features that are not zero.
-        n_rows: Int[level], number of positions.
-        overall: Float[], squared distance of activations and their mean at all levels.
-    """
-
-    residual: Float[Tensor, "level"]
-    within_levels: Float[Tensor, "level"]
-    active: Float[Tensor, "level"]
-    n_rows: Int[Tensor, "level"]
-    overall: Float[Tensor, ""]
-
-    @classmethod
-    def of(cls, means: _Means) -> "_Fit":
-        """Sums over no positions yet."""
-        zeros = torch.zeros(len(means.by_level), dtype=torch.float64)
-        return cls(zeros.clone(), zeros.clone(), zeros.clone(), zeros.long(), torch.zeros((), dtype=torch.float64))
-
-    def add(self, means: _Means, levels: Tensor, x: Tensor, reconstruction: Tensor, features: Tensor) -> None:
+    def add(self, levels: Tensor, x: Tensor, reconstruction: Tensor, features: Tensor) -> None:
         """Add some positions: their levels, and a row of each tensor for each of them."""
         x, reconstruction = (rows.to(device="cpu", dtype=torch.float64) for rows in (x, reconstruction))
         self.residual.index_add_(0, levels, (x - reconstruction).square().sum(dim=1))
-        self.within_levels.index_add_(0, levels, (x - means.by_level[levels]).square().sum(dim=1))
+        self.within_levels.index_add_(0, levels, (x - self._mean_of_level[levels]).square().sum(dim=1))
         self.active.index_add_(0, levels, (features != 0).sum(dim=1).cpu().double())
         self.n_rows += torch.bincount(levels, minlength=len(self.n_rows))
-        self.overall += (x - means.overall).square().sum()
+        self.overall += (x - self.mean).square().sum()
 
 
 def _hooks(
-    point: str, dictionary: Dictionary, selected: PosMask, batch: CanvasBatch, means: _Means, fit: _Fit
+    point: str, dictionary: Dictionary, selected: PosMask, batch: CanvasBatch, fit: _Fit
 ) -> dict[str, list[tuple[str, Hook]]]:
     """The hooks of each state. That of "spliced" also adds the positions of the batch to `fit`."""
     kept: list[Tensor] = []
@@ -226,11 +326,11 @@ def _hooks(
     def spliced(activation: Tensor, hook: Any) -> Tensor:
         new: Tensor = reconstruct(activation, hook)
         x, reconstruction = vectors(activation, hook)[selected], vectors(new, hook)[selected]
-        fit.add(means, _level_of_rows(batch, selected), x, reconstruction, kept.pop()[selected])
+        fit.add(_level_of_rows(batch, selected), x, reconstruction, kept.pop()[selected])
         return new
 
     def mean(activation: Tensor, hook: Any) -> Tensor:
-        return means.overall.to(activation).view(activation.shape[2:]).expand_as(activation)
+        return fit.mean.to(activation).view(activation.shape[2:]).expand_as(activation)
 
     hooks = {"spliced": spliced, "zero_ablated": zero_ablate(), "mean_ablated": mean}
     return {"clean": [], **{state: [(point, only_at(hook, selected))] for state, hook in hooks.items()}}

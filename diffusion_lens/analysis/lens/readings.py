@@ -1,71 +1,152 @@
-"""States of the residual stream, and what they become under the last norm and the unembedding."""
+"""What the lenses read: canvases, the row of the network at which each position is read, and the logits of its states.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+`Translators`: an affine map for each layer, to states that the last norm and the unembedding can read.
+"""
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
-from diffusion_lens.analysis.batching import logits_at_once, reserved, row_bytes
-from diffusion_lens.analysis.inputs import ForwardPass
-from diffusion_lens.analysis.lens.canvases import NOTHING
-from diffusion_lens.analysis.lens.translators import Translators
-from diffusion_lens.analysis.ranking import Ranking
-from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.hook_names import FwdHooks, resid_post, resid_pre
+from diffusion_lens.analysis.engine.batching import CPU_LOGITS_BYTES, reserved, row_bytes
+from diffusion_lens.analysis.engine.inputs import ForwardPass, Inputs
+from diffusion_lens.hooks.names import FwdHooks, resid_entering, resid_post
+from diffusion_lens.model.config import UNREACHED, DiffusionConfig
 from diffusion_lens.model.hook_points import anything_listens
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.identity import identity_of
+from diffusion_lens.records.results import Result, Saved, Table, shown_model
+from diffusion_lens.settings import Whole, pick_indices, whole_numbers
 
-# Tensors of the vocabulary's size that are alive at once in `LayerReading.of`, those of the last layer included.
-VOCABULARY_TENSORS = 6
-# Those that turn log scores into logits of p(x_0), in addition.
-TENSORS_OF_SCORES = 3
+NOTHING = -1
 
 
 @dataclass(frozen=True, eq=False)
-class LayerReading:
-    """What one layer predicts at some rows.
+class Canvases:
+    """The canvases of one input.
 
     Attributes:
-        top_tokens: Int[entry top], the likeliest tokens.
-        top_probabilities: Float[entry top], their probabilities.
-        entropy: Float[entry] in nats.
-        kl: Float[entry] in nats, KL(last layer || this layer).
-        target_ranks: Int[entry target], rank of each target; -1 where there is none.
-        target_probabilities: Float[entry target], its probability; NaN where there is none.
+        canvases: A pass for each step, or a single one.
+        steps: Step of each canvas; `None` for an input that is no trajectory.
+        known: Int[batch _], token at each position that can be predicted, as far as it is known; otherwise -1. After a
+            text that grows, there is one position more than the canvas has.
     """
 
-    top_tokens: Int[Tensor, "entry top"]
-    top_probabilities: Float[Tensor, "entry top"]
-    entropy: Float[Tensor, "entry"]
-    kl: Float[Tensor, "entry"]
-    target_ranks: Int[Tensor, "entry target"]
-    target_probabilities: Float[Tensor, "entry target"]
+    canvases: list[ForwardPass]
+    steps: list[int] | None
+    known: Int[Tensor, "batch _"]
 
     @classmethod
-    def of(
-        cls,
-        ranking: Ranking,
-        last: Float[Tensor, "entry d_vocab_out"],
-        targets: Int[Tensor, "entry target"],
-        top_k: int,
-    ) -> "LayerReading":
-        """The reading of one layer's logits.
+    def of(cls, inputs: Inputs, steps: Iterable[Whole] | None = None, branch: str = "conditional") -> "Canvases":
+        """The canvases of a trajectory, or the single one of any other input."""
+        trajectory, picked, cfg = inputs.trajectory, inputs.pick_steps(steps), inputs.model.cfg
+        canvases: list[ForwardPass] = []
+        each: Sequence[int | None] = [None] if picked is None else picked
+        for step in each:
+            canvases += inputs.at(step, branch)
+        final = canvases[0].tokens if trajectory is None else trajectory.tokens.to(cfg.device)
+        known = final.masked_fill(~(canvases[0].real & cfg.writable(final)), NOTHING)
+        if trajectory is None and cfg.grows:
+            # The last row predicts the token after the text.
+            known = torch.cat([known, torch.full_like(known[:, :1], NOTHING)], dim=1)
+        for row, query in enumerate(canvases[0].queries or ()):
+            for position, token in zip(query.answer_positions, query.answer_tokens, strict=True):
+                if position < known.shape[1]:
+                    known[row, position] = token
+        return cls(canvases, picked, known)
 
-        Args:
-            last: Log probabilities of the last layer.
-            targets: Tokens whose rank and probability are read; -1 for none.
-        """
-        log_p = ranking.log_probabilities
-        top, some, is_absent = ranking.top(top_k), targets.clamp(min=0), targets == NOTHING
-        return cls(
-            top_tokens=top,
-            top_probabilities=ranking.probability(top),
-            entropy=-(log_p.exp() * log_p).sum(dim=-1),
-            kl=divergence(last, log_p),
-            target_ranks=ranking.rank(some).masked_fill(is_absent, NOTHING),
-            target_probabilities=ranking.probability(some).masked_fill(is_absent, float("nan")),
-        )
+    def pick_positions(self, positions: Iterable[Whole] | None) -> list[int]:
+        """The positions to read, all that can be predicted by default."""
+        model, n_pos = self.canvases[0].model, self.known.shape[1]
+        places = torch.arange(n_pos)
+        is_predicted = model.readout.rows(places) < places if model.cfg.grows else places >= 0
+        if positions is None:
+            predicted: list[int] = places[is_predicted].tolist()
+            return predicted
+        picked = pick_indices("positions", whole_numbers("positions", positions), n_pos)
+        if unread := [position for position in picked if not is_predicted[position]]:
+            raise ValueError(f"nothing precedes position {unread[0]}, so a causal model has no prediction there")
+        return picked
+
+    def rows(self, index: int, positions: list[int]) -> Int[Tensor, "batch selected"]:
+        """Row that predicts the token at each position of one canvas; -1 at padding and where no text is before it."""
+        canvas, width = self.canvases[index], self.known.shape[1]
+        model, present = canvas.model, canvas.present
+        selected = torch.tensor(positions, device=present.device)
+        predicted = present.new_zeros(len(present), width)
+        # A text that grows is predicted from the tokens before it, all other canvases from the whole canvas.
+        predicted[:, selected] = present[:, model.readout.rows(selected) if model.cfg.grows else selected]
+        _, rows = canvas.located(predicted, pad(canvas.real, (0, width - present.shape[1])))
+        table = torch.full(predicted.shape, NOTHING, device=present.device)
+        table[predicted] = rows
+        return table[:, selected]
+
+    def on_canvas(self, positions: list[int]) -> Int[Tensor, "step batch selected"]:
+        """The token at each position of every canvas; -1 where there is none."""
+        tokens = torch.stack([canvas.tokens for canvas in self.canvases])
+        wide: Tensor = pad(tokens, (0, self.known.shape[1] - tokens.shape[2]), value=UNREACHED)
+        return wide[..., positions]
+
+
+@dataclass(frozen=True, eq=False)
+class Translators(Result, Saved):
+    """The affine maps of a tuned lens, h + h W + b; with W = 0 and b = 0, the lens is the direct one.
+
+    Columns of the data frame: iteration, layer, loss.
+
+    Attributes:
+        weights: Float[layer d_model d_model], W of each layer.
+        biases: Float[layer d_model], b of each layer.
+        layers: Number of each layer: layer l is the state that enters block l.
+        losses: Float[iteration layer], mean KL in nats of each batch, before its update.
+        record: Settings of the fit, model, hash of the weights, hooks, versions.
+    """
+
+    KIND: ClassVar[str] = "translators"
+
+    weights: Float[Tensor, "layer d_model d_model"]
+    biases: Float[Tensor, "layer d_model"]
+    layers: list[int]
+    losses: Float[Tensor, "iteration layer"]
+    record: dict[str, Any] = field(repr=False)
+
+    def translate(self, states: Float[Tensor, "*rest d_model"], layer: int) -> Float[Tensor, "*rest d_model"]:
+        """The states of a layer, translated in float32 at least; those of the last layer are returned unchanged."""
+        if layer not in self.layers:
+            return states
+        index = self.layers.index(layer)
+        return translated(states, self.weights[index].to(states.device), self.biases[index].to(states.device))
+
+    def require_for(self, model: DiffusionTransformer, layers: Sequence[int]) -> None:
+        """Raise a `ValueError` unless the maps were fitted on this model's weights, for all these layers."""
+        if self.record["weights_sha256"] != identity_of(model).weights_sha256:
+            raise ValueError(
+                f"the translators were fitted on other weights ({self.record['model']!r}) than those of "
+                f"{model.cfg.model_name!r} now, whose states they do not translate: fit_translators(model, ...)"
+            )
+        if missing := [layer for layer in layers if layer not in (*self.layers, model.cfg.n_layers)]:
+            raise ValueError(
+                f"the translators were fitted for the layers {self.layers}, and not for {missing}: fit these too, or "
+                f"read layers={[*self.layers, model.cfg.n_layers]}"
+            )
+
+    def _table(self) -> Table:
+        return Table.of_cells({"iteration": range(len(self.losses)), "layer": self.layers}, {"loss": self.losses})
+
+    def __repr__(self) -> str:
+        return f"Translators({shown_model(self.record)}, layers {self.layers}, {len(self.losses)} iterations)"
+
+
+def translated(
+    states: Float[Tensor, "*rest d_model"], weight: Float[Tensor, "d_model d_model"], bias: Float[Tensor, "d_model"]
+) -> Float[Tensor, "*rest d_model"]:
+    """h + h W + b, in the dtype of the states."""
+    wide = states.to(torch.promote_types(states.dtype, weight.dtype))
+    return (wide + wide @ weight.to(wide.dtype) + bias.to(wide.dtype)).to(states.dtype)
 
 
 def divergence(
@@ -75,21 +156,15 @@ def divergence(
     return (last.exp() * (last - log_p)).sum(dim=-1)
 
 
-def stream_point(layer: int, n_layers: int) -> str:
-    """The hook point of a layer's state: the stream that enters a block, or after the last block."""
-    return resid_pre(layer) if layer < n_layers else resid_post(n_layers - 1)
-
-
-def require_plain_readout(model: DiffusionTransformer, fwd_hooks: FwdHooks) -> None:
+def require_plain_readout(model: DiffusionTransformer, fwd_hooks: FwdHooks = ()) -> None:
     """Raise a `ValueError` if a hook changes what the last norm or the unembedding does."""
     with model.hooks(fwd_hooks=list(fwd_hooks)):
-        hooked = any(map(anything_listens, (model.ln_final, model.unembed)))
-    if hooked:
-        raise ValueError(
-            "a hook is attached to ln_final or unembed, through which the lens reads every layer, while the network "
-            "applies them to the last one only: remove it, or attach it to the stream after the last block, "
-            f"{resid_post(model.cfg.n_layers - 1)!r}"
-        )
+        if anything_listens(model.ln_final) or anything_listens(model.unembed):
+            raise ValueError(
+                "a hook is attached to ln_final or unembed, through which the lens reads every layer, while the "
+                "network applies them to the last one only: remove it, or attach it to the stream after the last "
+                f"block, {resid_post(model.cfg.n_layers - 1)!r}"
+            )
 
 
 def states_of(
@@ -98,8 +173,10 @@ def states_of(
     layers: Sequence[int],
     fwd_hooks: FwdHooks = (),
 ) -> dict[int, Float[Tensor, "entry d_model"]]:
-    """The states of some rows at each layer, from one forward pass; see `ForwardPass.states`."""
-    names = {layer: stream_point(layer, network_input.model.cfg.n_layers) for layer in layers}
+    """The state that enters each block, or of layer `n_layers` leaves the last one, at some rows of one pass."""
+    n_layers, names = network_input.model.cfg.n_layers, {}
+    for layer in layers:
+        names[layer] = resid_entering(layer, n_layers)
     states = network_input.states(names.values(), entries, fwd_hooks)
     return {layer: states[name] for layer, name in names.items()}
 
@@ -116,64 +193,24 @@ def logits_of(
     return logits
 
 
-def read(
-    model: DiffusionTransformer,
-    states: Mapping[int, Float[Tensor, "entry d_model"]],
-    layers: Sequence[int],
-    targets: Int[Tensor, "entry target"],
-    top_k: int,
-    translators: Translators | None,
-    present: Int[Tensor, "entry"] | None = None,
-) -> list[LayerReading]:
-    """The reading of each layer.
-
-    Args:
-        states: States of the layers, and of the last one.
-        present: Token on the canvas at each position that is predicted.
-    """
-    last = Ranking.of(model, logits_of(model, states[model.cfg.n_layers]), present).log_probabilities
-
-    def reading(layer: int) -> LayerReading:
-        # A function, so that nothing of the vocabulary's size outlives the reading of its layer.
-        seen = states[layer] if translators is None else translators.translate(states[layer], layer)
-        return LayerReading.of(Ranking.of(model, logits_of(model, seen), present), last, targets, top_k)
-
-    return [reading(layer) for layer in layers]
+# Tensors of the vocabulary's size that are alive at once in the reading of a layer, those of the last layer included,
+# and those that turn log scores into logits of p(x_0) in addition.
+VOCABULARY_TENSORS, TENSORS_OF_SCORES = 6, 3
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many states one pass stores, and how many of them are unembedded together.
-
-    Attributes:
-        entries_per_pass: Number of rows whose states are stored in one pass.
-        entries_at_once: Number of rows whose logits are computed together.
-    """
+    """How many rows' states one pass stores, and how many rows' logits are computed together."""
 
     entries_per_pass: int
     entries_at_once: int
 
     @classmethod
-    def of(
-        cls,
-        cfg: DiffusionConfig,
-        n_states: int,
-        shape: tuple[int, int],
-        max_bytes: int,
-        entries: int,
-    ) -> "Budget":
-        """The division of `max_bytes`.
-
-        Args:
-            n_states: Number of layers whose states are stored.
-            shape: Rows and positions of a pass.
-            entries: Number of rows that are read in a pass, at most.
-
-        Raises:
-            ValueError: The memory does not suffice for one pass that reads one row.
-        """
+    def of(cls, cfg: DiffusionConfig, n_states: int, shape: tuple[int, int], max_bytes: int, entries: int) -> "Budget":
+        """The division of `max_bytes` between the states of `n_states` layers and logits, for passes of a shape (rows,
+        positions) that read at most so many entries. Memory for one pass that reads one row is required."""
         wide = max(cfg.dtype.itemsize, 4)
-        stored = n_states * cfg.d_model * cfg.dtype.itemsize
+        stored = n_states * cfg.sizes.d_model * cfg.dtype.itemsize
         n_tensors = VOCABULARY_TENSORS + TENSORS_OF_SCORES * (cfg.head == "log_scores")
         head = reserved(cfg, n_tensors * cfg.d_vocab_out * wide)
         one_pass = reserved(cfg, shape[0] * row_bytes(cfg, shape[1], 0))
@@ -187,5 +224,5 @@ class Budget:
         entries_per_pass = max(1, min(left // stored, max_bytes // 2 // stored, entries))
         at_once = (max_bytes - entries_per_pass * stored) // head
         if cfg.is_on_cpu:
-            at_once = min(at_once, logits_at_once(cfg, wide))
+            at_once = min(at_once, CPU_LOGITS_BYTES // (cfg.d_vocab_out * wide))
         return cls(entries_per_pass, max(1, at_once))

@@ -9,33 +9,165 @@ the logits is undone (Vig et al. 2020, arXiv 2004.12265; Meng et al. 2022, arXiv
     two models, such as a masked diffusion model and its AR baseline;
     two trajectories: the canvas of step k of one is patched into the canvas of step k of the other, one grid per step.
 
-`method="attribution"` gives the first-order estimate of the same grid (see `attribution.py`).
+`method="attribution"` gives the first-order estimate of the same grid (see `runs.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.cell_budget import CellBudget
-from diffusion_lens.analysis.patching.attribution import EstimateError, run_with_gradients, sweep_by_gradient
-from diffusion_lens.analysis.patching.inputs import Patchable, PatchInputs
-from diffusion_lens.analysis.patching.metrics import AnswerProbability, Metric, Reading
-from diffusion_lens.analysis.patching.patch_settings import PatchSettings
-from diffusion_lens.analysis.patching.result import PatchGrid
-from diffusion_lens.analysis.patching.runs import Side, SidePair, cell_budgets, stored_points, sweep_exactly
-from diffusion_lens.analysis.patching.sites import CellPositions, PositionPairs, Sweep, resolve_sites
-from diffusion_lens.config import DiffusionConfig
+from diffusion_lens.analysis.engine.answer import Answer
+from diffusion_lens.analysis.engine.cells import CellBudget
+from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Metric, Reading
+from diffusion_lens.analysis.patching.result import EstimateError, PatchGrid
+from diffusion_lens.analysis.patching.runs import Side, SidePair, cell_budgets, sweep_by_gradient, sweep_exactly
+from diffusion_lens.analysis.patching.sites import (
+    CellPositions,
+    PositionPairs,
+    Site,
+    Sweep,
+    resolve_groups,
+    resolve_sites,
+)
+from diffusion_lens.denoising.same_network import canvas_provenance, require_same_tokens, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.facts import Query
-from diffusion_lens.identity import begins_run
+from diffusion_lens.facts.fact import Query
+from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import provenance
-from diffusion_lens.settings import Whole, at_least
+from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.results import provenance
+from diffusion_lens.settings import Whole, at_least, pick_indices, whole_numbers
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSettings:
+    """The states that are patched, and the method; as `patch_grid` takes them."""
+
+    sites: list[Site]
+    positions: CellPositions
+    layers: list[int]
+    heads: list[Whole] | None
+    method: str
+    check: int
+
+    def __post_init__(self) -> None:
+        if self.method not in ("exact", "attribution"):
+            raise ValueError(f"unknown method {self.method!r}; it must be one of exact, attribution")
+        if self.heads is not None and not any(site.heads for site in self.sites):
+            raise ValueError(f"heads={self.heads}, but {', '.join(site.name for site in self.sites)} has no heads")
+
+    def sweeps(self, n_clean: int, n_corrupted: int, cfg: DiffusionConfig) -> list[Sweep]:
+        """One sweep per site, for runs with these numbers of positions."""
+        groups = resolve_groups(self.positions, n_clean, n_corrupted)
+        all_together = isinstance(self.positions, str)
+        return [Sweep(site, self.layers, groups, all_together, site.pick_heads(self.heads, cfg)) for site in self.sites]
+
+
+Patchable = str | Sequence[str] | Tensor | Query | Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class PatchInputs:
+    """The clean and the corrupted input, each after the model that reads it, and the steps of two trajectories."""
+
+    source: DiffusionTransformer
+    clean: Patchable
+    model: DiffusionTransformer
+    corrupted: Patchable
+    steps: list[int] | None
+
+    @classmethod
+    def of(
+        cls,
+        source: DiffusionTransformer,
+        clean: Patchable,
+        model: DiffusionTransformer,
+        corrupted: Patchable,
+        steps: Iterable[Whole] | None,
+    ) -> "PatchInputs":
+        """The inputs, with steps as callers give them."""
+        return cls(source, clean, model, corrupted, None if steps is None else whole_numbers("steps", steps))
+
+    def pick_layers(self, layers: Iterable[Whole] | None) -> list[int]:
+        """The layers to sweep, which both models must have."""
+        n_clean, n_corrupted = self.source.cfg.n_layers, self.model.cfg.n_layers
+        if layers is None and n_clean != n_corrupted:
+            raise ValueError(
+                f"{self.source.cfg.model_name!r} has {n_clean} layers and {self.model.cfg.model_name!r} {n_corrupted}: "
+                "select the layers to patch with layers=[...]"
+            )
+        return pick_indices("layers", layers, min(n_clean, n_corrupted))
+
+    def canvas_provenances(self) -> dict[str, Any] | None:
+        """The networks that wrote the two trajectories, for the record; `None` for other inputs.
+
+        A trajectory of another architecture or tokenizer is refused, and one of another network warned of.
+        """
+        if not (isinstance(self.clean, Trajectory) and isinstance(self.corrupted, Trajectory)):
+            return None
+        for reader, trajectory in ((self.source, self.clean), (self.model, self.corrupted)):
+            require_same_tokens(trajectory.record, reader)
+        clean, corrupted = self.clean.record, self.corrupted.record
+        warn_of_another_network(
+            {"clean trajectory": (clean, self.source), "corrupted trajectory": (corrupted, self.model)}
+        )
+        return {"clean": canvas_provenance(clean), "corrupted": canvas_provenance(corrupted)}
+
+    def describe(
+        self, reading: Reading, sides: Sequence[tuple[Side, Side]], written_by: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """The metric and the inputs, for the record; `written_by` is what `canvas_provenances` returned."""
+        return {
+            "metric": reading.name,
+            "logits_at": reading.rows,
+            "clean_tokens": [side.tokens.tolist() for side, _ in sides],
+            "corrupted_tokens": [side.tokens.tolist() for _, side in sides],
+            "trajectory": written_by,
+        }
+
+    def sides(self, reading: Reading) -> list[tuple[Side, Side]]:
+        """The clean and the corrupted side of the grid, or of each step's grid.
+
+        The metric's rows are rows of the corrupted run. The metric is also computed in the clean run if that run has
+        the same layout.
+        """
+        pairs = self._sides(reading)
+        n_clean, n_corrupted = (side.tokens.shape[0] for side in pairs[0])
+        if n_clean != n_corrupted:
+            raise ValueError(
+                f"the clean run has {n_clean} rows and the corrupted run {n_corrupted}: give both the same number of "
+                "rows, since row i of the one is patched into row i of the other"
+            )
+        return [
+            (clean if clean.extent == corrupted.extent else replace(clean, reading=UNREAD), corrupted)
+            for clean, corrupted in pairs
+        ]
+
+    def _sides(self, reading: Reading) -> list[tuple[Side, Side]]:
+        source, clean, model, corrupted = self.source, self.clean, self.model, self.corrupted
+        is_same_layout = source.readout is model.readout and source.cfg.d_vocab_out == model.cfg.d_vocab_out
+        if isinstance(clean, Trajectory) and isinstance(corrupted, Trajectory):
+            if not self.steps:
+                raise ValueError("a trajectory has one canvas per step: select steps to patch, such as steps=[0]")
+            if len(set(self.steps)) < len(self.steps):
+                raise ValueError(f"steps={self.steps} contains duplicates; give each once")
+            is_same_layout &= all(
+                torch.equal(getattr(clean, name).cpu(), getattr(corrupted, name).cpu()) for name in ("given", "real")
+            )
+            clean_reading = reading if is_same_layout else UNREAD
+            return [
+                (Side.at_step(source, clean, step, clean_reading), Side.at_step(model, corrupted, step, reading))
+                for step in self.steps
+            ]
+        if self.steps is not None or isinstance(clean, Trajectory) or isinstance(corrupted, Trajectory):
+            raise ValueError(
+                "steps= requires two trajectories from model.denoise(...): pass one as clean and one as corrupted"
+            )
+        return [(Side.of(source, clean, reading if is_same_layout else UNREAD), Side.of(model, corrupted, reading))]
 
 
 def answer_probability(model: DiffusionTransformer, query: Query) -> AnswerProbability:
@@ -127,79 +259,62 @@ def patch_grid(
         method,
         at_least(0, "check", check),
     )
-    grids = patch_sites(inputs, reading, settings, max_bytes, progress)
+
+    # 1. Lay out the two sides of the grid, or of each step's grid, and the cells of each site.
+    written_by, pairs = inputs.canvas_provenances(), inputs.sides(reading)
+    n_clean, n_corrupted = (max(side.n_canvas for side in by_step) for by_step in zip(*pairs, strict=True))
+    sweeps = settings.sweeps(n_clean, n_corrupted, model.cfg)
+
+    # 2. Refuse a budget that is too small, before anything is run.
+    budgets = [cell_budgets(*pair, sweeps, method, max_bytes) for pair in pairs]
+
+    # 3. Compute both sides once, then score every cell in the corrupted run.
+    swept = [
+        _SweptPair.of(*pair, sweeps, settings, of_pair, progress) for pair, of_pair in zip(pairs, budgets, strict=True)
+    ]
+
+    # 4. Join the steps and make one grid per site.
+    record = {
+        "method": method,
+        **inputs.describe(reading, pairs, written_by),
+        "cfg_scale": corrupted.record["cfg_scale"] if isinstance(corrupted, Trajectory) else 0.0,
+        "source": None if source is model else provenance(source, source.cfg),
+        **provenance(model, model.cfg),
+    }
+    grids = {sweep.site.name: _grid(sweep, i, swept, inputs.steps, record, model.cfg) for i, sweep in enumerate(sweeps)}
     return grids[sites] if isinstance(sites, str) else grids
 
 
 @dataclass(frozen=True, eq=False)
 class _SweptPair:
-    """The scores of all sites for one pair of runs.
-
-    Attributes:
-        clean: Metric of the clean run.
-        corrupted: Metric of the corrupted run.
-        labels: Text at the positions of each cell.
-        by_site: For each site, the scores of its cells and the error of the estimates.
-    """
+    """For one pair of runs the metric of both, the text at each cell, and the scores of each site with their error."""
 
     clean: float
     corrupted: float
     labels: list[str]
     by_site: list[tuple[Float[Tensor, "*rest"], EstimateError | None]]
 
-
-def patch_sites(
-    inputs: PatchInputs, reading: Reading, settings: PatchSettings, max_bytes: int, progress: bool
-) -> dict[str, PatchGrid]:
-    """Patch every cell of every site; `patch_grid` describes the arguments."""
-    # 1. Lay out the two sides of the grid, or of each step's grid, and the cells of each site.
-    cfg = inputs.model.cfg
-    provenances = inputs.canvas_provenances()
-    sides = inputs.sides(reading)
-    n_clean, n_corrupted = (max(side.n_canvas for side in by_step) for by_step in zip(*sides, strict=True))
-    sweeps = settings.sweeps(n_clean, n_corrupted, cfg)
-
-    # 2. Refuse a budget that is too small, before anything is run.
-    by_pair = [cell_budgets(clean, corrupted, sweeps, settings.method, max_bytes) for clean, corrupted in sides]
-
-    # 3. Compute both sides once, then score every cell in the corrupted run.
-    swept = [
-        _sweep_pair(clean, corrupted, sweeps, settings, budgets, progress)
-        for (clean, corrupted), budgets in zip(sides, by_pair, strict=True)
-    ]
-
-    # 4. Join the steps and make one grid per site.
-    record = {
-        "method": settings.method,
-        **inputs.describe(reading, sides, provenances),
-        "cfg_scale": inputs.corrupted.record["cfg_scale"] if isinstance(inputs.corrupted, Trajectory) else 0.0,
-        "source": None if inputs.source is inputs.model else provenance(inputs.source, inputs.source.cfg),
-        **provenance(inputs.model, cfg),
-    }
-    return {
-        sweep.site.name: _grid(sweep, index, swept, inputs.steps, record, cfg) for index, sweep in enumerate(sweeps)
-    }
-
-
-def _sweep_pair(
-    clean: Side,
-    corrupted: Side,
-    sweeps: Sequence[Sweep],
-    settings: PatchSettings,
-    budgets: Mapping[str, CellBudget],
-    progress: bool,
-) -> _SweptPair:
-    """Compute both sides once, and score every cell of every site."""
-    pair = _run_both(clean, corrupted, sweeps, settings.method, budgets)
-    by_site: list[tuple[Tensor, EstimateError | None]] = []
-    for sweep in sweeps:
-        cells = sweep.cells(clean.n_canvas, corrupted.n_canvas, corrupted.model.cfg.device)
-        if settings.method == "attribution":
-            by_site.append(sweep_by_gradient(pair, sweep, cells, settings.check))
-        else:
-            by_site.append((sweep_exactly(pair, sweep, cells, progress), None))
-    labels = [_label(group, clean, corrupted) for group in sweeps[0].groups]
-    return _SweptPair(pair.clean_score, pair.corrupted_score, labels, by_site)
+    @classmethod
+    def of(
+        cls,
+        clean: Side,
+        corrupted: Side,
+        sweeps: Sequence[Sweep],
+        settings: PatchSettings,
+        budgets: Mapping[str, CellBudget],
+        progress: bool,
+    ) -> "_SweptPair":
+        """Compute both sides once, and score every cell of every site."""
+        pair = SidePair.of(clean, corrupted, sweeps, settings.method, budgets)
+        by_site: list[tuple[Tensor, EstimateError | None]] = []
+        for sweep in sweeps:
+            cells = sweep.cells(clean.n_canvas, corrupted.n_canvas, corrupted.model.cfg.device)
+            if settings.method == "attribution":
+                by_site.append(sweep_by_gradient(pair, sweep, cells, settings.check))
+            else:
+                by_site.append((sweep_exactly(pair, sweep, cells, progress), None))
+        labels = [_label(group, clean, corrupted) for group in sweeps[0].groups]
+        return cls(pair.clean_score, pair.corrupted_score, labels, by_site)
 
 
 def _grid(
@@ -231,30 +346,6 @@ def _grid(
         labels=[pair.labels for pair in swept],
         error=error,
         record=record,
-    )
-
-
-def _run_both(
-    clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, budgets: Mapping[str, CellBudget]
-) -> SidePair:
-    """Compute each side once."""
-    points, names = stored_points(corrupted.input.past_points, sweeps, method)
-    clean, corrupted = clean.through_head(), corrupted.through_head()
-    clean_run = clean.input.run(points)
-    gradients: dict[str, Tensor] = {}
-    if method == "attribution":
-        corrupted_run, gradients = run_with_gradients(corrupted, names, points)
-    else:
-        corrupted_run = corrupted.input.run(names)
-    device = corrupted.model.cfg.device
-    return SidePair(
-        side=corrupted,
-        clean={name: clean_run.activations[name].to(device) for name in points},
-        corrupted=corrupted_run,
-        gradients=gradients,
-        clean_score=float(clean.reading(clean_run.logits.to(device))),
-        corrupted_score=float(corrupted.reading(corrupted_run.logits)),
-        budgets=budgets,
     )
 
 

@@ -2,7 +2,7 @@
 
 At a denoising step the logits are those of the step's own canvas. Of an answer, only the tokens that are still masked
 are read. A token that has been revealed counts 1 if it is the answer's and 0 if it is another. A causal model reads the
-answer where it has not been reached (`analysis.traced_trajectory`).
+answer where it has not been reached (`analysis.engine.trajectory`).
 
 Under guidance every metric reads guided logits. States are patched in the conditional branch. The unconditional branch
 sees no prompt, so it is the same for every cell.
@@ -17,13 +17,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.answer import Answer
-from diffusion_lens.analysis.traced_trajectory import TracedTrajectory
+from diffusion_lens.analysis.engine.answer import Answer
+from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.facts import Query
+from diffusion_lens.facts.fact import Query
+from diffusion_lens.model.noise import HeadAt
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.noise import HeadAt
 
 Metric = Callable[[Tensor], Any]
 
@@ -40,12 +40,7 @@ class RowMetric(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class AnswerProbability:
-    """The metric p(answer), mean over the batch.
-
-    Attributes:
-        query: Query with the answer and its positions.
-        answer: Rows of the logits that predict the answer, and its probability from these logits.
-    """
+    """The metric p(answer), mean over the batch."""
 
     query: Query
     answer: Answer
@@ -59,12 +54,7 @@ class AnswerProbability:
         return self.answer.probabilities(logits, len(logits)).prod(dim=2).mean()
 
     def traced(self, model: DiffusionTransformer, trajectory: Trajectory) -> TracedTrajectory:
-        """A trajectory from which the answer is read. Its prompt may differ from the query's.
-
-        Raises:
-            ValueError: A trajectory of another model, of several rows, with padding, or without masked positions for
-                the answer.
-        """
+        """A trajectory from which the answer is read. Its prompt may differ from the query's."""
         given = trajectory.given[0].nonzero().flatten().tolist()
         if in_prompt := [position for position in self.query.answer_positions if position in given]:
             raise ValueError(
@@ -77,23 +67,14 @@ class AnswerProbability:
 
 @dataclass(frozen=True)
 class Reading:
-    """A metric and the rows of the logits that it reads.
-
-    Attributes:
-        function: Function from logits [batch selected d_vocab_out] to one number.
-        rows: Rows of the logits; `None` for all of them.
-    """
+    """A function from logits [batch selected d_vocab_out] to one number, and the rows that it reads; `None` for all."""
 
     function: Metric
     rows: list[int] | None
 
     @classmethod
     def of(cls, metric: Metric, logits_at: Sequence[int] | Tensor | None) -> "Reading":
-        """A metric with its own rows, or with the rows in `logits_at`.
-
-        Raises:
-            ValueError: Rows for a metric that has its own, or something other than a list of rows.
-        """
+        """A metric with its own rows, or with the rows in `logits_at`."""
         if isinstance(metric, RowMetric):
             if logits_at is not None:
                 raise ValueError("the metric has its own rows: leave out logits_at=")

@@ -1,21 +1,66 @@
-"""The result of a patching sweep."""
+"""The result of a patching sweep, and how far its estimates are from exact patching."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.patching.attribution import EstimateError
-from diffusion_lens.display import PicturedResult, Table, shaped
-from diffusion_lens.records import as_dataclass, load_result, save_result
+from diffusion_lens.records.results import PicturedResult, Table, as_dataclass, load_result, save_result, shaped
 
 _TENSORS = ("scores", "clean", "corrupted")
 _ERROR_TENSORS = ("cells", "estimated", "exact")
 _TITLE = "Effect of patching a clean state"
+
+
+@dataclass(frozen=True, eq=False)
+class EstimateError:
+    """Estimated and exact effects of the cells with the largest estimates.
+
+    Attributes:
+        cells: Int[cell axis], index of each cell in the scores of the grid.
+        estimated: Float[cell], estimated effect of each cell, score - corrupted.
+        exact: Float[cell], effect of each cell when it is patched.
+    """
+
+    cells: Int[Tensor, "cell axis"]
+    estimated: Float[Tensor, "cell"]
+    exact: Float[Tensor, "cell"]
+
+    @classmethod
+    def by_step(cls, errors: Sequence["EstimateError | None"]) -> "EstimateError | None":
+        """Joins the errors of several steps; the index of the step comes first in `cells`."""
+        present = [(step, error) for step, error in enumerate(errors) if error is not None]
+        if not present:
+            return None
+        return cls(
+            torch.cat([F.pad(error.cells, (1, 0), value=step) for step, error in present]),
+            torch.cat([error.estimated for _, error in present]),
+            torch.cat([error.exact for _, error in present]),
+        )
+
+    @property
+    def difference(self) -> Float[Tensor, "cell"]:
+        """Estimated minus exact effect of each cell."""
+        return self.estimated - self.exact
+
+    @property
+    def max_abs(self) -> float:
+        """Largest absolute difference."""
+        return float(self.difference.abs().max())
+
+    @property
+    def correlation(self) -> float:
+        """Pearson's correlation of estimated and exact effects; NaN for fewer than two cells, or if all are equal."""
+        if len(self.exact) < 2:
+            return math.nan
+        return float(torch.corrcoef(torch.stack([self.estimated, self.exact]))[0, 1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)

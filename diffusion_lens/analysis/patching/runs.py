@@ -1,28 +1,39 @@
-"""The two sides of a patch grid, a clean and a corrupted run, and the cells patched from clean to corrupted."""
+"""The two sides of a patch grid, a clean and a corrupted run, and the scores of cells patched from one to the other.
+
+Attribution patching (Nanda 2023, "Attribution Patching: Activation Patching At Industrial Scale").
+
+To first order, patching a state a into the corrupted run changes the metric M by
+
+    (a_clean - a_corrupted) · dM/da, the gradient taken at the corrupted run.
+
+One forward pass of the clean input, and one forward and one backward pass of the corrupted one, estimate every cell of
+every site at once. The estimate is less accurate the more nonlinear M is between the two runs. So the cells with the
+largest estimates are also patched exactly, and the result contains the differences.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.batching import reserved
-from diffusion_lens.analysis.cell_budget import CellBudget
-from diffusion_lens.analysis.cells import Cell, CellRuns, Patch
-from diffusion_lens.analysis.kept_run import KeptRun, NetworkInput, stream_entering
-from diffusion_lens.analysis.patching.block_ends import moved_to_block_end
+from diffusion_lens.analysis.engine.batching import reserved
+from diffusion_lens.analysis.engine.cells import Cell, CellBudget, CellRuns, Patch, reaches_a_row
+from diffusion_lens.analysis.engine.kept_run import KeptRun, NetworkInput, stream_entering
 from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Reading
+from diffusion_lens.analysis.patching.result import EstimateError
 from diffusion_lens.analysis.patching.sites import Cells, Site, Sweep
-from diffusion_lens.config import reached
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.facts import Query
+from diffusion_lens.facts.fact import Query
+from diffusion_lens.hooks.step import StepState
+from diffusion_lens.model.config import reached
 from diffusion_lens.model.inputs import check_attention_mask, check_tokens
+from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable
-from diffusion_lens.shapes import PosMask, Tokens
-from diffusion_lens.step_state import StepState
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +41,6 @@ class Side:
     """One side of a pair: a model, its input, and the metric of its logits.
 
     Attributes:
-        model: Model that reads the tokens.
-        tokens: Input of the network.
         real: False at padding; `None` where there is none.
         reading: Metric and its rows; `UNREAD` if those rows have another meaning on this side.
         n_canvas: Number of positions of the canvas. The network may read more: an answer that has not been reached or,
@@ -57,7 +66,7 @@ class Side:
         if isinstance(prompt, Tensor):
             tokens = check_tokens(prompt, model.cfg)
             # Passes that start from a residual stream cannot infer the padding from tokens.
-            real = model.real_positions(tokens)
+            real = model.padding.real(tokens)
         else:
             tokens, real = model.tokenize(prompt)
             real = None if real is None or bool(real.all()) else real
@@ -102,22 +111,18 @@ class Side:
         its run was. The probability of an answer reads the head itself."""
         if self.reading is UNREAD or isinstance(self.reading.function, AnswerProbability):
             return self
+        rows, present = self.reading.rows, None
+        if self.model.head.needs_canvas:  # the token at each position that the metric's rows predict
+            positions = torch.arange(self.n_pos, device=self.tokens.device)
+            by_row = positions.scatter(0, self.model.readout.rows(positions), positions)
+            present = self.tokens[:, by_row if rows is None else by_row[rows]]
         with self.model.clock.at(self.step):
-            head = self.model.head_at(self._predicted_tokens())
-        reading = self.reading.through(head)
-        if not self.cfg_scale:
-            return replace(self, reading=reading)
-        with self.model.clock.at(self.step and replace(self.step, branch="unconditional")):
-            unconditional = self.model(self.unprompted, attention_mask=self.real, logits_at=self.reading.rows)
-        return replace(self, reading=reading.guided(unconditional, self.cfg_scale))
-
-    def _predicted_tokens(self) -> Int[Tensor, "batch selected"] | None:
-        """The token at each position that the metric's rows predict, for a head that needs the canvas."""
-        if not self.model.head.needs_canvas:
-            return None
-        positions = torch.arange(self.n_pos, device=self.tokens.device)
-        by_row = positions.scatter(0, self.model.readout.rows(positions), positions)
-        return self.tokens[:, by_row if self.reading.rows is None else by_row[self.reading.rows]]
+            reading = self.reading.through(self.model.head_at(present))
+        if self.cfg_scale:
+            with self.model.clock.at(self.step and replace(self.step, branch="unconditional")):
+                unconditional = self.model(self.unprompted, attention_mask=self.real, logits_at=rows)
+            reading = reading.guided(unconditional, self.cfg_scale)
+        return replace(self, reading=reading)
 
     @property
     def n_pos(self) -> int:
@@ -134,12 +139,7 @@ class Side:
         return readable(self.model.words([int(self.tokens[0, position])])[0])
 
 
-def _with_block(model: DiffusionTransformer, n_pos: int) -> int:
-    """A number of positions after which nothing changes the first `n_pos`: the block of the last one ends before it."""
-    return n_pos - 1 + (model.cfg.block_size or 1)
-
-
-def stored_points(past_points: Sequence[str], sweeps: Sequence[Sweep], method: str) -> tuple[set[str], set[str]]:
+def _stored_points(past_points: Sequence[str], sweeps: Sequence[Sweep], method: str) -> tuple[set[str], set[str]]:
     """The hook points at which the clean run stores activations, and those at which the corrupted run does."""
     points = {sweep.site.hook_point(layer) for sweep in sweeps for layer in sweep.layers}
     entrances = {stream_entering(layer + sweep.site.ends_block) for sweep in sweeps for layer in sweep.layers}
@@ -151,14 +151,10 @@ def stored_points(past_points: Sequence[str], sweeps: Sequence[Sweep], method: s
 def cell_budgets(
     clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, max_bytes: int
 ) -> dict[str, CellBudget]:
-    """The memory for the cells of each site.
-
-    Raises:
-        ValueError: `max_bytes` does not suffice for both runs and one cell of each site, or for the backward pass of
-            "attribution".
-    """
-    points, names = stored_points(corrupted.input.past_points, sweeps, method)
+    """The memory for the cells of each site; a `ValueError` if `max_bytes` does not suffice for both runs and one cell
+    of each, or for the backward pass of "attribution"."""
     given = corrupted.input
+    points, names = _stored_points(given.past_points, sweeps, method)
     kept_bytes = clean.input.stored_bytes(points) + given.stored_bytes(names) + given.logits_bytes
     kept_bytes += given.stored_bytes(points) if method == "attribution" else 0  # gradients
     kept_bytes += given.stream_bytes * max(len(s.layers) * s.site.moves_to_block_end for s in sweeps)
@@ -179,10 +175,8 @@ class SidePair:
     Attributes:
         side: Model, canvas and metric of the corrupted run.
         clean: Activations of the clean run, by hook point.
-        corrupted: The corrupted run.
         gradients: Gradients of the metric in the corrupted run, by hook point; empty for the exact method.
         clean_score: The metric of the clean run; NaN if its rows have another meaning there.
-        corrupted_score: The metric of the corrupted run.
         budgets: Memory for the cells of one pass, by name of the site.
     """
 
@@ -194,16 +188,35 @@ class SidePair:
     corrupted_score: float
     budgets: Mapping[str, CellBudget]
 
+    @classmethod
+    def of(
+        cls, clean: Side, corrupted: Side, sweeps: Sequence[Sweep], method: str, budgets: Mapping[str, CellBudget]
+    ) -> "SidePair":
+        """Compute both sides."""
+        points, names = _stored_points(corrupted.input.past_points, sweeps, method)
+        clean, corrupted = clean.through_head(), corrupted.through_head()
+        clean_run, gradients = clean.input.run(points), dict[str, Tensor]()
+        if method == "attribution":
+            run, gradients = _run_with_gradients(corrupted, names, points)
+        else:
+            run = corrupted.input.run(names)
+        device = corrupted.model.cfg.device
+        return cls(
+            side=corrupted,
+            clean={name: clean_run.activations[name].to(device) for name in points},
+            corrupted=run,
+            gradients=gradients,
+            clean_score=float(clean.reading(clean_run.logits.to(device))),
+            corrupted_score=float(corrupted.reading(run.logits)),
+            budgets=budgets,
+        )
+
     @property
     def _score_dtype(self) -> torch.dtype:
         return torch.promote_types(self.corrupted.logits.dtype, torch.float32)
 
     def states(self, site: Site, layer: int) -> tuple[Tensor, Tensor]:
-        """A site's clean and corrupted activation, [batch pos ...].
-
-        Raises:
-            ValueError: The shapes differ.
-        """
+        """A site's clean and corrupted activation, [batch pos ...]."""
         name = site.hook_point(layer)
         clean, corrupted = (site.with_positions_first(run[name]) for run in (self.clean, self.corrupted.activations))
         if clean.shape[2:] != corrupted.shape[2:]:
@@ -217,12 +230,8 @@ class SidePair:
     def patched_scores(
         self, site: Site, selected: Sequence[tuple[int, Cells]], progress: str | None = None
     ) -> list[Float[Tensor, "cell"]]:
-        """The metric of the corrupted run with each cell patched in turn; NaN for a cell without a position.
-
-        Args:
-            selected: Layers, and the cells of each.
-            progress: Title of a progress bar; by default none is shown.
-        """
+        """The metric of the corrupted run with each of these cells of each layer patched in turn; NaN for a cell
+        without a position."""
         unchanged = torch.tensor(self.corrupted_score, dtype=self._score_dtype)
         engine = CellRuns(self.corrupted, self._measure, unchanged, self.budgets[site.name])
         cells = [cell for layer, of_layer in selected for cell in self._cells(site, layer, of_layer)]
@@ -236,31 +245,30 @@ class SidePair:
         """The cells of a layer. A cell whose state is the same in both runs, or that has no position, has no patch."""
         clean, corrupted = self.states(site, layer)
         differs = (cells.from_clean(clean) != cells.from_corrupted(corrupted)).flatten(1).any(dim=1)
-        changed = set(cells.cell[differs].tolist())
-        pairs: dict[int, list[tuple[int, int]]] = {index: [] for index in changed}
-        for index, source, target in zip(
-            cells.cell.tolist(), cells.source.tolist(), cells.target.tolist(), strict=True
-        ):
-            if index in changed:
-                pairs[index].append((source, target))
-        heads = {} if cells.head is None else dict(zip(cells.cell.tolist(), cells.head.tolist(), strict=True))
+        changed = cells.cell[differs].unique()
+        heads = torch.zeros_like(cells.cell) if cells.head is None else cells.head
+        entries: dict[int, list[tuple[int, int, int]]] = {}
+        table = torch.stack([cells.cell, cells.source, cells.target, heads], dim=1)
+        for index, *entry in table[torch.isin(cells.cell, changed)].tolist():
+            entries.setdefault(index, []).append(tuple(entry))
 
         def patch(index: int) -> Patch:
+            source, target, (head, *_) = zip(*entries[index], strict=True)
             return Patch(
                 block=layer,
                 point=site.hook_point(layer),
                 states=clean,
-                source=tuple(source for source, _ in pairs[index]),
-                target=tuple(target for _, target in pairs[index]),
-                head=heads.get(index),
+                source=source,
+                target=target,
+                head=None if cells.head is None else head,
                 heads_first=site.heads_first,
                 is_local=site.is_local,
             )
 
-        entry = layer + site.ends_block
-        at_site = [Cell(entry, (patch(index),) if index in changed else ()) for index in range(cells.n)]
+        enters = layer + site.ends_block
+        at_site = [Cell(enters, (patch(index),) if index in entries else ()) for index in range(cells.n)]
         moves = site.moves_to_block_end and not self.corrupted.input.is_hooked
-        return moved_to_block_end(self.corrupted, layer, at_site) if moves else at_site
+        return _moved_to_block_end(self.corrupted, layer, at_site) if moves else at_site
 
     def _measure(
         self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]
@@ -279,3 +287,98 @@ def sweep_exactly(pair: SidePair, sweep: Sweep, cells: Cells, progress: bool) ->
     title = f"patch {sweep.site.name}" if progress else None
     scores = pair.patched_scores(sweep.site, [(layer, cells) for layer in sweep.layers], title)
     return torch.stack(scores).view(len(sweep.layers), *cells.shape)
+
+
+def _run_with_gradients(side: Side, names: Iterable[str], points: Collection[str]) -> tuple[KeptRun, dict[str, Tensor]]:
+    """A pass with the activations at `names` stored, and the metric's gradient at some of them, `points`.
+
+    Only activations are differentiated: no parameter gets a gradient, whether it is frozen or not.
+    """
+    given = side.input
+    embedded = given.embed()
+    with torch.enable_grad():
+        run = given.run(names, embedded.clone().requires_grad_())
+        score = side.reading(run.logits)
+        if not score.requires_grad:
+            raise ValueError(
+                "method='attribution' needs the metric's gradient, and it has none: compute the metric from the logits "
+                "with torch, without .item(), .detach() or argmax"
+            )
+        with given.at_step():
+            gradients = torch.autograd.grad(score, [run.activations[name] for name in points])
+    states = {name: state.detach() for name, state in run.activations.items()}
+    return KeptRun(given, states, run.logits.detach()), dict(zip(points, gradients, strict=True))
+
+
+def sweep_by_gradient(
+    pair: SidePair, sweep: Sweep, cells: Cells, check: int
+) -> tuple[Float[Tensor, "layer *cell"], EstimateError | None]:
+    """The estimated score of every cell of a site, and the error of the `check` largest estimates."""
+    # 1. Estimate every cell from the gradients.
+    site, layers = sweep.site, sweep.layers
+    effects = torch.stack([_estimated_effects(pair, site, layer, cells) for layer in layers])
+    scores = (pair.corrupted_score + effects).view(len(layers), *cells.shape)
+
+    # 2. Patch the cells with the largest estimates exactly.
+    flat = effects.flatten()
+    largest = flat.abs().nan_to_num(nan=-1).topk(min(check, len(flat))).indices.sort().values
+    largest = largest[~flat[largest].isnan()]
+    if not len(largest):
+        return scores, None
+    selected = [
+        (layer, cells.pick((largest[largest // cells.n == index] % cells.n).to(cells.cell.device)))
+        for index, layer in enumerate(layers)
+    ]
+    exact = pair.patched_scores(site, selected)
+    indices = torch.stack(torch.unravel_index(largest, scores.shape), dim=1)
+    return scores, EstimateError(indices, flat[largest], torch.cat(exact) - pair.corrupted_score)
+
+
+def _estimated_effects(pair: SidePair, site: Site, layer: int, cells: Cells) -> Float[Tensor, "cell"]:
+    """The first-order effect of each cell of a layer; NaN for a cell without a position."""
+    clean, corrupted = pair.states(site, layer)
+    gradient = cells.from_corrupted(site.with_positions_first(pair.gradients[site.hook_point(layer)]))
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    change = cells.from_clean(clean).to(wide) - cells.from_corrupted(corrupted).to(wide)
+    terms = (change * gradient.to(wide)).flatten(1).sum(dim=1)
+    effects = terms.new_zeros(cells.n).index_add(0, cells.cell, terms)
+    return effects.masked_fill(~cells.present, math.nan).cpu()
+
+
+def _moved_to_block_end(run: KeptRun, layer: int, cells: Sequence[Cell]) -> list[Cell]:
+    """Cells of one layer, each with at most one patch at the same hook point, that enter after their block.
+
+    Their patch is local: what a block does with such a state at a position does not depend on the other positions'
+    states there. So one pass of the block in which every position is patched gives the stream after it at each position
+    when that one alone is patched. Cells are returned as they are where two of them write different states at one.
+    """
+    patches = [patch for cell in cells if reaches_a_row(run.input, cell) for patch in cell.patches]
+    sources: dict[int, int] = {}
+    for patch in patches:
+        for source, target in zip(patch.source, patch.target, strict=True):
+            if sources.setdefault(target, source) != source:
+                return list(cells)
+    if not patches:
+        return list(cells)
+
+    def write(activation: Tensor, hook: Any) -> Tensor:
+        written = activation.clone()
+        written[:, list(sources)] = patches[0].states[:, list(sources.values())].to(activation.dtype)
+        return written
+
+    after = run.resume(run.stream(layer), range(layer, layer + 1), hooks=[(patches[0].point, write)])
+
+    def moved(patch: Patch) -> Patch:
+        return replace(patch, point=stream_entering(layer + 1), states=after, source=patch.target)
+
+    return [
+        replace(cell, entry=layer + 1, patches=tuple(map(moved, cell.patches)))
+        if reaches_a_row(run.input, cell)
+        else replace(cell, patches=())
+        for cell in cells
+    ]
+
+
+def _with_block(model: DiffusionTransformer, n_pos: int) -> int:
+    """A number of positions after which nothing changes the first `n_pos`: the block of the last one ends before it."""
+    return n_pos - 1 + (model.cfg.block_size or 1)

@@ -1,16 +1,17 @@
 """The activations that can be patched, under TransformerLens's names, and the cells of a sweep over one of them."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from diffusion_lens.config import DiffusionConfig
-from diffusion_lens.hook_names import nearest
+from diffusion_lens.hooks.names import nearest
+from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.settings import Whole, pick_indices
 
 PositionOrPair = Whole | tuple[Whole, Whole]
@@ -25,7 +26,7 @@ class Site:
     Attributes:
         name: TransformerLens's short name.
         point: Name of the hook point within a block.
-        n_heads: Function from a model's configuration to its number of heads; `None` where a position has one state.
+        heads: The axis of heads, "query" or "key/value"; `None` where a position has one state.
         heads_first: Whether the activation is [batch head query key] and not [batch pos ...].
         ends_block: Whether nothing of its block is left to run after it.
         is_local: Whether what follows in its block reads a position's state at that position only.
@@ -33,7 +34,7 @@ class Site:
 
     name: str
     point: str
-    n_heads: Callable[[DiffusionConfig], int] | None = None
+    heads: str | None = None
     heads_first: bool = False
     ends_block: bool = False
     is_local: bool = True
@@ -41,7 +42,7 @@ class Site:
     @property
     def moves_to_block_end(self) -> bool:
         """Whether one pass of a block gives the stream after it for the patch of each position alone."""
-        return self.is_local and self.n_heads is None and not self.ends_block
+        return self.is_local and self.heads is None and not self.ends_block
 
     def hook_point(self, layer: int) -> str:
         """Full name of its hook point in a block."""
@@ -49,19 +50,14 @@ class Site:
 
     def pick_heads(self, heads: Iterable[Whole] | None, cfg: DiffusionConfig) -> list[int] | None:
         """Heads to sweep; `None` for a site without heads."""
-        return pick_indices(f"{self.name} heads", heads, self.n_heads(cfg)) if self.n_heads else None
+        if self.heads is None:
+            return None
+        n_heads = cfg.n_heads if self.heads == "query" else cfg.n_key_value_heads or cfg.n_heads
+        return pick_indices(f"{self.name} heads", heads, n_heads)
 
     def with_positions_first(self, activation: Tensor) -> Tensor:
         """A view with the axes [batch pos ...] or [batch pos head ...]."""
         return activation.transpose(1, 2) if self.heads_first else activation
-
-
-def _heads(cfg: DiffusionConfig) -> int:
-    return cfg.n_heads
-
-
-def _key_value_heads(cfg: DiffusionConfig) -> int:
-    return cfg.n_key_value_heads or cfg.n_heads
 
 
 PATCH_SITES = {
@@ -72,11 +68,11 @@ PATCH_SITES = {
         Site("resid_post", "hook_resid_post", ends_block=True),
         Site("attn_out", "hook_attn_out"),
         Site("mlp_out", "hook_mlp_out"),
-        Site("q", "attn.hook_q", _heads),
-        Site("k", "attn.hook_k", _key_value_heads, is_local=False),
-        Site("v", "attn.hook_v", _key_value_heads, is_local=False),
-        Site("z", "attn.hook_z", _heads),
-        Site("pattern", "attn.hook_pattern", _heads, heads_first=True),
+        Site("q", "attn.hook_q", "query"),
+        Site("k", "attn.hook_k", "key/value", is_local=False),
+        Site("v", "attn.hook_v", "key/value", is_local=False),
+        Site("z", "attn.hook_z", "query"),
+        Site("pattern", "attn.hook_pattern", "query", heads_first=True),
     )
 }
 
@@ -164,16 +160,10 @@ class Sweep:
         return {axis: coordinates for axis, coordinates in by_axis.items() if coordinates is not None}
 
     def cells(self, n_clean: int, n_corrupted: int, device: str | torch.device | None) -> Cells:
-        """The cells of a layer, with heads as the last axis.
-
-        Args:
-            n_clean, n_corrupted: Number of positions of the clean and the corrupted run; positions beyond are left out.
-            device: Device of the indices.
-        """
-        groups_and_heads = [(group, head) for group in self.groups for head in self.heads or [0]]
+        """The cells of a layer, with heads as the last axis, without positions beyond those of the two runs."""
         table = [
             (cell, source, target, head)
-            for cell, (group, head) in enumerate(groups_and_heads)
+            for cell, (group, head) in enumerate(product(self.groups, self.heads or [0]))
             for source, target in group
             if source < n_clean and target < n_corrupted
         ]
@@ -183,11 +173,7 @@ class Sweep:
 
 
 def resolve_sites(sites: str | Sequence[str]) -> list[Site]:
-    """The sites of these names.
-
-    Raises:
-        ValueError: No name, or an unknown one; the error names the nearest.
-    """
+    """The sites of these names."""
     names, known = [sites] if isinstance(sites, str) else list(sites), ", ".join(PATCH_SITES)
     if not names:
         raise ValueError(f"no site was given; they are {known}")
@@ -200,12 +186,7 @@ def resolve_sites(sites: str | Sequence[str]) -> list[Site]:
 
 
 def resolve_groups(positions: CellPositions, n_clean: int, n_corrupted: int) -> list[PositionPairs]:
-    """The (clean position, corrupted position) pairs of each cell; for "all", one group of all pairs.
-
-    Raises:
-        ValueError: Runs of different lengths without pairs, a position outside its run, a cell that is given twice, or
-            a cell that writes a position twice.
-    """
+    """The (clean position, corrupted position) pairs of each cell; for "all", one group of all pairs."""
     if positions is None or isinstance(positions, str):
         if positions not in (None, "all"):
             raise ValueError(f"positions={positions!r}; it must be None (each one), 'all' (together), or a list")
@@ -229,7 +210,6 @@ def resolve_groups(positions: CellPositions, n_clean: int, n_corrupted: int) -> 
 
 
 def _pair(given: PositionOrPair, n_clean: int, n_corrupted: int) -> tuple[int, int]:
-    """The clean and the corrupted position, counted from the start of each run."""
     source, target = given if isinstance(given, tuple) else (given, given)
     clean = pick_indices("positions in the clean run", [source], n_clean)
     return clean[0], pick_indices("positions in the corrupted run", [target], n_corrupted)[0]

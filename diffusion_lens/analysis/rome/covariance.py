@@ -15,40 +15,54 @@ over the m_t keys of text t,
     E ‖C_n − C‖²  ≈  T / (T − 1) · (Σ_t ‖S_t‖² − Σ_t m_t² ‖C_n‖²) / n²      (Frobenius norms)
 
 which decreases as 1/n.
+
+A panel is a fixed number of consecutive batches of texts. Each is summed from zero, and the sums of the panels are
+added in their order. So it does not change a bit of the total which process sums which panel.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.rome.edited_layer import pick_edited_layer
-from diffusion_lens.analysis.rome.key_sums import KeyPanel, KeySums
-from diffusion_lens.analysis.workers.executor import Executes, Workers, with_device
-from diffusion_lens.analysis.workers.running import run_tasks
-from diffusion_lens.display import Result, Table
-from diffusion_lens.identity import begins_run, require_identified
+from diffusion_lens.analysis.engine.inputs import ForwardPass, padded
+from diffusion_lens.analysis.over_facts.executor import Executes, Workers, run_tasks, with_device
+from diffusion_lens.analysis.rome.keys import key_site, pick_edited_layer
+from diffusion_lens.analysis.rome.weight_edit import require_same_model
 from diffusion_lens.model.inputs import check_tokens
+from diffusion_lens.model.loss import noised
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Whole, at_least, whole_number
-from diffusion_lens.user_warnings import warn_user
+from diffusion_lens.records.identity import begins_run, require_named_hooks
+from diffusion_lens.records.results import Result, Saved, Table, network_of, provenance
+from diffusion_lens.settings import Whole, at_least, own_seed, warn_user, whole_number
 from weight_conversion import as_json
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KeySums:
+    """Sums over some texts; `SecondMoment` describes them."""
+
+    total: Float[Tensor, "d_mlp d_mlp"]
+    count: int
+    texts: int
+    text_squares: float
+    count_squares: int
+
 
 Corpus = Sequence[str] | Sequence[Tensor] | Int[Tensor, "batch pos"]
 _WAITING_BYTES = 2**32  # of sums that wait for an earlier one, by default
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SecondMoment(Result):
+class SecondMoment(KeySums, Result, Saved):
     """C over a corpus, or over the part of it that was processed so far.
 
     Columns of the data frame: layer, keys, texts.
@@ -64,11 +78,8 @@ class SecondMoment(Result):
             others), model, weights' hash, versions.
     """
 
-    total: Float[Tensor, "d_mlp d_mlp"]
-    count: int
-    texts: int
-    text_squares: float
-    count_squares: int
+    KIND: ClassVar[str] = "second moment"
+
     layer: int
     record: dict[str, Any]
 
@@ -87,15 +98,6 @@ class SecondMoment(Result):
 
     def _table(self) -> Table:
         return Table({"layer": [self.layer], "keys": [self.count], "texts": [self.texts]})
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        return save_fields(path, "second moment", self)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "SecondMoment":
-        """Read what `save` wrote."""
-        return load_fields(path, "second moment", cls)
 
 
 @begins_run
@@ -141,16 +143,20 @@ def second_moment(
     Warns:
         UserWarning: An unfinished file was begun with another `batch_size` or `save_every`.
     """
-    model.require_own_times("second_moment")
+    model.time.require_own("second_moment")
     layer, seed = pick_edited_layer(model, layer), whole_number("seed", seed)
     batch_size, save_every = at_least(1, "batch_size", batch_size), at_least(1, "save_every", save_every)
     rows = _rows(model, corpus)
     settings = {"batch_size": batch_size, "save_every": save_every}
     record = with_device({**_describe(model, rows, layer, seed), **settings}, executor)
     if folder is not None:
-        require_identified(record, str(folder))
+        require_named_hooks(record, str(folder))
     path = None if folder is None else Path(folder) / f"second-moment-{record['key'][:16]}.safetensors"
-    so_far = _load_moment(path, record) if path is not None and path.exists() else _nothing(model, layer, record)
+    if path is not None and path.exists():
+        so_far = _load_moment(path, record)
+    else:
+        size = model.blocks[layer].mlp.W_out.shape[0]
+        so_far = SecondMoment(torch.zeros(size, size, dtype=torch.float64), 0, 0, 0.0, 0, layer, record)
     starts = range(so_far.texts, len(rows), batch_size * save_every)
     panels = [KeyPanel(layer, i, rows[i : i + starts.step], batch_size, seed) for i in starts]
     n_done, n_left = -(-so_far.texts // batch_size), sum(panel.size for panel in panels)
@@ -162,6 +168,182 @@ def second_moment(
             if path is not None:
                 so_far.save(path)
     return replace(so_far, total=so_far.total.cpu())
+
+
+RIDGE = 1e-4  # Relative to the mean of C's diagonal.
+_SINGULAR = 1e-12  # Ratio of the smallest to the largest pivot below which C counts as singular.
+
+Covariance = SecondMoment | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class InverseMoment:
+    """C⁻¹ in the form of a Cholesky factor, which takes much longer to compute than the product with a key.
+
+    Attributes:
+        covariance: C.
+        factor: Float[d_mlp d_mlp], lower triangular factor of C plus the ridge, float64 on the CPU.
+        ridge: Number that was added to C's diagonal: 0, or `RIDGE` times its mean if C is singular.
+    """
+
+    covariance: Covariance
+    factor: Float[Tensor, "d_mlp d_mlp"]
+    ridge: float
+
+    @classmethod
+    def of(cls, covariance: Covariance) -> "InverseMoment":
+        """Factor C in float64.
+
+        C counts as singular, as with fewer keys than rows, if a pivot of the factorisation is not positive, or below
+        1e-12 of the largest.
+
+        Raises:
+            ValueError: C is not symmetric, not finite, or has negative eigenvalues.
+        """
+        c = matrix_of(covariance)
+        if not bool(c.isfinite().all()) or not torch.allclose(c, c.T, rtol=1e-5, atol=1e-8 * float(c.abs().max())):
+            raise ValueError("the second moment is not a symmetric matrix of finite numbers; compute it again")
+        ridge = 0.0
+        factor, failed = torch.linalg.cholesky_ex(c)
+        pivots = factor.diagonal().square()
+        if int(failed) or float(pivots.min()) < _SINGULAR * float(pivots.max()):
+            ridge = RIDGE * float(c.diagonal().mean())
+            factor, failed = torch.linalg.cholesky_ex(c + ridge * torch.eye(len(c), dtype=c.dtype))
+            if int(failed) or not ridge > 0:
+                raise ValueError(
+                    "the second moment is singular even with a ridge: it is zero or has negative eigenvalues, so it is "
+                    "not E[k kᵀ] of any keys; compute it again with second_moment(), or edit without one"
+                )
+        return cls(covariance, factor, ridge)
+
+    def times(self, keys: Float[Tensor, "d_mlp *rest"]) -> Float[Tensor, "d_mlp *rest"]:
+        """C⁻¹ k in float64 for one key or for the columns of a matrix."""
+        k = keys.cpu().double()
+        return torch.cholesky_solve(k.reshape(len(k), -1), self.factor).reshape(k.shape)
+
+
+def matrix_of(covariance: Covariance) -> Float[Tensor, "d_mlp d_mlp"]:
+    """C in float64 on the CPU."""
+    matrix = covariance.matrix if isinstance(covariance, SecondMoment) else covariance.detach()
+    return matrix.cpu().double()
+
+
+def require_covariance_of(model: DiffusionTransformer, layer: int, covariance: Covariance) -> None:
+    """Raise a `ValueError` unless C may belong to the MLP of this block of this model."""
+    if isinstance(covariance, SecondMoment):
+        if covariance.layer != layer:
+            raise ValueError(f"the edit is of layer {layer}, but the covariance was taken at layer {covariance.layer}")
+        require_same_model("covariance", covariance.record, model)
+    shape = list((covariance.total if isinstance(covariance, SecondMoment) else covariance).shape)
+    n_units = model.blocks[layer].mlp.W_out.shape[0]
+    if shape != [n_units, n_units]:
+        raise ValueError(
+            f"the covariance of layer {layer} is {shape}, and its MLP has {n_units} units; take it from the model that "
+            "you edit"
+        )
+
+
+def describe_covariance(covariance: Covariance | None) -> dict[str, Any] | None:
+    """What identifies C in a record; the record of a moment has the seed of its noise and the hash of its corpus."""
+    if covariance is None:
+        return None
+    if isinstance(covariance, SecondMoment):
+        names = ("key", "corpus_sha256", "corpus_texts", "seed")
+        recorded = {name: covariance.record.get(name) for name in names}
+        return {"layer": covariance.layer, "count": covariance.count, **recorded, **network_of(covariance.record)}
+    return {"sha256": hashlib.sha256(matrix_of(covariance).contiguous().numpy().tobytes()).hexdigest()}
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPanel:
+    """The texts of a panel, which one task sums: rows from the text `first` of the corpus."""
+
+    layer: int
+    first: int
+    rows: Sequence[Int[Tensor, "_"]]
+    batch_size: int
+    seed: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # One tensor is sent instead of hundreds, which may be views of a larger one.
+        settings = (self.layer, self.first, self.batch_size, self.seed)
+        return _received, (torch.cat([*self.rows]), [*map(len, self.rows)], *settings)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"of the texts {self.first} to {self.first + len(self.rows) - 1}"
+
+    @property
+    def size(self) -> int:
+        """Number of batches."""
+        return -(-len(self.rows) // self.batch_size)
+
+    @property
+    def n_kept(self) -> int:
+        """None: only the sums of all its batches are kept."""
+        return 0
+
+    def compute(self, model: DiffusionTransformer) -> KeySums:
+        """The sums, on the CPU."""
+        sums = self.sums(model)
+        return replace(sums, total=sums.total.cpu())
+
+    @torch.no_grad()
+    def sums(self, model: DiffusionTransformer, summed: Callable[[], object] = lambda: None) -> KeySums:
+        """The sums, on the device of the model, or on the CPU if that has no float64; `summed` follows each batch."""
+        size, device = model.blocks[self.layer].mlp.W_out.shape[0], str(model.cfg.device)
+        home = "cpu" if device.startswith("mps") else device
+        sums = KeySums(torch.zeros(size, size, dtype=torch.float64, device=home), 0, 0, 0.0, 0)
+        for start in range(0, len(self.rows), self.batch_size):
+            rows = list(self.rows[start : start + self.batch_size])
+            seeds = [own_seed(self.seed, self.first + start + i) for i in range(len(rows))]
+            sums = _with_batch(sums, _keys(model, self.layer, rows, seeds))
+            summed()
+        return sums
+
+
+def _received(tokens: Tensor, lengths: list[int], layer: int, first: int, batch_size: int, seed: int) -> KeyPanel:
+    return KeyPanel(layer, first, tokens.split(lengths), batch_size, seed)
+
+
+def _with_batch(sums: KeySums, keys_by_text: Sequence[Float[Tensor, "pos d_mlp"]]) -> KeySums:
+    """The sums with the keys of one more batch, in the same matrix."""
+    keys = torch.cat([*keys_by_text])
+    # In place, because the matrix is large.
+    if keys.dtype == sums.total.dtype:
+        sums.total.addmm_(keys.T, keys)
+    else:
+        sums.total.add_((keys.T @ keys).to(sums.total.device))
+    return KeySums(
+        sums.total,
+        sums.count + len(keys),
+        sums.texts + len(keys_by_text),
+        sums.text_squares + sum(float((k @ k.T).square().sum()) for k in keys_by_text),
+        sums.count_squares + sum(len(k) ** 2 for k in keys_by_text),
+    )
+
+
+def _keys(
+    model: DiffusionTransformer, layer: int, rows: Sequence[Tensor], seeds: Sequence[int]
+) -> list[Float[Tensor, "pos d_mlp"]]:
+    """The keys of each text of a batch, in float64, or in float32 on a device without it."""
+    site = key_site(layer)
+    keys = _as_in_training(model, rows, seeds).states([site])[site]
+    dtype = torch.float32 if keys.device.type == "mps" else torch.float64
+    return [of_text[: len(row)].to(dtype) for of_text, row in zip(keys, rows, strict=True)]
+
+
+def _as_in_training(model: DiffusionTransformer, rows: Sequence[Tensor], seeds: Sequence[int]) -> ForwardPass:
+    """The pass on texts as in training: partly noise on a diffusion model."""
+    text, real = (x.to(model.cfg.device) for x in padded(model, rows))
+    if model.cfg.grows:
+        return ForwardPass(model, text, real)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    noised_rows = [noised(model, row[None], generator=noise) for row, noise in zip(rows, generators, strict=True)]
+    noisy, _ = padded(model, [noisy[0] for noisy, _ in noised_rows])
+    p = torch.stack([p[0, 0] for _, p in noised_rows])
+    return ForwardPass.under_noise(model, text, noisy.to(text.device), real, p)
 
 
 def _sums(
@@ -178,14 +360,11 @@ def _sums(
 
 
 def _added(so_far: SecondMoment, sums: KeySums) -> SecondMoment:
-    """The moment with one more panel."""
+    counts = ("count", "texts", "text_squares", "count_squares")
     return replace(
         so_far,
         total=so_far.total.to(sums.total.device) + sums.total if so_far.texts else sums.total,
-        count=so_far.count + sums.count,
-        texts=so_far.texts + sums.texts,
-        text_squares=so_far.text_squares + sums.text_squares,
-        count_squares=so_far.count_squares + sums.count_squares,
+        **{name: getattr(so_far, name) + getattr(sums, name) for name in counts},
     )
 
 
@@ -196,25 +375,20 @@ def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:
     if not len(corpus):
         raise ValueError("the corpus is empty: there are no keys to average")
     if isinstance(corpus, Tensor) and corpus.dim() == 2:
-        _require_known_padding(model, corpus)
+        try:
+            model.padding.certainly_real(check_tokens(corpus, model.cfg))
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. A corpus has no attention mask: give it as texts, or as a list of rows without padding "
+                "(list(tokens) if every token is text)"
+            ) from None
     texts = [model.to_tokens(text) if isinstance(text, str) else check_tokens(text, model.cfg) for text in corpus]
-    rows = [model.without_padding(text[0]).cpu() for text in texts]
+    rows = [model.padding.removed(text[0]).cpu() for text in texts]
     if not model.cfg.has_mask:
         return rows
     if masked := [i for i, row in enumerate(rows) if bool((row == model.cfg.blank).any())]:
         raise ValueError(f"text {masked[0]} contains [MASK]; give clean text, which this function masks as in training")
     return rows
-
-
-def _require_known_padding(model: DiffusionTransformer, batch: Tensor) -> None:
-    """Raise a `ValueError` if it is ambiguous which tokens are padding."""
-    try:
-        model.checked_real_positions(check_tokens(batch, model.cfg))
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. A corpus has no attention mask: give it as texts, or as a list of rows without padding "
-            "(list(tokens) if every token is text)"
-        ) from None
 
 
 def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, seed: int) -> dict[str, Any]:
@@ -257,8 +431,3 @@ def _load_moment(path: Path, record: dict[str, Any]) -> SecondMoment:
         "may differ from those of one call"
     )
     return replace(moment, record={**moment.record, "batch_size": None, "save_every": None})
-
-
-def _nothing(model: DiffusionTransformer, layer: int, record: dict[str, Any]) -> SecondMoment:
-    size = model.blocks[layer].mlp.W_out.shape[0]
-    return SecondMoment(torch.zeros(size, size, dtype=torch.float64), 0, 0, 0.0, 0, layer, record)

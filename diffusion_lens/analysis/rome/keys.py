@@ -5,25 +5,45 @@ input of W at the subject's last token (act(gate) · up in a gated MLP), average
 prefixes x_j:
 
     k* = 1/N Σ_j k(x_j + p)
+
+ROME averages key and value over contexts: the request itself, and the request after short texts that the model wrote
+(`get_context_templates` of kmeng01/rome). These prompts differ in length. They are padded on the right, and an
+attention mask hides the padding, so the results of a row do not depend on the others, on a bidirectional model either.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from diffusion_lens.analysis.rome.edited_layer import pick_edited_layer
-from diffusion_lens.analysis.rome.prompts import PromptBatch, Request, as_request
-from diffusion_lens.display import Result, Table
-from diffusion_lens.facts import Query
-from diffusion_lens.identity import begins_run
+from diffusion_lens.analysis.engine.answer import check_answer
+from diffusion_lens.analysis.engine.layout import CanvasLayout
+from diffusion_lens.denoising.canvas import lay_out
+from diffusion_lens.denoising.denoise import denoise
+from diffusion_lens.denoising.settings import DenoiseSettings
+from diffusion_lens.facts.fact import Fact, Query
+from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records import load_fields, provenance, save_fields
-from diffusion_lens.settings import Whole, at_least, naming_the_nearest
+from diffusion_lens.records.results import Result, Saved, Table, provenance
+from diffusion_lens.settings import (
+    Whole,
+    at_least,
+    one_of,
+    own_seed,
+    pick_indices,
+    pick_layer,
+    suggest_keywords,
+    takes,
+    whole_numbers,
+)
+
+Request = Query | Sequence[Query]
+
 
 KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
     "subject_last": lambda query: query.subject[1] - 1,
@@ -32,7 +52,7 @@ KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KeyResult(Result):
+class KeyResult(Result, Saved):
     """The key of one subject at one layer.
 
     Columns of the data frame: prompt, norm, cosine (with the mean over the prompts).
@@ -42,6 +62,8 @@ class KeyResult(Result):
         layer: Number of the block.
         record: Token at which the key was taken, prompts, model, weights' hash, versions.
     """
+
+    KIND: ClassVar[str] = "ROME key"
 
     keys: Float[Tensor, "prompt d_mlp"]
     layer: int
@@ -56,17 +78,8 @@ class KeyResult(Result):
         cosines = torch.cosine_similarity(self.keys, self.vector[None], dim=1)
         return Table({"prompt": range(len(self.keys)), "norm": self.keys.norm(dim=1), "cosine": cosines})
 
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        return save_fields(path, "ROME key", self)
 
-    @classmethod
-    def load(cls, path: str | Path) -> "KeyResult":
-        """Read what `save` wrote."""
-        return load_fields(path, "ROME key", cls)
-
-
-@naming_the_nearest
+@suggest_keywords
 def compute_key(
     model: DiffusionTransformer, queries: Request, layer: Whole, at: str = "subject_last", *, max_batch: Whole = 256
 ) -> KeyResult:
@@ -85,11 +98,10 @@ def compute_key(
     Raises:
         ValueError: The layer is out of range, `at` is unknown, or the request is empty.
     """
-    return compute_keys(model, [queries], layer, at, max_batch=max_batch)[0]
+    return _keys(model, [queries], layer, at, max_batch)[0]
 
 
-@begins_run
-@torch.no_grad()
+@suggest_keywords
 def compute_keys(
     model: DiffusionTransformer,
     requests: Sequence[Request],
@@ -99,23 +111,146 @@ def compute_keys(
     max_batch: Whole = 256,
 ) -> list[KeyResult]:
     """The keys of many requests, whose prompts share batches; `compute_key` describes the arguments."""
+    return _keys(model, requests, layer, at, max_batch)
+
+
+def sample_prefixes(
+    model: DiffusionTransformer,
+    lengths: Iterable[Whole] = (5,) * 10 + (10,) * 10,
+    *,
+    start: str = "The",
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> list[str]:
+    """Sample short texts from the model, each ending in ". ", which ROME puts before a request.
+
+    Args:
+        lengths: Number of new tokens of each text, and of the denoising steps that write it.
+        start: Words with which every text begins.
+        temperature: Temperature of the sampling; at 0 all texts of one length would be the same.
+        seed: Seed of the random number generator; text i has its own seed, made of this one and i.
+    """
+    lengths = [at_least(1, "lengths", length) for length in whole_numbers("lengths", lengths)]
+    if not lengths:
+        raise ValueError("lengths is empty: give the length of each prefix, or use no prefixes at all")
+    texts: dict[int, str] = {}
+    for length in dict.fromkeys(lengths):
+        rows = [i for i, own_length in enumerate(lengths) if own_length == length]
+        canvas = lay_out(model, [start] * len(rows), max_new_tokens=length)
+        settings = DenoiseSettings(steps=length, temperature=temperature, seed=[own_seed(seed, i) for i in rows])
+        trajectory = denoise(model, canvas, settings)
+        for i, tokens in zip(rows, trajectory.tokens.tolist(), strict=True):
+            words = model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            texts[i] = " ".join(words.split())
+    return [f"{texts[i]}. " for i in range(len(lengths))]
+
+
+@takes(CanvasLayout)
+def query_with_prefixes(
+    model: DiffusionTransformer,
+    fact: Fact,
+    prefixes: Sequence[str],
+    *,
+    settings: CanvasLayout,
+    prepend_bos: bool | None = None,
+) -> list[Query]:
+    """The plain request, then the request after each prefix, as `compute_key` and `optimize_value` take them.
+
+    Args:
+        settings: Layout of every canvas. Mentions, as `subject_start`, are counted in the fact's own prompt.
+        prepend_bos: The same as in `Fact.to_query`.
+
+    Raises:
+        ValueError: `Fact.to_query` refuses the fact, or the tokenizer splits the object differently after a prefix.
+    """
+    return lay_out_request(model, fact, prefixes, settings, prepend_bos)
+
+
+def lay_out_request(
+    model: DiffusionTransformer,
+    fact: Fact,
+    prefixes: Sequence[str],
+    layout: CanvasLayout,
+    prepend_bos: bool | None = None,
+) -> list[Query]:
+    """The plain request and the request after each prefix, like `query_with_prefixes`, on canvases of this layout."""
+    start, _ = fact.subject_characters(layout.occurrence)
+    layout = replace(layout, occurrence=None)  # The mention is given by its first character, which a prefix moves.
+    queries = []
+    for prefix in ["", *prefixes]:
+        prefixed = replace(fact, prompt=prefix + fact.prompt, subject_start=len(prefix) + start)
+        queries.append(layout.query(model, prefixed, prepend_bos=prepend_bos))
+    check_object(model, queries)
+    return queries
+
+
+def as_request(queries: Request) -> list[Query]:
+    """A request as a list of queries, at least one."""
+    if isinstance(queries, Query):
+        return [queries]
+    request = list(queries)
+    if not request:
+        raise ValueError("the request is empty: give at least the plain prompt, as a Query")
+    if wrong_types := [type(query).__name__ for query in request if not isinstance(query, Query)]:
+        raise TypeError(
+            f"a request consists of queries, not of {wrong_types[0]}; query_with_prefixes(model, fact, []) makes one"
+        )
+    return request
+
+
+def check_object(model: DiffusionTransformer, request: Sequence[Query]) -> None:
+    """Raise a `ValueError` unless all prompts of a request have the same object, in the same tokens."""
+    for i, query in enumerate(request):
+        check_answer(model, query, f"queries[{i}]")
+        if query.answer_tokens != request[0].answer_tokens:
+            raise ValueError(
+                f"the object is {model.words(request[0].answer_tokens)} in the plain request and "
+                f"{model.words(query.answer_tokens)} in queries[{i}]: either another object, or the tokenizer splits "
+                "it differently there; leave that prefix out, or end it with a space or a full stop"
+            )
+
+
+def pick_edited_layer(model: DiffusionTransformer, layer: Whole) -> int:
+    """The number of a block, counted from 0, with one MLP: no one down-projection of experts answers a key."""
+    layer = pick_layer(layer, model.cfg.n_layers)
+    experts = model.cfg.experts
+    if experts is not None and experts.layers[layer]:
+        dense = [i for i, has_experts in enumerate(experts.layers) if not has_experts]
+        others = f"its layers with one MLP are {dense}" if dense else "all of its layers have experts"
+        raise ValueError(
+            f"layer {layer} of {model.cfg.model_name!r} has {experts.n_experts} experts, and keys and values are those "
+            f"of one MLP; {others}. Hooks at blocks.{layer}.mlp.hook_expert_out and hook_router_weights change what "
+            "its experts say"
+        )
+    return layer
+
+
+def pick_edited_layers(model: DiffusionTransformer, layers: Iterable[Whole]) -> list[int]:
+    """The numbers of several blocks, in ascending order; see `pick_edited_layer`."""
+    chosen = sorted(pick_indices("layers", layers, model.cfg.n_layers))
+    return [pick_edited_layer(model, layer) for layer in chosen]
+
+
+def check_key_position(name: str, at: Any) -> str:
+    """`at`; a `ValueError` unless it names a token of a query."""
+    known: str = one_of(*KEY_POSITIONS)(name, at)
+    return known
+
+
+@torch.no_grad()
+def _keys(
+    model: DiffusionTransformer, requests: Sequence[Request], layer: Whole, at: str, max_batch: Whole
+) -> list[KeyResult]:
     layer, max_batch = pick_edited_layer(model, layer), at_least(1, "max_batch", max_batch)
-    check_key_position(at)
-    prompts = [as_request(request) for request in requests]
-    queries = [query for request in prompts for query in request]
-    counts = [len(request) for request in prompts]
-    by_request = states_at(model, queries, key_site(layer), layer, at, max_batch).float().split(counts)
+    if at not in KEY_POSITIONS:
+        check_key_position("at", at)
+    prompts = [*map(as_request, requests)]
+    states = states_at(model, [*chain(*prompts)], key_site(layer), layer, at, max_batch).float()
     record = {"at": at, **provenance(model, model.cfg)}
     return [
         KeyResult(keys.clone(), layer, {**record, "prompts": [model.words(q.tokens.tolist()) for q in request]})
-        for keys, request in zip(by_request, prompts, strict=True)
+        for keys, request in zip(states.split([*map(len, prompts)]), prompts, strict=True)
     ]
-
-
-def check_key_position(at: str) -> None:
-    """Raise a `ValueError` unless `at` names a token of a query."""
-    if at not in KEY_POSITIONS:
-        raise ValueError(f"at={at!r} is unknown; it must be one of {', '.join(KEY_POSITIONS)}")
 
 
 @torch.no_grad()
@@ -129,21 +264,30 @@ def states_at(
 ) -> Float[Tensor, "query d"]:
     """What passes the hook point `site` of block `layer` at one token of each query, on the CPU."""
     states = [torch.empty(0, 0)]
+
+    def store(activation: Tensor, hook: Any) -> None:
+        states.append(activation[range(len(chunk)), [KEY_POSITIONS[at](query) for query in chunk]].cpu())
+
     for start in range(0, len(queries), max_batch):
         chunk = queries[start : start + max_batch]
-        batch = PromptBatch.of(model, [query.tokens for query in chunk])
-        positions = [KEY_POSITIONS[at](query) for query in chunk]
-        states.append(states_everywhere(model, batch, site, layer)[range(len(chunk)), positions].cpu())
+        tokens, real = as_batch(model, chunk)
+        with model.hooks(fwd_hooks=[(site, store)]):
+            model(tokens, attention_mask=real, stop_at_layer=layer + 1)
     return torch.cat(states[1:] or states)
 
 
-def states_everywhere(
-    model: DiffusionTransformer, batch: PromptBatch, site: str, layer: int
-) -> Float[Tensor, "batch pos d"]:
-    """What passes the hook point `site` of block `layer` at every position, padding included."""
-    _, cache = model.run_with_cache(batch.tokens, attention_mask=batch.real, names_filter=site, stop_at_layer=layer + 1)
-    states: Tensor = cache[site]
-    return states
+def as_batch(model: DiffusionTransformer, queries: Sequence[Query]) -> tuple[Tokens, PosMask | None]:
+    """The canvases as rows, padded on the right so that every position keeps its number, and their attention mask.
+
+    Padding inside a canvas is padding here too. The mask is `None` where there is no padding.
+    """
+    device = model.cfg.device
+    rows = [query.tokens.to(device, torch.long) for query in queries]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=model.padding.id)
+    real = torch.arange(tokens.shape[1], device=device) < torch.tensor([*map(len, rows)], device=device)[:, None]
+    if (own := model.padding.real(tokens)) is not None:
+        real &= own
+    return tokens, None if bool(real.all()) else real
 
 
 def key_site(layer: int) -> str:

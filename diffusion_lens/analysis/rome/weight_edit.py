@@ -22,12 +22,7 @@ W = TypeVar("W", bound="WeightEdit")
 
 
 class Factors(NamedTuple):
-    """The factors of an update ΔW = A Bᵀ, in float64 on the CPU.
-
-    Attributes:
-        left: Float[d_model rank], A.
-        right: Float[d_mlp rank], B.
-    """
+    """The factors of an update ΔW = A Bᵀ, A and B, in float64 on the CPU."""
 
     left: Float[Tensor, "d_model rank"]
     right: Float[Tensor, "d_mlp rank"]
@@ -95,7 +90,7 @@ class WeightEdit(ABC):
             ValueError: The edit is applied already, or an edited weight is not finite.
         """
         if self._applied is not None:
-            raise ValueError(f"this edit of {self._name()} is applied already; revert it first")
+            raise ValueError(f"this edit of {say_layers(self.layers)} is applied already; revert it first")
         applied = {layer: _Applied.of(self.weight_of(layer), self.factors(layer)) for layer in self.layers}
         for layer, each in applied.items():
             if not bool(each.after.isfinite().all()):
@@ -117,7 +112,7 @@ class WeightEdit(ABC):
             ValueError: The edit is not applied, or a weight has changed since, so that reverting would undo more.
         """
         if self._applied is None:
-            raise ValueError(f"this edit of {self._name()} is not applied, so there is nothing to revert")
+            raise ValueError(f"this edit of {say_layers(self.layers)} is not applied, so there is nothing to revert")
         if changed := self._changed(self._applied):
             raise ValueError(
                 f"the weight of layer {changed[0]} has changed since this edit was applied: revert later edits of this "
@@ -163,9 +158,6 @@ class WeightEdit(ABC):
             self.weight_of(layer).copy_(each.before)
         self._applied = None
 
-    def _name(self) -> str:
-        return say_layers(self.layers)
-
 
 def say_layers(layers: list[int]) -> str:
     """The layers in words: "layer 1", "layers 1, 2 and 3"."""
@@ -186,7 +178,7 @@ def require_same_model(name: str, record: Mapping[str, Any] | None, model: Diffu
 
 @dataclass(frozen=True, eq=False)
 class _Applied:
-    """An applied update: W before it and with it, the latter on the CPU."""
+    """W before an applied update, and with it (on the CPU)."""
 
     before: Float[Tensor, "d_model d_mlp"]
     after: Float[Tensor, "d_model d_mlp"]

@@ -1,7 +1,7 @@
-"""Results of the three signatures: by fact, and averaged over facts."""
+"""Results of the three signatures: of one pair, and of all pairs of a study with means, intervals and a picture."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -9,14 +9,54 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.bootstrap import bootstrap_interval
-from diffusion_lens.analysis.over_facts import StudyResult
-from diffusion_lens.analysis.signatures.fact_result import TENSORS, FactSignatures, no_rows
+from diffusion_lens.analysis.over_facts.study import StudyResult, bootstrap_interval
+from diffusion_lens.analysis.signatures.evidence import correlation
 from diffusion_lens.analysis.signatures.gradients import EMBEDDING, HEAD
-from diffusion_lens.analysis.signatures.routes import correlation
-from diffusion_lens.display import Table
-from diffusion_lens.records import shown_model
+from diffusion_lens.records.results import Saved, Table, one_line, shown_model
 
+
+@dataclass(frozen=True, eq=False)
+class FactSignatures(Saved):
+    """The signatures of one pair. The canvases are forward and reverse.
+
+    Attributes:
+        percentiles: Float[canvas estimate layer], share of the other candidates that the right answer's evidence
+            exceeds, by the evidence of the own source, and in the mean by that of the sources of other facts of the
+            batch.
+        reuses: Float[layer], cosine of the evidence on the two canvases.
+        cuts: Float[canvas layer], log p(answer) that is lost by cutting the edge from reader to source, in nats.
+        routes: Float[route layer head], scores from reader to source: forward, reverse, and counterfactual. NaN where a
+            causal model does not see the source.
+        isotropic: Float[], correlation of the two scores for isotropic queries and keys; NaN without rotary positions.
+        cosines: Float[parameter estimate], cosine of the gradients of the two losses: of the pair itself, and the mean
+            over the forward gradient of this pair with the reverse gradients of the other pairs of its batch.
+        transfers: Float[parameter], <g_forward, g_reverse> / |g_forward|².
+        steps: Float[estimate], change of the reverse loss, in nats, by a small step on the forward loss: predicted to
+            first order, and measured.
+        probabilities: Float[canvas], p(answer).
+    """
+
+    KIND: ClassVar[str] = "signatures of a fact"
+
+    percentiles: Float[Tensor, "canvas estimate layer"]
+    reuses: Float[Tensor, "layer"]
+    cuts: Float[Tensor, "canvas layer"]
+    routes: Float[Tensor, "route layer head"]
+    isotropic: Float[Tensor, ""]
+    cosines: Float[Tensor, "parameter estimate"]
+    transfers: Float[Tensor, "parameter"]
+    steps: Float[Tensor, "estimate"]
+    probabilities: Float[Tensor, "canvas"]
+
+    __repr__ = one_line
+
+    def equals(self, other: "FactSignatures") -> bool:
+        """Whether both are identical to the bit, NaN included."""
+        pairs = [[getattr(each, name).contiguous().view(torch.int32) for each in (self, other)] for name in TENSORS]
+        return all(torch.equal(one, another) for one, another in pairs)
+
+
+TENSORS = tuple(field.name for field in fields(FactSignatures))
 CANVASES = ("forward", "reverse")
 
 
@@ -28,15 +68,8 @@ class ReversalSignatures(StudyResult[FactSignatures]):
     route_correlation.
 
     Attributes:
-        percentiles: Float[fact canvas estimate layer], as in `FactSignatures`, like all tensors.
-        reuses: Float[fact layer].
-        cuts: Float[fact canvas layer].
-        routes: Float[fact route layer head].
-        isotropic: Float[fact].
-        cosines: Float[fact parameter estimate].
-        transfers: Float[fact parameter].
-        steps: Float[fact estimate].
-        probabilities: Float[fact canvas].
+        percentiles, reuses, cuts, routes, isotropic, cosines, transfers, steps, probabilities: Those of
+            `FactSignatures`, with a first axis for the facts.
         ids: The pair of each row.
         record: Settings, all pairs of the study by id, the names of the `parameters` in the order of their axis, model,
             weights' hash, versions.
@@ -60,8 +93,13 @@ class ReversalSignatures(StudyResult[FactSignatures]):
     @classmethod
     def of(cls, results: Mapping[str, FactSignatures], record: dict[str, Any]) -> "ReversalSignatures":
         """One result from the signatures of some pairs of a study."""
-        rows = [[getattr(each, name) for each in results.values()] for name in TENSORS]
-        tensors = [torch.stack(each) for each in rows] if results else no_rows(record)
+        if results:
+            tensors = [torch.stack([getattr(each, name) for each in results.values()]) for name in TENSORS]
+        else:
+            n_layers, n_heads = (record["architecture"][name] for name in ("n_layers", "n_heads"))
+            n_parameters, layers = len(record["parameters"]), (n_layers,)
+            shapes = [(2, 2, *layers), layers, (2, *layers), (3, *layers, n_heads), (), (n_parameters, 2)]
+            tensors = [torch.empty(0, *shape) for shape in [*shapes, (n_parameters,), (2,), (2,)]]
         return cls(**dict(zip(TENSORS, tensors, strict=True)), ids=list(results), record=record)
 
     def by_fact(self) -> dict[str, FactSignatures]:
@@ -72,14 +110,12 @@ class ReversalSignatures(StudyResult[FactSignatures]):
     @property
     def candidates(self) -> list[int]:
         """Token ids among which the percentile is taken."""
-        candidates: list[int] = self.record["candidates"]
-        return candidates
+        return list(self.record["candidates"])
 
     @property
     def parameters(self) -> list[str]:
         """Names of the weight matrices in which gradients are compared."""
-        parameters: list[str] = self.record["parameters"]
-        return parameters
+        return list(self.record["parameters"])
 
     @property
     def evidence_percentile(self) -> Float[Tensor, "canvas layer"]:
@@ -103,8 +139,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
 
     @property
     def route_correlation(self) -> Float[Tensor, "layer"] | None:
-        """Correlation over heads of the scores forward and in reverse; `None` if a causal model does not see the
-        source."""
+        """Correlation over heads of the scores forward and in reverse; `None` if the reader does not see the source."""
         return self._mean_of_routes(1)
 
     @property
@@ -195,42 +230,34 @@ class ReversalSignatures(StudyResult[FactSignatures]):
 
     def curves(self, level: float = 0.95) -> plots.SignaturePanels:
         """The means over facts with their intervals, as curves by layer."""
-        mean, ends = self.evidence_percentile, self.interval("evidence_percentile", level)
-        baseline = self.shuffled_percentile.mean(dim=0)
-        cut, cut_ends = self.edge_cut, self.interval("edge_cut", level)
+        evidence = _by_canvas(self.evidence_percentile, self.interval("evidence_percentile", level))
+        cosines = self.gradient_cosine
         return plots.SignaturePanels(
             name=shown_model(self.record),
             evidence={
-                **{
-                    f"percentile, {name}": plots.Curve(mean[i], ends[0][i], ends[1][i])
-                    for i, name in enumerate(CANVASES)
-                },
-                "percentile, other sources": plots.Curve(baseline, baseline, baseline, baseline=True),
+                **{f"percentile, {name}": curve for name, curve in evidence.items()},
+                "percentile, other sources": _baseline(self.shuffled_percentile.mean(dim=0)),
                 "reuse": plots.Curve(self.evidence_reuse, *self.interval("evidence_reuse", level)),
             },
-            cuts={name: plots.Curve(cut[i], cut_ends[0][i], cut_ends[1][i]) for i, name in enumerate(CANVASES)},
+            cuts=_by_canvas(self.edge_cut, self.interval("edge_cut", level)),
             routes=self._curves_of_routes(level),
             why_no_routes="the reader does not see the source" if self._sees_nothing else "one head: no correlation",
             gradients=self._curves_of_gradients(level),
-            embeddings={
-                name: self.gradient_cosine[name][0] for name in (EMBEDDING, HEAD) if name in self.gradient_cosine
-            },
+            embeddings={name: cosines[name][0] for name in (EMBEDDING, HEAD) if name in cosines},
         )
 
     def _curves_of_routes(self, level: float) -> dict[str, plots.Curve]:
         if self._sees_nothing:
             return {}
-        predicted = torch.full_like(self.evidence_reuse, float(self.isotropic.mean()))
         measured, counterfactual = (self._route_correlations(other).mean(dim=0) for other in (1, 2))
         curves = {
             "measured": plots.Curve(measured, *self.interval("route_correlation", level)),
             "counterfactual": plots.Curve(counterfactual, *self.interval("counterfactual_correlation", level)),
-            "isotropic": plots.Curve(predicted, predicted, predicted, baseline=True),
+            "isotropic": _baseline(torch.full_like(measured, float(self.isotropic.mean()))),
         }
         return {label: curve for label, curve in curves.items() if not curve.mean.isnan().all()}
 
     def _curves_of_gradients(self, level: float) -> dict[str, plots.Curve]:
-        """The cosines of some matrices by layer, and the mean over these of shuffled pairs."""
         low, high = self.interval("gradient_cosine", level)
         mean, n_layers = self.cosines.mean(dim=0), self.reuses.shape[1]
         rows = {
@@ -239,7 +266,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         }
         shuffled = torch.stack([mean[own, 1] for own in rows.values()]).mean(dim=0)
         own = {name: plots.Curve(mean[i, 0], low[i, 0], high[i, 0]) for name, i in rows.items()}
-        return {**own, "shuffled pairs": plots.Curve(shuffled, shuffled, shuffled, baseline=True)}
+        return {**own, "shuffled pairs": _baseline(shuffled)}
 
     def _table(self) -> Table:
         percentiles = {f"percentile_{name}": self.percentiles[:, i, 0] for i, name in enumerate(CANVASES)}
@@ -279,3 +306,11 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         if name not in values:
             raise ValueError(f"name={name!r}; it must be one of {', '.join(values)}")
         return values[name]
+
+
+def _by_canvas(mean: Tensor, ends: tuple[Tensor, Tensor]) -> dict[str, plots.Curve]:
+    return {name: plots.Curve(mean[i], ends[0][i], ends[1][i]) for i, name in enumerate(CANVASES)}
+
+
+def _baseline(mean: Tensor) -> plots.Curve:
+    return plots.Curve(mean, mean, mean, baseline=True)

@@ -5,19 +5,24 @@ from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from diffusion_lens.denoising.proposal import Proposal
-from diffusion_lens.denoising.sampler import Sampler
-from diffusion_lens.denoising.samplers.ancestral import Ancestral
-from diffusion_lens.denoising.samplers.block_confidence import BlockConfidence
-from diffusion_lens.denoising.samplers.block_posterior import BlockPosterior, FirstHitting
-from diffusion_lens.denoising.samplers.blocks import Blocks
-from diffusion_lens.denoising.samplers.confidence import Confidence
-from diffusion_lens.denoising.samplers.left_to_right import LeftToRight
-from diffusion_lens.denoising.samplers.posterior import Posterior, UniformPosterior
-from diffusion_lens.denoising.samplers.presets import diffullama, dream, llada, llada2, nemotron, sdar, smdm
-from diffusion_lens.denoising.samplers.remdm import ReMDM
-from diffusion_lens.denoising.samplers.score import Score
-from diffusion_lens.denoising.samplers.transition_presets import bd3lm, mdlm, radd, sedd, udlm
+from diffusion_lens.denoising.sampler import Proposal, Sampler
+from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
+from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence, LeftToRight, ReMDM
+from diffusion_lens.denoising.samplers.presets import (
+    bd3lm,
+    diffullama,
+    dream,
+    llada,
+    llada2,
+    mdlm,
+    nemotron,
+    radd,
+    sdar,
+    sedd,
+    smdm,
+    udlm,
+)
+from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
 from weight_conversion import NoiseSchedule, Variant
 
 SAMPLERS: dict[str, Sampler] = {
@@ -59,11 +64,8 @@ def sampler_from(description: Mapping[str, Any]) -> Sampler:
     if name not in SAMPLERS:
         raise ValueError(f"the run used a sampler {name!r} that is not one of {', '.join(SAMPLERS)}: pass sampler=")
     if "proposal" in settings:
-        proposal = settings["proposal"]
-        scored_on = (
-            "sampled" if proposal["scored_on"] == "drawn" else proposal["scored_on"]
-        )  # the name in older records
-        settings["proposal"] = Proposal(**{**proposal, "scored_on": scored_on})
+        scored_on = settings["proposal"]["scored_on"].replace("drawn", "sampled")  # the name in older records
+        settings["proposal"] = Proposal(**{**settings["proposal"], "scored_on": scored_on})
     if settings.get("schedule") is not None:
         settings["schedule"] = NoiseSchedule(**settings["schedule"])
     return type(SAMPLERS[name])(**settings)
@@ -97,15 +99,16 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant, steps: int 
         TypeError: As for `named_sampler`.
     """
     if sampler is None:
-        defaults = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}
-        sampler = defaults[variant.noise]
-        if variant.has_mask and variant.opens_blocks:
-            sampler = "block_posterior" if variant.is_told_time else "block_confidence"
-    sampler = named_sampler(sampler)
-    if problem := _undoes_other_noise(sampler, variant):
-        fitting = [name for name in fitting_samplers(variant) if name in SAMPLERS]
-        raise ValueError(f"the sampler {sampler.name!r} {problem}; use {', '.join(map(repr, fitting))}")
-    if problem := sampler.misfit(variant) or _gives_one_time(sampler, variant):
+        name = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}[variant.noise]
+        if variant.opens_blocks and variant.has_mask:
+            name = "block_posterior" if variant.time_conditioning else "block_confidence"
+        sampler = SAMPLERS[name]
+    elif not isinstance(sampler, Sampler):
+        sampler = named_sampler(sampler)
+    if problem := _misfit(sampler, variant):
+        if problem in _OTHER_NOISE.values():
+            fitting = (name for name in fitting_samplers(variant) if name in SAMPLERS)
+            problem += f"; use {', '.join(map(repr, fitting))}"
         raise ValueError(f"the sampler {sampler.name!r} {problem}")
     return sampler.settled(steps, variant)
 
@@ -113,32 +116,25 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant, steps: int 
 def fitting_samplers(variant: Variant) -> list[str]:
     """The names of the samplers and presets that can write the text of a kind of model."""
     known = {**SAMPLERS, **{name: preset() for name, preset in PRESETS.items()}}
-    return [
-        name
-        for name, sampler in known.items()
-        if not _undoes_other_noise(sampler, variant)
-        if not sampler.misfit(variant)
-        if not _gives_one_time(sampler, variant)
-    ]
+    return [name for name, sampler in known.items() if not _misfit(sampler, variant)]
 
 
-def _gives_one_time(sampler: Sampler, variant: Variant) -> str | None:
-    """Why a sampler whose rows share a time cannot write blocks of a network that is told it; `None` if it can."""
-    if not variant.is_told_time or not variant.opens_blocks or sampler.has_times_of_rows:
-        return None
-    return (
-        "gives a step one time, that of the run, and this model is told the time and writes block after block: each "
-        "row is at its own time in its own block. Use 'block_posterior' or 'first_hitting'"
-    )
-
-
-def _undoes_other_noise(sampler: Sampler, variant: Variant) -> str | None:
-    """Why a sampler does not fit a model's noise; `None` if it does."""
-    return None if variant.noise is None or variant.noise in sampler.noises else _MISFIT[variant.noise]
+def _misfit(sampler: Sampler, variant: Variant) -> str | None:
+    """Why a sampler cannot write the text of a kind of model; `None` if it can."""
+    if variant.noise is not None and variant.noise not in sampler.noises:
+        return _OTHER_NOISE[variant.noise]
+    if problem := sampler.misfit(variant):
+        return problem
+    if variant.opens_blocks and variant.time_conditioning and not sampler.has_times_of_rows:
+        return (
+            "gives a step one time, that of the run, and this model is told the time and writes block after block: "
+            "each row is at its own time in its own block. Use 'block_posterior' or 'first_hitting'"
+        )
+    return None
 
 
 # Why a sampler does not fit a model's noise.
-_MISFIT = {
+_OTHER_NOISE = {
     "absorbing": "draws every position again in every step, and under the noise of this model, [MASK], a token that is "
     "written stays",
     "uniform": "reveals masked positions, and the noise of this model is uniform: every position has a token, and may "

@@ -79,7 +79,7 @@ def test_equal_attention_is_that_of_the_open_block_of_each_step(configs, specime
 @pytest.mark.parametrize(("small", "guidance"), [("mdm", 0.0), ("mdm", 0.8), ("ar", 0.0)], indirect=["small"])
 def test_padding_guidance_and_the_callers_hooks(small, guidance):
     settings = {"steps": 4, "cfg_scale": guidance} if small.cfg.has_mask else {}
-    sharpen = named(lambda scores, hook: scores * (1 + hook.step.index), "sharper at every step")
+    sharpen = named("sharper at every step", lambda scores, hook: scores * (1 + hook.step.index))
     with small.hooks(fwd_hooks=[("blocks.0.attn.hook_attn_scores", sharpen)]):
         run, cache = small.denoise_with_cache(PROMPTS, names_filter=patterns, max_new_tokens=4, **settings)
         sinks = attention_sinks(small, run)

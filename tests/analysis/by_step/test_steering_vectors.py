@@ -10,8 +10,7 @@ from torch.testing import assert_close
 from diffusion_lens.analysis import SteeringVectors, difference_of_means
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.samplers import ReMDM
-from diffusion_lens.denoising.step_hooks import acts_by_step, at_steps, by_step, while_masked
-from diffusion_lens.interventions import named, steer, zero_ablate
+from diffusion_lens.interventions import acts_by_step, at_steps, by_step, named, steer, while_masked, zero_ablate
 
 NAME, OTHER = "blocks.1.hook_resid_post", "blocks.0.attn.hook_z"
 PEOPLE = toy_facts.load().facts(trained="both", asked="p2d")
@@ -120,7 +119,7 @@ def test_vectors_of_a_model_in_bfloat16_are_float32_and_steer_it(small):
     assert vectors[NAME].dtype == torch.float32
     steered = runs[0].replay(half, fwd_hooks=vectors.hooks(5.0))
     assert not torch.equal(steered.confidence, runs[0].confidence)
-    assert steered.record["hooks"][NAME][0].startswith("forward: by_step #")
+    assert steered.record["hooks"][NAME][0].startswith("forward: by_step(0: steer(direction=#")
 
 
 def test_texts_queries_and_tokens_have_one_vector_without_steps(small):
@@ -148,9 +147,9 @@ def test_texts_queries_and_tokens_have_one_vector_without_steps(small):
 
 
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)
-def test_guided_states_are_those_of_the_conditional_branch_under_the_callers_hooks(small):
+def test_guided_states_are_those_of_the_hooked_conditional_branch(small):
     prompts = [["Gustav Geisser is the"], ["Tilda Drusser is the"]]
-    with small.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", named(at_steps(zero_ablate(), 1), "no MLP at step 1"))]):
+    with small.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", named("no MLP at step 1", at_steps(zero_ablate(), 1)))]):
         runs, caches = two_runs(small, NAME, prompts, cfg_scale=0.7)
         vectors = difference_of_means(small, *runs, NAME)
     expected = (caches[0].stack(NAME).mean(2) - caches[1].stack(NAME).mean(2))[:, 0]

@@ -8,7 +8,7 @@ import torch
 from oracles.memory import peak_of_tensors
 from torch.testing import assert_close
 
-from diffusion_lens.analysis import RidgeSettings, TimeProbe, probe_time
+from diffusion_lens.analysis import RidgeSettings, TimeProbe, probe, probe_time
 from diffusion_lens.data import toy_facts
 from diffusion_lens.interventions import named
 
@@ -74,7 +74,7 @@ def test_probe_of_a_text_that_grows(small):
 
 def test_a_planted_signal_is_found_and_a_shuffled_one_is_not(small):
     direction = torch.randn(small.cfg.d_model, generator=torch.Generator().manual_seed(0))
-    plant = named(lambda x, hook: x + 20 * hook.step.t * direction, "plants the time")
+    plant = named("plants the time", lambda x, hook: x + 20 * hook.step.t * direction)
     with small.hooks(fwd_hooks=[("blocks.0.hook_resid_post", plant)]):
         run, _ = denoise(small, 12)
         probe = probe_time(small, run, ["hook_embed", "blocks.0.hook_resid_post"], positions="predicting")
@@ -86,8 +86,22 @@ def test_a_planted_signal_is_found_and_a_shuffled_one_is_not(small):
     assert cosine.abs() > 0.3
 
 
+def test_a_planted_label_of_the_runs_is_found_and_a_shuffled_one_is_not(small):
+    direction = torch.randn(small.cfg.d_model, generator=torch.Generator().manual_seed(0))
+    labels = torch.linspace(-1, 1, 20)
+    plant = named("plants the label", lambda x, hook: x + 5 * labels.to(x)[:, None, None] * direction)
+    with small.hooks(fwd_hooks=[("blocks.0.hook_resid_post", plant)]):
+        run = denoise(small, 20)[0]
+        found = probe(small, run, labels.tolist(), "blocks.0.hook_resid_post", positions="predicting")
+        with pytest.raises(ValueError, match="3 labels for 20 texts or rows of trajectories"):
+            probe(small, run, [0, 1, 0])
+    assert found.r2.item() > 0.9 > 0.1 > found.r2_shuffled.item()
+    assert found.record["label"] == "label"
+    assert found.plot().get_title() == "Linear probe of the label"
+
+
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)
-def test_the_embedding_of_a_mask_knows_no_time_and_the_mean_over_the_canvas_does(small):
+def test_the_mask_embedding_has_no_time_and_the_mean_of_the_canvas_has(small):
     run = small.denoise([fact.prompt for fact in FACTS[:60]], length=12, steps=5)
     point = "blocks.0.hook_resid_pre"
     assert probe_time(small, run, point).r2.item() <= 1e-6
@@ -209,5 +223,7 @@ def test_tensors_of_a_call_take_at_most_the_budget(tiny):
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)
 def test_a_penalty_that_cannot_be_chosen_is_refused(small):
     texts = ["Gustav Geisser is the brave", "Tilda Drusser was the young", "Ada is the brave"]
-    with pytest.raises(ValueError, match=r"validation part is not defined, .* all have the same time. Give more texts"):
+    with pytest.raises(
+        ValueError, match=r"validation part is not defined, .* all have the same time or label. Give more texts"
+    ):
         probe_time(small, texts, NAME, samples=1, positions="all")

@@ -151,7 +151,7 @@ def test_steps_of_trajectories_are_attributed_one_by_one(tiny):
 
 
 @pytest.mark.parametrize("family", ["bd3lm", "udlm", "llada_moe"])
-def test_steps_of_networks_with_times_or_experts_are_attributed_one_by_one(in_words, family):
+def test_steps_with_times_or_experts_are_attributed_one_by_one(in_words, family):
     assert_steps_are_attributed_alone(in_words(family))
 
 

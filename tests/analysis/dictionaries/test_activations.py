@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from diffusion_lens.analysis import ActivationStore, NoiseRange, activations
-from diffusion_lens.analysis.dictionaries import shard_task
+from diffusion_lens.analysis.dictionaries import store as shard_task
 from diffusion_lens.data import toy_facts
-from diffusion_lens.interventions import zero_ablate
-from diffusion_lens.seeds import own_seed
+from diffusion_lens.interventions import named, zero_ablate
+from diffusion_lens.settings import own_seed
 
 RESID, Z = "blocks.1.hook_resid_post", "blocks.0.attn.hook_z"
 COLUMNS = ("t", "masked", "position", "text", "token")
@@ -302,7 +302,7 @@ def test_damaged_folders_are_refused(small, tmp_path):
 
 def test_values_that_the_stored_dtype_cannot_hold_are_refused(small, tmp_path):
     with (
-        small.hooks(fwd_hooks=[(RESID, lambda activation, hook: activation * 1e6)]),
+        small.hooks(fwd_hooks=[(RESID, named("times 1e6", lambda activation, hook: activation * 1e6))]),
         pytest.raises(ValueError, match=r"too large for dtype=torch.float16; use 'bfloat16' or 'float32'"),
     ):
         activations(small, SENTENCES, RESID, out=tmp_path / "a", dtype="float16")

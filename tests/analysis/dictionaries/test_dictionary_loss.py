@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import DictionaryLoss, NoiseRange, activations, dictionary_loss, splice
-from diffusion_lens.analysis.dictionaries.loss_result import STATES
+from diffusion_lens.analysis.dictionaries.loss import STATES
 from diffusion_lens.data import toy_facts
-from diffusion_lens.identity import name_of
-from diffusion_lens.seeds import own_seed
+from diffusion_lens.interventions import value_in_words
+from diffusion_lens.settings import own_seed
 
 RESID = "blocks.1.hook_resid_post"
 SENTENCES = toy_facts.load().sentences()[::61][:7]
@@ -215,7 +215,7 @@ def test_results_are_saved_and_drawn(small, tmp_path):
     )
     assert torch.equal(loaded.losses, result.losses)
     assert loaded.record == result.record
-    assert result.record["dictionary"] == name_of(dictionary)
+    assert result.record["dictionary"] == value_in_words(dictionary)
     other = dictionary_loss(small, SENTENCES, RESID, RandomDictionary(small.cfg.d_model, seed=1))
     assert other.record["dictionary"] != result.record["dictionary"]
     axes = result.plot()
@@ -245,7 +245,7 @@ def test_canvases_without_a_masked_position_cost_nothing(small):
 
 
 @pytest.mark.parametrize("small", ["ar"], indirect=True)
-def test_texts_of_which_nothing_is_predicted_are_named_before_anything_runs(small):
+def test_texts_without_predicted_tokens_are_named_before_any_pass(small):
     """Whatever the batches are."""
     for size in (1, 2, 32):
         with pytest.raises(ValueError, match=r"does not predict the first token of a text.*leave out the texts 1, 3$"):

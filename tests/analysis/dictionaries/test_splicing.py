@@ -8,10 +8,9 @@ import torch
 from random_dictionaries import Identity, InPlace, RandomDictionary, Rescaling
 
 from diffusion_lens.analysis import splice
-from diffusion_lens.analysis.dictionaries.splicing import check_dictionary
+from diffusion_lens.analysis.dictionaries.splice import check_dictionary
 from diffusion_lens.data import toy_facts
-from diffusion_lens.denoising.step_hooks import at_steps, while_masked
-from diffusion_lens.identity import name_of
+from diffusion_lens.interventions import UNNAMED, at_steps, name_of, named, while_masked
 
 RESID = "blocks.1.hook_resid_post"
 
@@ -182,8 +181,10 @@ def test_a_model_in_bf16_takes_a_dictionary_in_float32(several):
 def test_a_hook_is_identified_by_the_weights_of_its_dictionary():
     first, same, other = (RandomDictionary(8, seed=seed) for seed in (0, 0, 1))
     assert name_of(splice(first)) == name_of(splice(same)) != name_of(splice(other))
-    assert name_of(splice(first)).startswith("splice #")
-    assert "cannot be told" not in name_of(splice(first))
+    assert name_of(splice(first)).startswith("splice(dictionary=RandomDictionary #")
+    assert UNNAMED not in name_of(splice(first))
+    assert UNNAMED in name_of(splice(first, edit=lambda features, hook: features))
+    assert UNNAMED not in name_of(splice(first, edit=named("no edit", lambda features, hook: features)))
     assert name_of(splice(first)) != name_of(splice(first, error_term=False))
     before = name_of(splice(first))
     with torch.no_grad():

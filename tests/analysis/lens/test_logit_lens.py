@@ -10,11 +10,10 @@ from transformer_lens.tools.analysis.logit_lens import logit_lens as their_lens
 
 from diffusion_lens import DiffusionConfig, Fact, HookedDiffusionTransformer
 from diffusion_lens.analysis import LogitLens, logit_lens
-from diffusion_lens.analysis.lens.result import TABLES
+from diffusion_lens.analysis.lens.lens import TABLES
 from diffusion_lens.denoising.samplers import ReMDM
-from diffusion_lens.denoising.step_hooks import at_steps
-from diffusion_lens.interventions import zero_ablate
-from diffusion_lens.model.folding import fold_norms
+from diffusion_lens.interventions import at_steps, zero_ablate
+from diffusion_lens.model.weights import fold_norms
 
 PROMPT = "Gustav Geisser is the"
 
@@ -110,7 +109,7 @@ def test_a_pass_is_read_as_written_out(every):
 
 def test_it_is_transformer_lenss(every):
     model, tokens = every.model, every.tokens[:2, :6] % 500
-    if model.cfg.is_told_time:  # theirs cannot read through a norm that the time modulates, which says so
+    if model.cfg.time_conditioning:  # theirs cannot read through a norm that the time modulates, which says so
         with pytest.raises(ValueError, match="needs a modulation"):
             their_lens(model, tokens, positions=None)
         return
@@ -138,7 +137,7 @@ def test_a_trajectory_is_read_as_the_loop_computes_it(every):
     assert torch.equal(lens.at_step(1).rows, lens.rows[1])
     final = trajectory.tokens[:, lens.positions]
     assert torch.equal(lens.targets[..., 0], torch.where(model.cfg.writable(final), final, -1))
-    n_distinct = trajectory.n_steps if model.cfg.is_told_time else len(trajectory.canvases[:-1].unique(dim=0))
+    n_distinct = trajectory.n_steps if model.cfg.time_conditioning else len(trajectory.canvases[:-1].unique(dim=0))
     assert lens.record["forward_passes"] == (1 if model.cfg.grows else n_distinct)
 
 
@@ -224,7 +223,7 @@ def test_steps_with_the_same_canvas_share_a_pass(several):
     lens = logit_lens(model, trajectory)
     assert distinct < 8
     # A network that is told the time reads the same canvas otherwise at another step.
-    assert lens.record["forward_passes"] == (8 if model.cfg.is_told_time else distinct)
+    assert lens.record["forward_passes"] == (8 if model.cfg.time_conditioning else distinct)
     states = states_in_the_loop(model, trajectory)
     for step in lens.steps:
         assert_reads(lens, model, states[step][:, 0], step, step=trajectory.state_at(step))
@@ -313,7 +312,7 @@ def test_targets(tiny):
 def test_less_precision_and_folded_norms(several):
     model, tokens = several.model, several.tokens[:2, :6] % 500
     copy = HookedDiffusionTransformer(model.cfg, tensors=model.state_dict().items())
-    if model.cfg.is_told_time:
+    if model.cfg.time_conditioning:
         with pytest.raises(ValueError, match="cannot be folded"):
             fold_norms(copy)
     else:

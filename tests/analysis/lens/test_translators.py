@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import Translators, fit_translators, logit_lens
-from diffusion_lens.analysis.lens import fitting
+from diffusion_lens.analysis.lens import tuned as fitting
 from diffusion_lens.analysis.lens.readings import states_of
 from diffusion_lens.data import toy_facts
 from diffusion_lens.interventions import zero_ablate
@@ -172,7 +172,7 @@ def test_which_rows_of_texts_are_fitted(small, monkeypatch, mask):
         for tokens, real, read in seen:
             n = sum(real)
             assert real == [i < n for i in range(len(tokens))]
-            assert all(token == small.pad_id for token in tokens[n:])
+            assert all(token == small.padding.id for token in tokens[n:])
             masked = [i for i, token in enumerate(tokens[:n]) if small.cfg.has_mask and token == small.cfg.blank]
             (text,) = (i for i, own in enumerate(expected) if len(own) == n and same(tokens, own, masked))
             used.add(text)

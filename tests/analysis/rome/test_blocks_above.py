@@ -9,8 +9,8 @@ from oracles.plain_rome import plain_search
 
 from diffusion_lens import Query
 from diffusion_lens.analysis.rome import ValueSettings, optimize_values
+from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.packing import rows_of_least_work
-from diffusion_lens.noise import hidden_tokens
 
 GENTLE = ValueSettings(lr=0.05, steps=3)  # steps small enough that round-off stays small
 
@@ -43,7 +43,7 @@ def assert_same(values, others):
 def test_positions_that_delta_moves_are_enough(every, monkeypatch):
     """On every kind, with the canvases in two rows of different lengths."""
     monkeypatch.setattr(
-        "diffusion_lens.analysis.rome.blocks_above.rows_of_least_work",
+        "diffusion_lens.analysis.rome.canvases.rows_of_least_work",
         lambda lengths, *_: [min(i, 1) for i in range(len(lengths))],
     )
     requests, essences = zip(*(request_of(every.model, seed) for seed in range(2)), strict=True)

@@ -127,7 +127,7 @@ def test_mask_is_never_the_first_choice(specimen, configs, name):
 def test_the_report_names_the_network_from_which_each_part_was_taken(either, edit, probes):
     """They may be older than the weights that are edited, as in nested edits."""
     model, request = either.model, probes["efficacy"][0].query
-    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", named(lambda out, hook: out / 2, "half"))]):
+    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", named("half", lambda out, hook: out / 2))]):
         key = compute_key(model, request, LAYER)
     value = optimize_value(model, request, LAYER, kl_factor=0.0, steps=2)
     alone = edit_success(model, RankOneEdit(model, LAYER, key, value), {"efficacy": [request]})

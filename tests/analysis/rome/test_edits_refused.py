@@ -20,7 +20,7 @@ from diffusion_lens.analysis import (
 )
 from diffusion_lens.analysis.rome import query_with_prefixes
 from diffusion_lens.data import EditRequest, toy_facts
-from diffusion_lens.facts import Probe
+from diffusion_lens.facts.fact import Probe
 
 pytestmark = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 

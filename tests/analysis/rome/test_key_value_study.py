@@ -1,6 +1,5 @@
 """Keys and values of many facts: those of each fact alone, in shards, stopped and resumed, and both ways paired."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,16 +15,16 @@ from diffusion_lens.analysis import (
     key_value_study,
     optimize_value,
 )
-from diffusion_lens.analysis.resumable import FactFolder
-from diffusion_lens.analysis.rome import FactVectors, ValueSettings, compute_keys, query_with_prefixes, study
+from diffusion_lens.analysis.over_facts.folder import FactFolder
+from diffusion_lens.analysis.rome import FactVectors, ValueSettings, compute_keys, query_with_prefixes
 from diffusion_lens.data import toy_facts
-from diffusion_lens.records import NETWORK
+from diffusion_lens.records.results import NETWORK
 
 GENTLE = ValueSettings(lr=0.05, steps=3)  # steps small enough that round-off stays small
 FACTS = [fact for fact in toy_facts.load().facts() if fact.id.endswith("-held-out-0")]
 FEW = FACTS[:3] + FACTS[160:162]
 PERSONS = [fact for first in range(0, len(FACTS), 14) for fact in FACTS[first : first + 2]]  # every seventh, both ways
-QUICK = dict(layers=[0, 2], settings=GENTLE, first_tokens=1, batch_size=2)
+QUICK = dict(layers=[0, 2], search=GENTLE, first_tokens=1, batch_size=2)
 STACKED = ("keys", "outputs", "deltas", "before", "after")
 # What files hold and which calls are refused does not depend on the model.
 on_one_model = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
@@ -51,7 +50,7 @@ def models():
 @pytest.fixture(scope="module")
 def pair(models):
     """A study of each model, of some persons queried once in either direction."""
-    return [key_value_study(model, PERSONS, [0, 1], settings=replace(GENTLE, steps=1), length=14) for model in models]
+    return [key_value_study(model, PERSONS, [0, 1], search=replace(GENTLE, steps=1), length=14) for model in models]
 
 
 def test_every_fact_has_the_key_and_value_it_has_alone(tiny, whole):
@@ -93,43 +92,28 @@ def test_values_raise_the_answer(tiny):
     assert (study.after >= 0.9).float().mean() >= 0.9
 
 
-def stop_at(monkeypatch, number):
-    """Batches searched for from here on; the one numbered so is interrupted."""
-    calls, search = Counter(), study.find_vectors
-
-    def counted(*args):
-        calls["batches"] += 1
-        if calls["batches"] == number:
-            raise KeyboardInterrupt
-        return search(*args)
-
-    monkeypatch.setattr(study, "find_vectors", counted)
-    return calls
-
-
 @on_one_model
-def test_a_study_that_was_stopped_goes_on(tiny, whole, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_at(patch, 3)
-        with pytest.raises(KeyboardInterrupt):
-            key_value_study(tiny, FEW, out=tmp_path, **QUICK)
+def test_a_study_that_was_stopped_goes_on(tiny, whole, tmp_path):
+    key_value_study(tiny, FEW, out=tmp_path, shard="0/2", **QUICK)
     so_far = KeyValueStudy.load(tmp_path)
-    assert so_far.ids == whole.ids[:4]
-    assert torch.equal(so_far.keys, whole.keys[:4])
-    calls = stop_at(monkeypatch, None)
+    assert so_far.ids == [*whole.ids[:2], *whole.ids[4:]]
+    FactFolder.open(tmp_path).file(whole.ids[1]).unlink()  # its batch is then computed in full
     assert_same(key_value_study(tiny, FEW, out=tmp_path, **QUICK), whole)
-    assert calls["batches"] == 1
     with pytest.raises(ValueError, match=r"was made with other settings.* \(first_tokens: 1 there, 2 here\)"):
         key_value_study(tiny, FEW, out=tmp_path, **{**QUICK, "first_tokens": 2})
 
 
 @on_one_model
-def test_shards_are_the_whole(tiny, whole, tmp_path):
-    for shard in ("0/2", "1/2"):
-        key_value_study(tiny, FEW, out=tmp_path / shard[0], shard=shard, **QUICK)
+def test_shards_in_folders_files_and_memory_are_the_whole(tiny, whole, tmp_path):
+    parts = [key_value_study(tiny, FEW, out=tmp_path / str(i), shard=(i, 2), **QUICK) for i in range(2)]
     with pytest.raises(ValueError, match="2 of 5 facts are missing"):
         KeyValueStudy.merge([tmp_path / "0"])
     assert_same(KeyValueStudy.merge([tmp_path / "1", tmp_path / "0"]), whole)
+    nothing = key_value_study(tiny, FEW, shard="90/100", **QUICK)
+    assert nothing.ids == []
+    assert nothing.keys.shape == (0, *whole.keys.shape[1:])
+    saved = parts[0].save(tmp_path / "part.safetensors")
+    assert_same(KeyValueStudy.merge([nothing, saved, parts[1]]), whole)
     vectors = FactVectors.load(FactFolder.open(tmp_path / "0").file(whole.ids[0]))
     FactFolder.open(tmp_path / "1").save(whole.ids[0], replace(vectors, before=vectors.before + 1e-3))
     with pytest.raises(ValueError, match="has another result in"):
@@ -146,11 +130,6 @@ def test_facts_that_cannot_be_queried_are_set_aside(tiny, tmp_path):
     assert KeyValueStudy.load(tmp_path).set_aside == with_nobody.set_aside
     with pytest.raises(ValueError, match="can be queried for none of the 1 facts; 'nobody': the subject 'Nobody'"):
         key_value_study(tiny, [nobody], **QUICK)
-
-
-@on_one_model
-def test_saved_and_loaded(whole, tmp_path):
-    assert_same(KeyValueStudy.load(whole.save(tmp_path / "study.safetensors")), whole)
 
 
 def test_the_directions_are_paired_person_by_person(pair, tmp_path):
@@ -179,7 +158,7 @@ def test_the_directions_are_paired_person_by_person(pair, tmp_path):
     assert crossed.names == ("keys, name to description", "values, description to name")
 
 
-def test_the_diffusion_model_keys_a_person_alike_both_ways_at_both_steps_and_the_twin_hardly(models):
+def test_the_mdm_keys_a_person_alike_both_ways_and_the_ar_model_hardly(models):
     """A step's canvas is a query like any other; the keys of both directions stay alike while the answer appears."""
     trained = [str(fact.trained) for fact in FACTS if fact.asked == "p2d"]
     settings = dict(groups=trained, only=["cka"], resamples=100)
@@ -266,13 +245,3 @@ def test_what_does_not_fit(tiny, whole):
         one_way.compare()
     plain = key_value_study(tiny, [Fact("Gustav Geisser is the", "Gustav Geisser", " brave")], **QUICK)
     assert plain.plot().get_lines()[0].get_label() == "all facts"
-
-
-@on_one_model
-def test_parts_are_folders_files_or_results(tiny, whole, tmp_path):
-    parts = [key_value_study(tiny, FEW, shard=(i, 2), **QUICK) for i in range(2)]
-    nothing = key_value_study(tiny, FEW, shard="90/100", **QUICK)
-    assert nothing.ids == []
-    assert nothing.keys.shape == (0, *whole.keys.shape[1:])
-    saved = parts[0].save(tmp_path / "part.safetensors")
-    assert_same(KeyValueStudy.merge([nothing, saved, parts[1]]), whole)

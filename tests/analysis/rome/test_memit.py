@@ -1,6 +1,7 @@
 """MEMIT: targets and updates as one writes them out, its limits, weights that return, and edits of the site pair."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -21,10 +22,12 @@ from diffusion_lens.analysis import (
     optimize_value,
     second_moment,
 )
-from diffusion_lens.analysis.rome import EditReport, mass_edit, mass_edit_study, query_with_prefixes
+from diffusion_lens.analysis.rome import EditReport, query_with_prefixes
 from diffusion_lens.data import site_facts, toy_facts
 from diffusion_lens.data.site_documents import Documents
 from diffusion_lens.data.site_edits import edit_requests
+
+mass_edit = import_module("diffusion_lens.analysis.rome.memit")  # its function has the same name
 
 PEOPLE = toy_facts.load()
 ASKED = [fact for fact in PEOPLE.facts("both", "p2d") if fact.id.endswith("-held-out-0")]
@@ -154,7 +157,7 @@ def test_in_every_family(every):
     before = [state(model, query, resid_post) for query in requests]
     with edit:
         for i, query in enumerate(requests):
-            target = before[i] + edit.factors(layer).left[:, i] * model.gates_at(layer)[1]
+            target = before[i] + edit.factors(layer).left[:, i] * model.time.gates(layer)[1]
             torch.testing.assert_close(state(model, query, resid_post), target, rtol=1e-4, atol=1e-4)
         assert not torch.equal(model(tokens), logits)
     assert torch.equal(model(tokens), logits)
@@ -301,7 +304,7 @@ def test_edits_at_once_succeed_and_spare_the_neighbours(site, tmp_path, monkeypa
     assert study.plot().get_title() == f"{site.cfg.model_name}: 5 edits of layers 0 and 1"
 
     # The study is finished, so that the same call reads it, and another λ is another study.
-    monkeypatch.setattr(mass_edit_study, "edit_together", None)
+    monkeypatch.setattr(mass_edit, "edit_together", None)
     again = memit_study(site, requests, settings, covariances=covariances, out=tmp_path / "edits")
     assert torch.equal(again.probabilities, study.probabilities)
     saved = EditStudy.load(study.save(tmp_path / "study.safetensors"))

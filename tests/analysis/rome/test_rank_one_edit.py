@@ -73,7 +73,7 @@ def test_in_every_family(every):
         edited, cache = model.run_with_cache(tokens[None])
         torch.testing.assert_close(cache["mlp_out", layer][0, 4], value.vector, rtol=1e-4, atol=1e-4)
         mlp = model.blocks[layer].mlp
-        added = (mlp.W_out.T @ value.key + mlp.b_out) * model.gates_at(layer)[1]
+        added = (mlp.W_out.T @ value.key + mlp.b_out) * model.time.gates(layer)[1]
         torch.testing.assert_close(added, value.vector, rtol=1e-4, atol=1e-4)
         assert not torch.equal(edited, logits)
     assert torch.equal(model(tokens[None]), logits)
@@ -147,7 +147,7 @@ def test_edits_nest(tiny, gustav):
     assert torch.equal(tiny(PROBE), logits)
 
 
-def test_an_exception_comes_out_and_the_weight_returns_whatever_was_done_to_it_inside(tiny, gustav):
+def test_after_an_exception_the_weight_returns_whatever_was_done_to_it(tiny, gustav):
     key, value, _ = gustav
     edit, inner = RankOneEdit(tiny, LAYER, key, value), RankOneEdit(tiny, LAYER, key, value)
     before = edit.weight.detach().clone()

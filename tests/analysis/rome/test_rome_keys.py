@@ -7,7 +7,7 @@ import torch
 
 from diffusion_lens import Fact, Query
 from diffusion_lens.analysis.rome import KeyResult, compute_key, compute_keys, query_with_prefixes, sample_prefixes
-from diffusion_lens.seeds import own_seed
+from diffusion_lens.settings import own_seed
 
 GUSTAV = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
 
@@ -37,7 +37,7 @@ def test_a_key_is_what_enters_the_down_projection(every, prompts):
                 fwd_hooks=[(f"blocks.{layer}.hook_mlp_out", lambda out, hook, seen=seen: seen.update(out=out[0]))],
             )
             mlp = every.model.blocks[layer].mlp
-            out = (row @ mlp.W_out + mlp.b_out) * every.model.gates_at(layer)[1]
+            out = (row @ mlp.W_out + mlp.b_out) * every.model.time.gates(layer)[1]
             torch.testing.assert_close(out, seen["out"][prompt.subject[1] - 1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(key.vector, sum(key.keys) / 3)
 
@@ -128,7 +128,7 @@ def test_a_layer_out_of_range(either, prompts, layer):
 
 
 def test_bad_requests(either, prompts):
-    with pytest.raises(ValueError, match="at='subject_middle' is unknown; it must be one of subject_last"):
+    with pytest.raises(ValueError, match="at='subject_middle' is unknown, nearest is subject_last"):
         compute_key(either.model, prompts, 1, at="subject_middle")
     with pytest.raises(ValueError, match="the request is empty"):
         compute_key(either.model, [], 1)

@@ -17,7 +17,7 @@ from diffusion_lens.analysis.rome import (
     query_with_prefixes,
 )
 from diffusion_lens.data import toy_facts
-from diffusion_lens.noise import hidden_tokens
+from diffusion_lens.model.noise import hidden_tokens
 
 GENTLE = dict(lr=0.05, steps=6)  # steps small enough that round-off stays small
 GUSTAV = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
@@ -101,7 +101,7 @@ def test_requests_together_are_requests_alone(either):
 @pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_requests_on_whole_canvases_are_requests_alone(either, monkeypatch, worth_a_pass):
     """Hooks above the layer see whole canvases, those of essences in the same batch or in one of their own."""
-    monkeypatch.setattr("diffusion_lens.analysis.rome.search._PADDING_PER_PASS", worth_a_pass)
+    monkeypatch.setattr("diffusion_lens.analysis.rome.values._PADDING_PER_PASS", worth_a_pass)
     lengths = set()
     with either.model.hooks(fwd_hooks=[("blocks.2.hook_resid_post", lambda x, hook: lengths.add(x.shape[1]))]):
         check_together(either.model)

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diffusion_lens.analysis.rome import SecondMoment, key_sums, second_moment
-from diffusion_lens.analysis.rome.inverse_moment import RIDGE, InverseMoment
+from diffusion_lens.analysis.rome import SecondMoment, second_moment
+from diffusion_lens.analysis.rome import covariance as key_sums
+from diffusion_lens.analysis.rome.covariance import RIDGE, InverseMoment
 from diffusion_lens.data import toy_facts
-from diffusion_lens.scheduled_loss import hide
-from diffusion_lens.seeds import own_seed
+from diffusion_lens.model.loss import hide
+from diffusion_lens.settings import own_seed
 from weight_conversion import as_json
 
 LAYER = 1
@@ -108,7 +109,7 @@ def test_a_saved_moment_is_read(either, corpus, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == (4 if either.kind == "mdm" else 3)
 
 
-def test_files_from_before_blocks_were_read_beside_clean_ones_have_other_names(specimen, configs, corpus):
+def test_files_from_before_clean_blocks_were_read_have_other_names(specimen, configs, corpus):
     """The other models' files, which that did not change, are still read."""
 
     def key_of(record):

@@ -38,7 +38,7 @@ def kind(request, in_words):
     """A model of each kind, told a time if it reads one."""
     model = in_words(request.param)
     moments_of(model)
-    with model.at_time(0.6) if model.cfg.is_told_time else nullcontext():
+    with model.at_time(0.6) if model.cfg.time_conditioning else nullcontext():
         yield model
 
 
@@ -74,7 +74,7 @@ def queries_of(model, fact, prefixes=PREFIXES):
 
 def test_every_fact_has_the_key_and_value_it_has_alone(kind):
     facts = [request.new for request in REQUESTS]
-    study = key_value_study(kind, facts, prefixes=PREFIXES, settings=GENTLE, **ON_CANVAS)
+    study = key_value_study(kind, facts, prefixes=PREFIXES, search=GENTLE, **ON_CANVAS)
     assert study.layers == dense_layers(kind)
     for row, fact in enumerate(facts):
         for column, layer in enumerate(study.layers):
@@ -84,7 +84,7 @@ def test_every_fact_has_the_key_and_value_it_has_alone(kind):
             torch.testing.assert_close(study.values[row, column], value.vector, rtol=1e-3, atol=1e-3)
             assert study.after[row, column].item() == pytest.approx(value.probability_after, rel=1e-2, abs=1e-7)
             assert study.before[row].item() == pytest.approx(value.probability_before, rel=1e-3, abs=1e-7)
-    assert study.record.get("time") == (0.6 if kind.cfg.is_told_time else None)
+    assert study.record.get("time") == (0.6 if kind.cfg.time_conditioning else None)
 
 
 def test_every_request_is_edited_as_alone(kind):
@@ -142,9 +142,9 @@ def test_layers_with_experts_have_no_key_and_value(kind):
 @pytest.mark.parametrize("name", ["bd3lm", "udlm", "sedd-uniform"])
 def test_a_study_needs_the_time_that_its_network_is_told(in_words, name):
     model = in_words(name)
-    with pytest.raises(ValueError, match="is told the time of its canvas: pass time="):
-        key_value_study(model, [REQUESTS[0].new], settings=GENTLE, **ON_CANVAS)
-    with pytest.raises(ValueError, match="is told the time of its canvas: pass time="):
+    with pytest.raises(ValueError, match="is conditioned on the time of its canvas: pass time="):
+        key_value_study(model, [REQUESTS[0].new], search=GENTLE, **ON_CANVAS)
+    with pytest.raises(ValueError, match="is conditioned on the time of its canvas: pass time="):
         edit_study(model, REQUESTS, EditSettings(0, GENTLE, layout=CanvasLayout(**ON_CANVAS)))
     with model.at_time(0.6), pytest.raises(ValueError, match="second_moment noises texts, each with a probability"):
         second_moment(model, PEOPLE.sentences()[::300], 0)

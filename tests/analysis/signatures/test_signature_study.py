@@ -21,9 +21,9 @@ from diffusion_lens.analysis import (
     reversal_signatures,
 )
 from diffusion_lens.analysis.signatures import signature_passes
-from diffusion_lens.analysis.signatures.batches import pair_bytes, plan_batches
+from diffusion_lens.analysis.signatures.evidence import pair_bytes, plan_batches
 from diffusion_lens.data import toy_facts
-from diffusion_lens.taught_pairs import LaidOutPairs
+from diffusion_lens.facts.taught_pairs import LaidOutPairs
 from weight_conversion import RotaryScaling
 
 TENSORS = ("percentiles", "reuses", "cuts", "routes", "cosines", "transfers", "steps", "probabilities")
@@ -71,7 +71,7 @@ def test_shards_resume_and_files_give_the_same_bits(tiny, pairs, tmp_path):
 
 
 def test_the_isotropic_correlation_is_of_the_models_own_frequencies(tiny, pairs):
-    from diffusion_lens.model.rotary import rotate
+    from diffusion_lens.model.positions import rotate
 
     scaling = RotaryScaling(8.0, 1.0, 4.0, original_max_position_embeddings=32)
     width = tiny.cfg.d_head

@@ -138,12 +138,12 @@ def test_evidence_is_written_by_values(every):
         for layer in range(model.cfg.n_layers):
             for head in range(model.cfg.n_heads):
                 v = cache[f"blocks.{layer}.attn.hook_v"][0, canvas.source, head // shared]
-                written = v @ model.W_O[layer, head] * model.gates_at(layer)[0] * model.final_weight()
+                written = v @ model.W_O[layer, head] * model.time.gates(layer)[0] * model.time.final_weight()
                 expected = torch.stack([written @ model.W_U[:, token] for token in candidates])
                 torch.testing.assert_close(found[0, row, layer, head], expected, rtol=1e-3, atol=1e-5)
 
 
-def test_the_percentile_counts_the_others_by_the_own_source_and_by_those_of_others(several):
+def test_percentiles_count_the_other_candidates_by_own_and_other_sources(several):
     model, pairs = several.model, random_pairs(several.model)
     # The last two pairs share a source, so neither is a baseline of the other.
     pairs[4].reverse.tokens[pairs[4].reverse.source] = pairs[3].reverse.tokens[pairs[3].reverse.source]
@@ -293,7 +293,7 @@ def test_routes_are_scores_and_the_counterfactual_moves_positions_only(every):
 
 @pytest.mark.parametrize(("d_head", "offsets", "base"), [(64, (1, -1), 1e4), (16, (2, -6), 5e5), (8, (3, 3), 1e4)])
 def test_isotropic_correlation_against_draws(d_head, offsets, base):
-    from diffusion_lens.model.rotary import Rotary, rotate, tables_at
+    from diffusion_lens.model.positions import Rotary, rotate, tables_at
 
     draw = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 100_000, 1, 1, d_head, generator=draw).unbind()
@@ -343,7 +343,7 @@ def toy_pairs(model, n=32, shuffle=0):
     return pairs
 
 
-def test_on_a_fresh_network_of_one_layer_the_gradients_of_storage_are_aligned_in_an_mdm_only():
+def test_fresh_storage_gradients_are_aligned_in_an_mdm_only():
     for kind in ("mdm", "ar"):
         model = one_layer(kind)
         found = reversal_signatures(model, toy_pairs(model))

@@ -10,7 +10,7 @@ from executors import Here
 from tqdm import tqdm
 
 from diffusion_lens.analysis import Workers
-from diffusion_lens.analysis.workers.running import run_tasks
+from diffusion_lens.analysis.over_facts.executor import run_tasks
 
 
 @dataclass

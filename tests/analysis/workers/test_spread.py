@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -27,11 +28,12 @@ from diffusion_lens.analysis import (
     recalled_facts,
     reversal_signatures,
 )
-from diffusion_lens.analysis.average_effects import fact_tracer
-from diffusion_lens.analysis.average_effects.loop_runs import LoopRuns
-from diffusion_lens.analysis.resumable import FactFolder
-from diffusion_lens.analysis.workers import progress, running
-from diffusion_lens.analysis.workers.task import packed
+from diffusion_lens.analysis.causal_tracing import average
+from diffusion_lens.analysis.causal_tracing.average import LoopRuns
+from diffusion_lens.analysis.over_facts import executor
+from diffusion_lens.analysis.over_facts import study as study_of_facts
+from diffusion_lens.analysis.over_facts.executor import packed
+from diffusion_lens.analysis.over_facts.folder import FactFolder
 from diffusion_lens.data import EditRequest, toy_facts
 from diffusion_lens.evaluation import recall_by_steps
 
@@ -51,7 +53,7 @@ STUDIES: dict[str, Callable[..., Any]] = {
         model, FACTS, **SHORT, loop=LoopSettings(steps=2, temperature=0.5, batch_size=2), **more
     ),
     "trajectories": lambda model, **more: average_trajectory_effect(model, FACTS[:3], **SHORT, known="all", **more),
-    "keys and values": lambda model, **more: key_value_study(model, FACTS, [0], settings=SEARCH, batch_size=2, **more),
+    "keys and values": lambda model, **more: key_value_study(model, FACTS, [0], search=SEARCH, batch_size=2, **more),
     "recall": lambda model, **more: recall_by_steps(model, FACTS, [1, 3], temperature=0.7, batch_size=2, **more),
     "signatures": lambda model, **more: reversal_signatures(
         model, PEOPLE.taught_pairs(model)[:6], batch_size=2, **more
@@ -192,9 +194,10 @@ def test_a_task_that_is_given_up_names_the_facts_it_lacks(tiny: Any, tmp_path: A
 def test_the_bar_moves_while_a_task_runs(tiny: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bars = []
 
-    class Bar:
+    class Bar(nullcontext[Any]):
         def __init__(self, total: int, **_: Any) -> None:
-            self.total, self.n, self.close = total, 0, lambda: None
+            super().__init__(self)
+            self.total, self.n = total, 0
             bars.append(self)
 
         def update(self, n: int) -> None:
@@ -216,8 +219,8 @@ def test_the_bar_moves_while_a_task_runs(tiny: Any, tmp_path: Any, monkeypatch: 
         def result(self) -> Any:
             return self.outcome
 
-    monkeypatch.setattr(progress, "tqdm", Bar)
-    monkeypatch.setattr(running, "_POLL", 0)
+    monkeypatch.setattr(study_of_facts, "tqdm", Bar)
+    monkeypatch.setattr(executor, "_POLL", 0)
     pool = Polled()
     STUDIES["recall"](tiny, executor=Workers(pool, facts_per_task=5), out=tmp_path, progress=True)
     assert pool.seen == [0, len(FACTS)]
@@ -226,7 +229,7 @@ def test_the_bar_moves_while_a_task_runs(tiny: Any, tmp_path: Any, monkeypatch: 
 
 @on_one_model
 def test_a_fact_that_fails_is_set_aside(tiny: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = fact_tracer.trace_query
+    trace = average.causal_trace
 
     def failing(model: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
         if model.to_string(query.tokens).count(FACTS[2].subject):
@@ -239,7 +242,7 @@ def test_a_fact_that_fails_is_set_aside(tiny: Any, tmp_path: Any, monkeypatch: p
         return average_indirect_effect(tiny, facts, **SHORT, known="all", **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fact_tracer, "trace_query", failing)
+        patch.setattr(average, "causal_trace", failing)
         with pytest.warns(UserWarning, match=r"1 facts failed on the workers; .*MemoryError: no memory for this one"):
             partial = study(executor=Here(), out=tmp_path)
     assert partial.failed == {FACTS[2].id: "MemoryError: no memory for this one"}
@@ -249,7 +252,7 @@ def test_a_fact_that_fails_is_set_aside(tiny: Any, tmp_path: Any, monkeypatch: p
 
 @on_one_model
 def test_all_that_fails_is_an_error(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fact_tracer, "trace_query", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(average, "causal_trace", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(RuntimeError, match=r"5 facts failed on the workers; .*ZeroDivisionError"):
         STUDIES["one canvas"](tiny, executor=Here())
 

@@ -10,9 +10,10 @@ from executors import Here, Interrupted
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import SecondMoment, Workers, activations, second_moment
-from diffusion_lens.analysis.dictionaries.shard_task import ShardTask
-from diffusion_lens.analysis.workers.shared_folder import SharedFolder
+from diffusion_lens.analysis.dictionaries.store import ShardTask
+from diffusion_lens.analysis.over_facts.folder import SharedFolder
 from diffusion_lens.data import toy_facts
+from diffusion_lens.interventions import named
 
 SENTENCES = toy_facts.load().sentences()[::61][:9]
 RESID = "blocks.1.hook_resid_post"
@@ -37,7 +38,9 @@ def assert_same(one: SecondMoment, other: SecondMoment) -> None:
 
 @pytest.fixture
 def hooked(tiny: Any) -> Any:
-    with tiny.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda activation, hook: activation * 1.5)]):
+    with tiny.hooks(
+        fwd_hooks=[("blocks.0.hook_resid_pre", named("times 1.5", lambda activation, hook: activation * 1.5))]
+    ):
         yield tiny
 
 
@@ -98,7 +101,7 @@ def test_files_that_stay_unseen_are_told(tiny: Any, tmp_path: Path, monkeypatch:
 def test_errors_and_other_networks_end_the_call(tmp_path: Path) -> None:
     model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
     with (
-        model.hooks(fwd_hooks=[(RESID, lambda activation, hook: activation * 1e6)]),
+        model.hooks(fwd_hooks=[(RESID, named("times 1e6", lambda activation, hook: activation * 1e6))]),
         pytest.raises(ValueError, match=r"too large for dtype=torch.float16; use 'bfloat16' or 'float32'"),
     ):
         stored(model, tmp_path / "a", dtype="float16", executor=Here())

@@ -1,0 +1,512 @@
+"""Results of averages over facts: which facts are averaged, over which tokens, and the effects side by side.
+
+Every fact counts once, however long its subject: within a fact the indirect effect is averaged over the positions of
+one role.
+
+Roles of the tokens of a query: the rows over which traces of many facts are averaged.
+
+    before_subject   tokens before the subject, a prepended BOS among them
+    subject_first    the subject's first token, if it has several
+    subject_middle   those between its first and its last
+    subject_last     its last token, or its only one
+    after_first      the first token after the subject
+    after_further    the others of the prompt
+    prompt_last      the last token of the prompt, which a causal model reads the answer from
+    answer           the positions of the answer: masked, or on a causal canvas the tokens that are there already
+    other_masks      masked positions that are no part of the answer
+
+and at a denoising step
+
+    answer_revealed  positions of the answer that are revealed; "answer" are then those that are still masked, and under
+                     uniform noise all of them at every step
+    not_reached      positions that are not on the canvas yet; they have no effect and count in no average
+
+These are the rows of the average figures of ROME (Meng et al. 2022, arXiv 2202.05262, figure 2) and three more. There a
+token counts in every row that fits it: a subject of one token is its first and its last. Here each position has one
+role, so that no state is counted twice: the last token of a subject is `subject_last` even where it is the only one or
+ends the prompt, and a single token after the subject is `prompt_last`.
+
+Rules that select the facts, by whether the model recalls them:
+
+    recalled    the denoising loop writes the answer: with the given settings, `denoise` from the fact's canvas ends
+                with the answer's tokens at their positions
+    one_canvas  in one pass over the canvas with the whole answer masked, the answer's tokens are the likeliest at all
+                its positions; [MASK], which the loop never writes, is not counted
+    all         every fact
+    ids         facts given by id, such as those that two models recall
+
+On a masked diffusion model "recalled" and "one_canvas" select different facts: the loop reveals some positions before
+others, and each prediction depends on what is revealed. On a causal model that writes the likeliest token they select
+the same facts, because its sequence contains the answer's earlier tokens in both cases.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from diffusion_lens import plots
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
+from diffusion_lens.analysis.causal_tracing.trajectory import TrajectoryTrace
+from diffusion_lens.analysis.over_facts.study import StudyResult, bootstrap_interval
+from diffusion_lens.facts.fact import Query
+from diffusion_lens.hooks.names import nearest
+from diffusion_lens.model.config import reached
+from diffusion_lens.records.results import Table, shown_model
+from diffusion_lens.settings import warn_user
+
+ROLES = (
+    "before_subject",
+    "subject_first",
+    "subject_middle",
+    "subject_last",
+    "after_first",
+    "after_further",
+    "prompt_last",
+    "answer",
+    "other_masks",
+)
+STEP_ROLES = (*ROLES, "answer_revealed")
+NOT_REACHED = "not_reached"
+RULES = ("recalled", "one_canvas", "all")
+_CURES = {
+    "recalled": "Give the canvas length of the model's training (length=) or other settings of the loop (loop=), or "
+    "use another rule: known='one_canvas', or known='all'",
+    "one_canvas": "Give the canvas length of the model's training (length=), or use another rule: "
+    "known='recalled', or known='all'",
+    "all": "No denoising run writes all positions of an answer: give the loop other settings (loop=)",
+    "ids": "Give at least one fact that can be traced in known=, or use a rule: known='all'",
+}
+
+A = TypeVar("A", bound="FactAverage")
+
+
+@dataclass(frozen=True, eq=False)
+class FactEffect:
+    """The effects in one fact, step by step; a trace of one canvas counts as one step.
+
+    Attributes:
+        averaged: Whether the rule of the study counts the fact among those that the model knows.
+        clean: Float[step], p(answer) of the clean run; for a fact that is not averaged, on its first canvas.
+        corrupted: Float[step], p(answer) of the corrupted run.
+        effect: Float[step role layer], indirect effect, mean over the positions of each role.
+    """
+
+    averaged: bool
+    clean: Float[Tensor, "step"]
+    corrupted: Float[Tensor, "step"]
+    effect: Float[Tensor, "step role layer"]
+
+    @classmethod
+    def of(cls, trace: CausalTrace | TrajectoryTrace, roles: Sequence[str]) -> "FactEffect":
+        """A trace averaged over the positions of each of these roles."""
+        by_step = isinstance(trace, TrajectoryTrace)
+        grids = trace.indirect_effect if by_step else trace.indirect_effect[None]
+        role_rows = trace.record["roles"] if by_step else [trace.record["roles"]]
+        effects = [
+            mean_by_role(grid, [role_row[position] for position in trace.positions], roles)
+            for grid, role_row in zip(grids, role_rows, strict=True)
+        ]
+        return cls(
+            averaged=bool(trace.positions),
+            clean=torch.as_tensor(trace.clean, dtype=torch.float64).reshape(-1),
+            corrupted=torch.as_tensor(trace.corrupted, dtype=torch.float64).reshape(-1),
+            effect=torch.stack(effects),
+        )
+
+    def equals(self, other: "FactEffect") -> bool:
+        """Whether both are the same to the bit."""
+        pairs = ((self.clean, other.clean), (self.corrupted, other.corrupted), (self.effect, other.effect))
+        same = all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
+        return same and self.averaged == other.averaged
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FactAverage(StudyResult[FactEffect]):
+    """Facts traced with the same settings; `...` is the denoising step where the average has one.
+
+    `AverageEffect` and `AverageTrajectoryEffect` describe the fields.
+    """
+
+    BY_STEP: ClassVar[bool]
+
+    effects: Float[Tensor, "fact ... role layer"]
+    clean: Float[Tensor, "fact ..."]
+    corrupted: Float[Tensor, "fact ..."]
+    ids: list[str]
+    roles: list[str]
+    layers: list[int]
+    unknown: dict[str, float]
+    record: dict[str, Any]
+
+    @classmethod
+    def of(cls: type[A], results: Mapping[str, FactEffect], record: dict[str, Any]) -> A:
+        """Facts of a study side by side, their last steps aligned; NaN before the first step of a fact."""
+        averaged = {fact_id: effect for fact_id, effect in results.items() if effect.averaged}
+        shape = len(averaged), max((len(effect.clean) for effect in averaged.values()), default=1)
+        effects = torch.full((*shape, len(record["roles"]), len(record["layers"])), torch.nan)
+        clean, corrupted = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2))
+        for row, fact in enumerate(averaged.values()):
+            steps = slice(shape[1] - len(fact.clean), None)
+            effects[row, steps], clean[row, steps], corrupted[row, steps] = fact.effect, fact.clean, fact.corrupted
+        one = slice(None) if cls.BY_STEP else 0
+        return cls(
+            effects=effects[:, one],
+            clean=clean[:, one],
+            corrupted=corrupted[:, one],
+            ids=list(averaged),
+            roles=record["roles"],
+            layers=record["layers"],
+            unknown={fact_id: each.clean[0].item() for fact_id, each in results.items() if not each.averaged},
+            record=record,
+        )
+
+    def by_fact(self) -> dict[str, FactEffect]:
+        """The inverse of `of`."""
+        effects, clean, corrupted = self.effects, self.clean, self.corrupted
+        if not self.BY_STEP:
+            effects, clean, corrupted = effects[:, None], clean[:, None], corrupted[:, None]
+        facts = {}
+        for fact_id, effect, p_clean, p_corrupted in zip(self.ids, effects, clean, corrupted, strict=True):
+            steps = ~p_clean.isnan()
+            facts[fact_id] = FactEffect(True, p_clean[steps], p_corrupted[steps], effect[steps])
+        no_effect, nan = (
+            torch.full((1, *effects.shape[2:]), torch.nan),
+            torch.full((1,), torch.nan, dtype=torch.float64),
+        )
+        for fact_id, probability in self.unknown.items():
+            facts[fact_id] = FactEffect(False, nan.new_tensor([probability]), nan, no_effect)
+        return facts
+
+    @classmethod
+    def from_file(cls, saved: Any, record: Mapping[str, Any]) -> FactEffect:
+        """The effects in a fact, from its trace."""
+        return FactEffect.of(saved, record["roles"])
+
+    def warn_of_gaps(self) -> None:
+        """Warn if the rule of a whole study leaves out every fact. A single shard may have no fact to average."""
+        if not self.ids and len(self.unknown) >= len(self.record["facts"]):
+            warn_user(f"the average has no facts: {self.rule}. {_CURES[self.record['known']]}")
+
+    def _table(self) -> Table:
+        offsets = {"offset": range(1 - self.clean.shape[1], 1)} if self.BY_STEP else {}
+        table = Table.of_cells(
+            {"fact": self.ids, **offsets, "role": self.roles, "layer": self.layers},
+            {
+                "effect": self.effects,
+                "clean": self.clean[..., None, None],
+                "corrupted": self.corrupted[..., None, None],
+            },
+            most="effect",
+        )
+        return table.where(~self.effects.isnan())
+
+    @property
+    def rule(self) -> str:
+        """Which facts are averaged, in words: "64 of 100 facts, recalled in 4 steps"."""
+        steps, n_set_aside = self.record.get("loop", {}).get("steps"), len(self.record["set_aside"])
+        rules = {
+            "recalled": "recalled" + (f" in {steps} step{'s' * (steps > 1)}" if steps else ""),
+            "one_canvas": "known on one canvas",
+            "all": "known or not",
+            "ids": "chosen by id",
+        }
+        averaged = f"{len(self.ids)} of {len(self.ids) + len(self.unknown)} facts, {rules[self.record['known']]}"
+        return averaged + (f" ({n_set_aside} set aside)" if n_set_aside else "")
+
+    @property
+    def total_effects(self) -> Float[Tensor, "fact ..."]:
+        """How much the corruption takes away from each fact: clean - corrupted."""
+        return self.clean - self.corrupted
+
+    @property
+    def aie(self) -> Float[Tensor, "... role layer"]:
+        """Average indirect effect over the facts that have such a token, at that step; NaN where none has."""
+        return self.effects.nanmean(dim=0)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AverageEffect(FactAverage):
+    """Facts traced on one canvas each, and their average.
+
+    Columns of the data frame: fact, role, layer, effect, clean, corrupted.
+
+    Attributes:
+        effects: Float[fact role layer], indirect effect, mean over the positions of each role; NaN where a fact has
+            none.
+        clean: Float[fact], p(answer) of the clean runs.
+        corrupted: Float[fact], p(answer) of the corrupted runs, mean over the samples.
+        ids: The fact of each row.
+        roles: The role of each row of the average.
+        layers: The layer of each column of the average.
+        unknown: p(answer) of the clean run, by id, of the facts that the rule of the study leaves out as not known.
+        record: The settings, the rule (`known`, and `loop` where the loop writes the answers), all facts of the study
+            by id, those `set_aside`, model, weights' hash, versions.
+    """
+
+    KIND: ClassVar[str] = "average effect"
+    FACT_FILE: ClassVar[type[Any]] = CausalTrace
+    BY_STEP: ClassVar[bool] = False
+
+    effects: Float[Tensor, "fact role layer"]
+    clean: Float[Tensor, "fact"]
+    corrupted: Float[Tensor, "fact"]
+
+    @property
+    def ate(self) -> float:
+        """Average total effect."""
+        return self.total_effects.mean().item()
+
+    def ate_interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Ends of the confidence interval of the ATE."""
+        low, high = bootstrap_interval(self.total_effects[:, None], level, self.record["seed"])
+        return low.item(), high.item()
+
+    def aie_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "role layer"], Float[Tensor, "role layer"]]:
+        """Ends of the confidence intervals of the AIE, by role and layer."""
+        having = [effect[~effect.isnan().any(dim=1)] for effect in self.effects.unbind(dim=1)]
+        ends = [bootstrap_interval(effect, level, self.record["seed"]) for effect in having]
+        return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
+
+    def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
+        """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes.
+
+        Raises:
+            ValueError: No fact is averaged.
+        """
+        if not self.ids:
+            raise ValueError(
+                f"there is no average to plot: {shown_model(self.record)} knows none of the {len(self.unknown)} facts "
+                "that it was queried for"
+            )
+        title = title or f"{shown_model(self.record)}: {self.rule}\naverage total effect {self.ate:.2f}"
+        low, high = self.aie_interval(level)
+        return plots.effect_curves(
+            self.aie, low, high, self.roles, self.layers, self.record["kind"], ax=ax, title=title
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AverageTrajectoryEffect(FactAverage):
+    """Facts traced at the steps that write their answers, aligned at the step that reveals the last token.
+
+    Columns of the data frame: fact, offset (the step, counted from the one that reveals the last token), role,
+    layer, effect, clean, corrupted.
+
+    Attributes:
+        effects: Float[fact step role layer], indirect effect, mean over the positions of each role; NaN where a fact
+            has no such step or no such position.
+        clean: Float[fact step], p(answer) of the clean runs: the joint probability of the tokens masked at that step.
+        corrupted: Float[fact step], the same of the corrupted runs, mean over the samples.
+        ids: The fact of each row.
+        roles: The role of each row of the averages.
+        layers: The layer of each column of the averages.
+        unknown: p(answer) on the first canvas, by id, of the facts that the rule of the study leaves out as not known,
+            or because some of their answer's positions are still masked at the end.
+        record: The same as in `AverageEffect`; `loop` contains the settings of the runs that are traced.
+    """
+
+    KIND: ClassVar[str] = "average trajectory effect"
+    FACT_FILE: ClassVar[type[Any]] = TrajectoryTrace
+    BY_STEP: ClassVar[bool] = True
+
+    effects: Float[Tensor, "fact step role layer"]
+    clean: Float[Tensor, "fact step"]
+    corrupted: Float[Tensor, "fact step"]
+
+    @property
+    def offsets(self) -> list[int]:
+        """The step of each column, counted from the one that reveals the answer's last token: ..., -1, 0."""
+        return list(range(1 - self.clean.shape[1], 1))
+
+    @property
+    def n_facts(self) -> list[int]:
+        """Number of facts that have each step."""
+        counts: list[int] = (~self.clean.isnan()).sum(dim=0).tolist()
+        return counts
+
+    @property
+    def ate(self) -> Float[Tensor, "step"]:
+        """Average total effect by step, over the facts that have it."""
+        return self.total_effects.nanmean(dim=0)
+
+    def ate_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "step"], Float[Tensor, "step"]]:
+        """Ends of the confidence intervals of the ATE, by step; only the facts that have a step are resampled."""
+        effects = [each[~each.isnan(), None] for each in self.total_effects.unbind(dim=1)]
+        ends = [bootstrap_interval(each, level, self.record["seed"]) for each in effects]
+        return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
+
+    def aie_interval(
+        self, level: float = 0.95
+    ) -> tuple[Float[Tensor, "step role layer"], Float[Tensor, "step role layer"]]:
+        """Ends of the confidence intervals of the AIE, by step, role and layer."""
+        ends = [self.at(offset).aie_interval(level) for offset in self.offsets]
+        return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
+
+    def at(self, offset: int) -> AverageEffect:
+        """The average of one step, over the facts that have it."""
+        column = self._column(offset)
+        has_step = ~self.clean[:, column].isnan()
+        return AverageEffect(
+            effects=self.effects[has_step, column],
+            clean=self.clean[has_step, column],
+            corrupted=self.corrupted[has_step, column],
+            ids=[fact_id for fact_id, has in zip(self.ids, has_step.tolist(), strict=True) if has],
+            roles=self.roles,
+            layers=self.layers,
+            unknown=self.unknown,
+            record={**self.record, "offset": offset},
+        )
+
+    def plot(self, role: str | None = None, ax: Any = None, title: str | None = None) -> Any:
+        """The AIE of one role: steps down, with the one that reveals the answer at the bottom, and layers across.
+
+        Args:
+            role: Role to draw; by default "subject_last", or the first role that occurs.
+
+        Raises:
+            ValueError: No fact is averaged, no position has any of the roles, or there is no such role.
+        """
+        self._require_facts()
+        curves = dict(zip(self.roles, self.aie.unbind(dim=1), strict=True))
+        occurring = [name for name, values in curves.items() if not values.isnan().all()]
+        if not occurring:
+            raise ValueError(f"there is no map to draw: the effect is NaN in every role of {', '.join(self.roles)}")
+        drawn = role or ("subject_last" if "subject_last" in occurring else occurring[0])
+        if drawn not in curves:
+            raise ValueError(f"there is no role {drawn!r} in this average; it has {', '.join(self.roles)}")
+        values = curves[drawn]
+        highest = float(self.aie.nan_to_num().max())
+        kind = self.record["kind"]
+        return plots.labelled_map(
+            values,
+            rows=[f"{_step_label(offset)}, n = {n}" for offset, n in zip(self.offsets, self.n_facts, strict=True)],
+            layers=self.layers,
+            xlabel=plots.RESTORED[kind],
+            hue=plots.HUES[kind],
+            limits=(0.0, highest),
+            bar="AIE",
+            title=title or f"{shown_model(self.record)}, {drawn}\n{self.rule}",
+            ax=ax,
+        )
+
+    def plot_at(self, offset: int, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
+        """The AIE of one step over layers: a curve with its interval for each role that occurs."""
+        self._require_facts()
+        average = self.at(offset)
+        counts = f"{len(average.ids)} of them have this step, average total effect {average.ate:.2f}"
+        default = f"{shown_model(self.record)}, {_step_label(offset)}: {self.rule}\n{counts}"
+        return average.plot(level, ax=ax, title=title or default)
+
+    def _column(self, offset: int) -> int:
+        if offset not in self.offsets:
+            raise ValueError(
+                f"offset={offset}; the steps of this average are {self.offsets[0]} to 0, counted from the one that "
+                "reveals the answer's last token"
+            )
+        return self.offsets.index(offset)
+
+    def _require_facts(self) -> None:
+        if not self.ids:
+            raise ValueError(f"there is no average to plot: {shown_model(self.record)} has {self.rule}")
+
+
+@dataclass(frozen=True)
+class Known:
+    """A rule that selects the facts of an average.
+
+    Attributes:
+        rule: One of `RULES`, or "ids".
+        ids: Ids of the facts, for "ids"; `None` for the other rules.
+
+    Raises:
+        ValueError: There is no such rule.
+    """
+
+    rule: str
+    ids: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in (RULES if self.ids is None else ("ids",)):
+            raise ValueError(
+                f"known={self.rule!r}, nearest is {nearest(str(self.rule), RULES, 1)}; it must be one of "
+                f"{', '.join(RULES)}, or a collection of fact ids"
+            )
+        if self.ids is not None:
+            object.__setattr__(self, "ids", frozenset(self.ids))
+
+    @classmethod
+    def of(cls, known: "str | Collection[str] | Known") -> "Known":
+        """The rule with a name, or for a collection of fact ids."""
+        if isinstance(known, Known):
+            return known
+        return cls(known) if isinstance(known, str) else cls("ids", frozenset(known))
+
+    def check_ids(self, facts: Collection[str]) -> None:
+        """Raise a `ValueError` if the rule names an id that none of these facts has."""
+        if unknown := sorted((self.ids or frozenset()) - set(facts)):
+            near = nearest(unknown[0], list(facts), 1)
+            raise ValueError(f"known= has {len(unknown)} ids that no fact has: {unknown[0]!r}, nearest is {near}")
+
+    def describe(self) -> dict[str, Any]:
+        """The rule for a record."""
+        return {"known": self.rule, **({} if self.ids is None else {"known_ids": sorted(self.ids)})}
+
+
+def token_roles(query: Query) -> list[str]:
+    """The role of each position. The prompt ends at the first position of the answer behind the subject."""
+    n_pos = len(query.tokens)
+    start, stop = query.subject
+    end = min([position for position in query.answer_positions if position >= stop], default=n_pos)
+    # A later line of this table overrules an earlier one.
+    painted: tuple[tuple[str, Sequence[int]], ...] = (
+        ("other_masks", range(end, n_pos)),
+        ("before_subject", range(start)),
+        ("after_further", range(stop, end)),
+        ("after_first", range(stop, end)[:1]),
+        ("prompt_last", range(stop, end)[-1:]),
+        ("subject_middle", range(start, stop)),
+        ("subject_first", (start,)),
+        ("subject_last", (stop - 1,)),
+        ("answer", [position for position in query.answer_positions if position < n_pos]),
+    )
+    role_of = {position: role for role, positions in painted for position in positions}
+    return [role_of[position] for position in range(n_pos)]
+
+
+def step_roles(query: Query, canvas: Int[Tensor, "pos"], is_open: Bool[Tensor, "pos"]) -> list[str]:
+    """The role of each position on the canvas before a step, which may still write the open ones."""
+    # A causal canvas also contains the last token of the answer, which the query does not.
+    at_step = zip(token_roles(query), reached(canvas).tolist(), is_open.tolist(), strict=False)
+    return [
+        NOT_REACHED if not on_canvas else "answer_revealed" if role == "answer" and not is_open_here else role
+        for role, on_canvas, is_open_here in at_step
+    ]
+
+
+def mean_by_role(
+    values: Float[Tensor, "pos layer"], roles: Sequence[str], selected: Sequence[str]
+) -> Float[Tensor, "role layer"]:
+    """Mean over the rows of each of the selected roles, NaN where there is none; `roles` has that of each row."""
+    by_role = [[row for row, role in enumerate(roles) if role == wanted] for wanted in selected]
+    return torch.stack([values[rows].mean(dim=0) for rows in by_role])
+
+
+def pick_roles(roles: Sequence[str] | None, among: Sequence[str] = ROLES) -> list[str]:
+    """The selected roles, in their usual order; by default all."""
+    if roles is None:
+        return list(among)
+    if isinstance(roles, str) or not roles:
+        raise ValueError(f"roles={roles!r}; give a list of some of {', '.join(among)}")
+    if unknown := [role for role in roles if role not in among]:
+        raise ValueError(
+            f"there is no role {unknown[0]!r}, nearest is {nearest(unknown[0], among, 1)}; they are {', '.join(among)}"
+        )
+    return [role for role in among if role in roles]
+
+
+def _step_label(offset: int) -> str:
+    return f"{-offset} step{'s' * (offset < -1)} before" if offset else "last token revealed"

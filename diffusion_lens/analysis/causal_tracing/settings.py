@@ -1,0 +1,243 @@
+"""Settings of causal traces: how a subject is corrupted, and which states are restored.
+
+The corruptions make the model lose the answer (Meng et al. 2022, arXiv 2202.05262, section 2 and appendix B):
+
+    gaussian   normal noise added to the embeddings of the subject's tokens (ROME's default)
+    uniform    noise uniform in [-1, 1] added to them
+    replace    normal noise instead of the embeddings
+    mask       the embedding of [MASK] instead of each
+    swap       the embeddings of another subject with the same number of tokens
+
+The noise is sampled as in ROME's code, with `numpy.random.RandomState(seed)`, so that published traces are reproduced
+exactly; it is scaled by `noise`. "mask" and "swap" are deterministic, so they need one sample only. All corruptions act
+on the embeddings: in the denoising loop the canvas keeps its subject.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffusion_lens.facts.fact import Query
+from diffusion_lens.hooks.names import attn_out, mlp_out, resid_post, shared_out
+from diffusion_lens.interventions import Hook
+from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.model.inputs import check_tokens
+from diffusion_lens.model.text import check_known
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import (
+    Settings,
+    Whole,
+    at_least,
+    check_seed,
+    not_negative,
+    one_of,
+    setting,
+    suggest_keywords,
+    unique_indices,
+    whole_numbers,
+)
+
+SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
+NOISE = ("gaussian", "uniform", "replace")
+CORRUPTIONS = (*NOISE, "mask", "swap")
+
+T = TypeVar("T", bound="TraceSettings")
+
+
+def swap_of(name: str, value: Any) -> "str | tuple[int, ...]":
+    """A text, or the tokens of another subject: those given, or those of a query's subject."""
+    if isinstance(value, str):
+        return value
+    tokens = value.tokens[slice(*value.subject)].tolist() if isinstance(value, Query) else value
+    return tuple(at_least(0, name, token) for token in whole_numbers(name, tokens))
+
+
+@dataclass(frozen=True)
+class TraceSettings(Settings):
+    """What a causal trace corrupts and restores.
+
+    Raises:
+        ValueError: A setting is out of range, or two of them contradict each other.
+        TypeError: A setting has the wrong type.
+    """
+
+    kind: str = setting(
+        "resid",
+        "State to restore: resid, the residual stream after a block; mlp or attn, the outputs of a window of blocks, "
+        "those of an MLP with its shared expert's.",
+        one_of(*SITES),
+    )
+    window: int = setting(
+        10,
+        "Number of blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; not "
+        "used for resid.",
+        partial(at_least, 1),
+    )
+    noise: float | None = setting(
+        None,
+        "Scale of the noise. ROME's is 3 standard deviations of the embeddings of the subjects' tokens (noise_scale), "
+        "which averages and the command line measure themselves. For mask and swap there is none.",
+        not_negative,
+    )
+    samples: int = setting(10, "Number of samples of the noise.", partial(at_least, 1))
+    seed: int = setting(
+        1,
+        "Seed of the random numbers. A trace gives it to numpy.random.RandomState, as ROME's code does, so that "
+        "published traces are reproduced exactly.",
+        check_seed,
+    )
+    corruption: str = setting(
+        "gaussian", "Corruption of the subject: gaussian, uniform or replace noise, mask or swap.", one_of(*CORRUPTIONS)
+    )
+    swap: str | Query | Iterable[Whole] | None = setting(
+        None,
+        "For the corruption swap, another subject with as many tokens: its text (with the space before it, if the "
+        "subject has one), its tokens, or a query, whose subject is taken.",
+        swap_of,
+    )
+    severed: str | None = setting(
+        None,
+        "mlp or attn, outputs of the restored position that keep their corrupted values in the blocks above, which "
+        "shows the path that the effect takes. With the kind resid only.",
+        one_of("mlp", "attn"),
+    )
+    positions: Iterable[Whole] | None = setting(
+        None, "Positions to restore, negative ones from the end; by default all.", unique_indices
+    )
+    layers: Iterable[Whole] | None = setting(
+        None, "Layers to restore, negative ones from the end; by default all.", unique_indices
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.severed and self.kind != "resid":
+            raise ValueError(f"severed={self.severed!r} requires kind='resid'; kind is {self.kind!r}")
+        if (self.swap is not None) != (self.corruption == "swap"):
+            raise ValueError(
+                "corruption='swap' requires swap=, another subject's tokens; no other corruption takes swap="
+            )
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the corruption is random."""
+        return self.corruption in NOISE
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the corrupted run: one per sample, or one for a deterministic corruption."""
+        return self.samples if self.corruption in NOISE else 1
+
+    def span(self, layer: int, n_layers: int) -> range:
+        """The blocks that are restored around `layer`."""
+        if self.kind == "resid":
+            return range(layer, layer + 1)
+        return range(max(0, layer - self.window // 2), min(n_layers, layer + math.ceil(self.window / 2)))
+
+    def with_noise(self: T, model: DiffusionTransformer, queries: Sequence[Query]) -> T:
+        """The settings with ROME's scale of the noise on these queries, if they need one and have none."""
+        return replace(self, noise=noise_scale(model, queries)) if self.is_noisy and self.noise is None else self
+
+    def swapped(self, model: DiffusionTransformer) -> list[int]:
+        """The tokens that replace the subject's; none without a swap.
+
+        Raises:
+            ValueError: The tokenizer does not know a word of the text.
+        """
+        if isinstance(self.swap, str):
+            return list(_known_tokens(model, self.swap).tolist())
+        return whole_numbers("swap", self.swap) if isinstance(self.swap, tuple) else []
+
+    def hooks(self, model: DiffusionTransformer, query: Query, runs: int = 1) -> list[tuple[str, Hook]]:
+        """The hook that corrupts the subject's embeddings.
+
+        Args:
+            model: Model that reads the query.
+            query: Query whose subject is corrupted.
+            runs: Number of copies of the corrupted run in the batch; row r gets sample r modulo `samples`.
+
+        Raises:
+            ValueError: Noise without a scale, "mask" on a model without [MASK], or a swap of another length.
+        """
+        (start, stop), adds = query.subject, self.corruption in ("gaussian", "uniform")
+        if self.corruption == "mask":
+            if not model.cfg.has_mask:
+                raise ValueError(f"{model.cfg.model_name!r} has no [MASK]; corrupt with noise or swap instead")
+            states = model.W_E[model.cfg.blank].detach()
+        elif self.corruption == "swap":
+            if len(tokens := self.swapped(model)) != stop - start:
+                raise ValueError(
+                    f"swap has {len(tokens)} tokens and the subject {stop - start}: take another subject of the same "
+                    "length"
+                )
+            other = torch.tensor(tokens, device=model.cfg.device)[None]
+            states = model.embed(check_tokens(other, model.cfg)).detach()
+        elif self.noise is None:
+            raise ValueError(
+                f"corruption={self.corruption!r} needs noise=, its scale; noise_scale(model, subjects) measures ROME's"
+            )
+        else:
+            shape, generator = (self.samples, stop - start, model.cfg.d_model), np.random.RandomState(self.seed)
+            drawn = generator.uniform(-1, 1, shape) if self.corruption == "uniform" else generator.randn(*shape)
+            states = torch.from_numpy(self.noise * drawn).repeat(runs, 1, 1)
+
+        def corrupt(embedded: Tensor, hook: Any) -> Tensor:
+            corrupted, new = embedded.clone(), states.to(embedded)
+            corrupted[:, start:stop] = embedded[:, start:stop] + new if adds else new
+            return corrupted
+
+        return [("hook_embed", corrupt)]
+
+    def describe(self, positions: Sequence[int] | None = None, layers: Sequence[int] | None = None) -> dict[str, Any]:
+        """The settings for a record; those that are not used are `None`.
+
+        Args:
+            positions, layers: Those of a canvas and a model, counted from 0.
+        """
+        unused = {"window"} if self.kind == "resid" else set()
+        unused |= set() if self.is_noisy else {"noise", "samples"}
+        described = {name: None if name in unused else value for name, value in super().describe().items()}
+        return {**described, "positions": positions, "layers": layers}
+
+
+def points_of(kind: str | None, block: int, cfg: DiffusionConfig) -> list[str]:
+    """The hook points of a kind of state in a block, if any. The output of its shared expert is a part of the MLP's."""
+    if kind is None:
+        return []
+    shared = kind == "mlp" and cfg.experts is not None and cfg.experts.has_shared(block)
+    return [SITES[kind](block), *([shared_out(block)] if shared else [])]
+
+
+@torch.no_grad()
+@suggest_keywords
+def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[Query], factor: float = 3.0) -> float:
+    """`factor` standard deviations of the embeddings of the subjects' tokens (ROME's `collect_embedding_std`).
+
+    Args:
+        model: Model whose embeddings are measured.
+        subjects: Texts, or queries whose subject tokens are used.
+        factor: Number of standard deviations.
+
+    Raises:
+        ValueError: No subjects, or a text with words that the tokenizer does not know.
+    """
+    if isinstance(subjects, str):
+        raise TypeError(f"subjects must be a list of texts or queries, such as [{subjects!r}]")
+    if not subjects:
+        raise ValueError("subjects is empty; the noise scale is measured on one text or query, or on more")
+    pieces = [
+        _known_tokens(model, subject) if isinstance(subject, str) else subject.tokens[slice(*subject.subject)]
+        for subject in subjects
+    ]
+    embedded = model.embed(torch.cat([piece.to(model.cfg.device) for piece in pieces])[None])
+    return factor * float(embedded.float().cpu().std())  # the same bits for any device
+
+
+def _known_tokens(model: DiffusionTransformer, text: str) -> Tensor:
+    check_known(model, text)
+    return model.to_tokens(text, prepend_bos=False)[0]

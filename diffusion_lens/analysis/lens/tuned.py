@@ -1,0 +1,279 @@
+"""Fit the translators of a tuned lens (Belrose et al. 2023, arXiv 2303.08112).
+
+For each layer the affine map h + h W + b, which begins as the identity, is fitted so that the lens through it predicts
+what the network predicts. The loss is the mean of
+
+    KL(p_last || softmax(W_U ln(h + h W + b)))
+
+over positions that the network predicts; norm and unembedding are frozen. The paper fits causal models on texts. A
+masked diffusion model is fitted on texts whose tokens are masked at random, at noise levels that cover (0, 1] evenly as
+in its training, and by default at the masked positions only. A network that is told the time is told that of each
+canvas. Unlike the paper, which uses SGD with momentum, the maps are fitted by Adam, with a learning rate that falls
+linearly to 0.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+
+from diffusion_lens.analysis.engine.answer import clean_logits
+from diffusion_lens.analysis.engine.inputs import CleanTexts, ForwardPass, Inputs, TextsOrRuns, padded, texts_or_runs
+from diffusion_lens.analysis.lens.readings import (
+    NOTHING,
+    Budget,
+    Canvases,
+    Translators,
+    divergence,
+    logits_of,
+    require_plain_readout,
+    states_of,
+    translated,
+)
+from diffusion_lens.model.config import reached
+from diffusion_lens.model.loss import noised
+from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.results import provenance
+from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices, whole_number, whole_numbers
+
+
+@begins_run
+@torch.inference_mode(False)
+@torch.no_grad()
+def fit_translators(
+    model: DiffusionTransformer,
+    texts: TextsOrRuns,
+    *,
+    layers: Iterable[Whole] | None = None,
+    mask: str = "masked",
+    iterations: Whole = 250,
+    batch_size: Whole = 32,
+    learning_rate: float = 1e-3,
+    seed: Whole = 0,
+    attention_mask: Tensor | None = None,
+    max_bytes: int = 2**30,
+    progress: bool = False,
+) -> Translators:
+    """Fit the maps of a tuned lens, for `logit_lens(..., translators=)`.
+
+    The model stays as it is: no parameter of it gets a gradient. Hooks that are attached to it act, outside the loop.
+
+    Args:
+        model: Model, of either variant.
+        texts: Texts, facts (prompt and answer), Int[batch pos] tokens without [MASK], or trajectories, whose canvases
+            are read as they were recorded. Use texts like those that the model was trained on.
+        layers: Layers to fit, from 0 to `n_layers - 1`; layer l is the state that enters block l. By default all.
+        mask: Positions of a masked diffusion model: "masked", or "all". Under uniform noise "masked" are those that may
+            be noise: all of a text, and of a trajectory those that its steps write. A causal model is fitted at all
+            positions that it predicts.
+        iterations: Number of updates.
+        batch_size: Number of canvases of an update, sampled with replacement, each under new noise.
+        learning_rate: Learning rate of the first update.
+        seed: Seed of samples and noise.
+        attention_mask: [batch pos], 1 at real tokens, 0 at the padding of tokens.
+        max_bytes: Memory to use in addition to the weights.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: There is nothing to fit on, the tokens contain [MASK], a setting is out of range, a hook is attached
+            to the last norm or the unembedding, the budget is too small, a loss is not a finite number, or texts are
+            given inside `model.at_time`.
+    """
+    cfg = model.cfg
+    if mask not in ("masked", "all"):
+        raise ValueError(f"mask={mask!r}; it must be 'masked' or 'all'")
+    picked = pick_indices("layers", None if layers is None else whole_numbers("layers", layers), cfg.n_layers)
+    n_iterations, n_rows = at_least(1, "iterations", iterations), at_least(1, "batch_size", batch_size)
+    rate, seed = not_negative("learning_rate", learning_rate), whole_number("seed", seed)
+    require_plain_readout(model)
+    data = _Data.of(model, texts, attention_mask, masked_only=mask == "masked")
+    generator = torch.Generator().manual_seed(seed)
+
+    # 1. Start from the identity.
+    wide = torch.promote_types(cfg.dtype, torch.float32)
+    weights = [torch.zeros(cfg.d_model, cfg.d_model, dtype=wide, device=cfg.device) for _ in picked]
+    biases = [torch.zeros(cfg.d_model, dtype=wide, device=cfg.device) for _ in picked]
+    parameters = [x.requires_grad_() for x in (*weights, *biases)]
+    optimizer = torch.optim.Adam(parameters, lr=rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, n_iterations)
+    # The maps, their gradients, and two moments of Adam.
+    left = max_bytes - 4 * sum(x.nbytes for x in parameters)
+    beside_clean = isinstance(data.source, CleanTexts) and cfg.causal_block is not None
+    n_read = data.tokens.shape[1] * (2 if beside_clean else 1)
+    budget = Budget.of(cfg, len(picked) + 1, (n_rows, n_read), left, n_rows * n_read)
+
+    # 2. Descend on new samples in every iteration.
+    losses = []
+    for iteration in tqdm(range(n_iterations), desc="translators", unit="update", disable=not progress):
+        loss = _gradients(data.sample(n_rows, generator), picked, (weights, biases), budget)
+        if not bool(loss.isfinite().all()):
+            raise ValueError(
+                f"a loss is not a finite number at iteration {iteration}: the states or logits of the model are not "
+                f"finite, or learning_rate={rate} is too large"
+            )
+        losses.append(loss)
+        optimizer.step()
+        schedule.step()
+    record = {
+        "mask": mask,
+        "iterations": n_iterations,
+        "batch_size": n_rows,
+        "learning_rate": rate,
+        "seed": seed,
+        "canvases": len(data.tokens),
+        "inputs": data.source.describe(),
+        **provenance(model, cfg),
+    }
+    return Translators(
+        weights=torch.stack([x.detach().cpu() for x in weights]),
+        biases=torch.stack([x.detach().cpu() for x in biases]),
+        layers=picked,
+        losses=torch.stack(losses),
+        record=record,
+    )
+
+
+def _gradients(
+    sample: "_Sample", layers: list[int], maps: tuple[list[Tensor], list[Tensor]], budget: Budget
+) -> Float[Tensor, "layer"]:
+    """Set the gradients of the maps at the entries of a sample, and return the mean KL of each layer."""
+    network_input, model = sample.network_input, sample.network_input.model
+    for parameter in (*maps[0], *maps[1]):
+        parameter.grad = torch.zeros_like(parameter)
+    losses, n = torch.zeros(len(layers), dtype=torch.float64), len(sample.rows)
+    for stored in torch.arange(n).split(budget.entries_per_pass):
+        rows = (sample.batch[stored], sample.rows[stored])
+        states = states_of(network_input, rows, [*layers, model.cfg.n_layers])
+        for block in torch.arange(len(stored)).split(budget.entries_at_once):
+            present, batch = sample.present[stored[block]], sample.batch[stored[block]]
+            sigma = None if network_input.sigma is None else network_input.sigma[batch]
+            last = _log_probabilities(model, states[model.cfg.n_layers][block], present, sigma)
+            for i, (layer, weight, bias) in enumerate(zip(layers, *maps, strict=True)):
+                with torch.enable_grad():
+                    log_p = _log_probabilities(model, translated(states[layer][block], weight, bias), present, sigma)
+                    loss = divergence(last, log_p).sum() / n
+                    # Only with respect to the maps: no parameter of the model gets a gradient.
+                    gradients = torch.autograd.grad(loss, [weight, bias])
+                for parameter, gradient in zip((weight, bias), gradients, strict=True):
+                    assert parameter.grad is not None
+                    parameter.grad += gradient
+                losses[i] += loss.detach().cpu()
+    return losses
+
+
+def _log_probabilities(
+    model: DiffusionTransformer,
+    states: Float[Tensor, "entry d_model"],
+    present: Int[Tensor, "entry"],
+    sigma: Float[Tensor, "entry"] | None,
+) -> Float[Tensor, "entry d_vocab_out"]:
+    logits = clean_logits(model, logits_of(model, states, sigma), present, sigma)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """A pass on some canvases, and the entries at which they are read."""
+
+    network_input: ForwardPass
+    batch: Int[Tensor, "entry"]  # index in the batch
+    rows: Int[Tensor, "entry"]
+    present: Int[Tensor, "entry"]  # token at the position that an entry predicts; -1 after a text that grows
+
+
+@dataclass(frozen=True, eq=False)
+class _Data:
+    """Texts or canvases to fit on.
+
+    Attributes:
+        open: Bool[batch pos], positions that may be masked, or noise.
+        source: Texts, which are noised at random unless they grow, or trajectories.
+        masked_only: Whether only masked positions, or under uniform noise open ones, are read.
+        sigma: Float[batch], noise of each canvas of trajectories, where the network is told the time.
+    """
+
+    model: DiffusionTransformer
+    tokens: Tokens
+    real: PosMask
+    open: PosMask
+    source: CleanTexts | Inputs
+    masked_only: bool
+    sigma: Float[Tensor, "batch"] | None = None
+
+    @classmethod
+    def of(
+        cls, model: DiffusionTransformer, texts: TextsOrRuns, attention_mask: Tensor | None, *, masked_only: bool
+    ) -> "_Data":
+        """The data of a call."""
+        masked_only = masked_only and not model.cfg.grows
+        source = texts_or_runs(model, texts, attention_mask)
+        if isinstance(source, CleanTexts):
+            model.time.require_own("fit_translators")
+            tokens, real = (x.to(model.cfg.device) for x in padded(model, source.tokens))
+            return cls(model, tokens, real, real, source, masked_only)
+        tokens, real, open_ = _of_trajectories(source)
+        sigma = _sigma_of_canvases(source)
+        if masked_only and model.cfg.has_mask:
+            has_masks = ((tokens == model.cfg.blank) & real).any(dim=1)
+            tokens, real, open_ = tokens[has_masks], real[has_masks], open_[has_masks]
+            sigma = None if sigma is None else sigma[has_masks]
+            if not len(tokens):
+                raise ValueError("no canvas of the trajectories has a masked position")
+        return cls(model, tokens, real, open_, source, masked_only, sigma)
+
+    def sample(self, n_rows: int, generator: torch.Generator) -> _Sample:
+        """A pass on some canvases, which are read at one entry at least."""
+        cfg = self.model.cfg
+        while True:
+            chosen = torch.randint(len(self.tokens), (n_rows,), generator=generator).to(self.tokens.device)
+            tokens, real = self.tokens[chosen], self.real[chosen]
+            read = ForwardPass(self.model, tokens, real, sigma=None if self.sigma is None else self.sigma[chosen])
+            if not cfg.grows and isinstance(self.source, CleanTexts):
+                # Every position, as in training, also the prompt of a fact.
+                noisy, p = noised(self.model, tokens, generator=generator)
+                read = ForwardPass.under_noise(self.model, tokens, torch.where(real, noisy, tokens), real, p[:, 0])
+                tokens = read.tokens
+            known = torch.cat([tokens, torch.full_like(tokens[:, :1], NOTHING)], dim=1) if cfg.grows else tokens
+            canvases = Canvases([read], None, known)
+            positions = canvases.pick_positions(None)
+            rows = canvases.rows(0, positions)
+            is_read = rows != NOTHING
+            if self.masked_only:
+                hidden = tokens == cfg.blank if cfg.has_mask else self.open[chosen]
+                is_read = is_read & hidden[:, positions]
+            if bool(is_read.any()):
+                batch = is_read.nonzero(as_tuple=True)[0]
+                return _Sample(canvases.canvases[0], batch, rows[is_read], known[:, positions][is_read])
+
+
+def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask, PosMask]:
+    """The canvases of trajectories, one row each (of a text that grows, only the last canvas), their real positions,
+    and those that were not given."""
+    rows, present, written, model = [], [], [], inputs.model
+    for trajectory in inputs.trajectories:
+        canvases, real = (x.to(model.cfg.device) for x in (trajectory.canvases, trajectory.real))
+        canvases = canvases[-1:] if model.cfg.grows else canvases[:-1]
+        rows += list(model.cfg.readable(canvases).flatten(0, 1))
+        inside = real & reached(canvases)
+        present += list(inside.flatten(0, 1))
+        written += list((inside & ~trajectory.given.to(real.device)).flatten(0, 1))
+    inside, open_ = (pad_sequence(of_rows, batch_first=True) for of_rows in (present, written))
+    return padded(model, rows)[0], inside, open_
+
+
+def _sigma_of_canvases(inputs: Inputs) -> Float[Tensor, "batch"] | None:
+    """The noise of each canvas of `_of_trajectories`; `None` if the network is not told the time."""
+    model, sigmas = inputs.model, []
+    if not model.cfg.time_conditioning:
+        return None
+    for trajectory in inputs.trajectories:
+        for step in range(trajectory.first_step, trajectory.first_step + trajectory.n_steps):
+            sigma = trajectory.state_at(step).sigma
+            sigmas.append(torch.tensor(sigma).view(-1).expand(trajectory.canvases.shape[1]))
+    return torch.cat(sigmas).to(model.cfg.device)

@@ -1,0 +1,1 @@
+"""Studies over many facts: their procedure and results, their folders, and the executors that compute them."""

@@ -1,0 +1,428 @@
+"""Studies over facts: the procedure and the result type that all of them share.
+
+A study has a record that describes it, batches of facts that are computed together, and a job that computes a batch.
+`Study.collect` reads the facts that are in the folder already, computes the others and saves each when it is done: in
+this process or on the workers of an executor, which write to the folder if they see it. The result is a `StudyResult`:
+its shards can be merged, and it can be loaded from its own file or from the folder of its study. Confidence intervals
+of means over facts come from resampling the facts.
+"""
+
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from diffusion_lens.analysis.over_facts.executor import Executes, Workers, run_tasks, with_device
+from diffusion_lens.analysis.over_facts.folder import (
+    FactFolder,
+    Shard,
+    SharedFolder,
+    join_parts,
+    pick_shard,
+    work_through_batches,
+)
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.results import PicturedResult, Saved
+from diffusion_lens.settings import warn_user
+
+RESAMPLES = 2000
+RESAMPLED_BYTES = 2**26
+_LOOK = 1.0  # seconds between two looks at the folder for the progress bar
+_SHARE = 0.05  # of the time, at most, that a slow file system is read for it
+_NAMED = 5  # facts of a task in an error message
+
+Compute = Callable[[Sequence[str]], Sequence[Any]]
+
+
+C = TypeVar("C", bound="StudyResult[Any]")
+F = TypeVar("F")
+
+
+class StudyResult(PicturedResult, Saved, Generic[F]):
+    """The result of a study over facts, or of a part of one; F is the type of the result of one fact, with `equals`.
+
+    Attributes:
+        ids: The fact of each row.
+        record: Settings, all facts of the study by id, those `set_aside`, model, weights' hash, versions.
+    """
+
+    FACT_FILE: ClassVar[type[Any]]  # Class of the saved result of one fact, with `save` and `load`.
+    UNIT: ClassVar[str] = "fact"  # What messages and the progress bar call one row.
+
+    ids: list[str]
+
+    @classmethod
+    @abstractmethod
+    def of(cls: type[C], results: Mapping[str, F], record: dict[str, Any]) -> C:
+        """The result with these facts of a study."""
+
+    @abstractmethod
+    def by_fact(self) -> dict[str, F]:
+        """The inverse of `of`."""
+
+    @classmethod
+    def from_file(cls, saved: Any, record: Mapping[str, Any]) -> F:
+        """The result of a fact, from an instance of `FACT_FILE`."""
+        result: F = saved
+        return result
+
+    @property
+    def set_aside(self) -> dict[str, str]:
+        """Facts that the study leaves out because the model cannot be queried for them, with the reasons."""
+        reasons: dict[str, str] = self.record["set_aside"]
+        return reasons
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Facts whose computation on a worker ended with an error, with the errors. The same call tries them again."""
+        errors: dict[str, str] = self.record.get("failed", {})
+        return errors
+
+    def warn_of_gaps(self) -> None:
+        """Warn if the facts of a whole study leave nothing to report."""
+
+    @classmethod
+    def load(cls: type[C], path: str | Path) -> C:
+        """Read what `save` wrote, or the facts that are in the folder `out` of a study so far."""
+        if Path(path).is_file() or Path(path).suffix == ".safetensors":
+            return super().load(path)
+        folder = FactFolder.open(path)
+        return cls.from_files(folder.results(cls.FACT_FILE.load), folder.record)
+
+    @classmethod
+    def from_files(cls: type[C], saved: Iterable[tuple[str, Any]], record: dict[str, Any]) -> C:
+        """The result with these facts, from saved results by id; in the order of the study's facts."""
+        results = {}
+        for fact_id, each in saved:
+            results[fact_id] = cls.from_file(each, record)
+        return cls.of({fact_id: results[fact_id] for fact_id in record["facts"] if fact_id in results}, record)
+
+    @classmethod
+    def merge(cls: type[C], parts: str | Path | C | Sequence[str | Path | C]) -> C:
+        """Merge the shards of one study. The result is bit-identical to that of one process on the same machine.
+
+        Args:
+            parts: Folders given as `out`, saved results, or results; one folder may contain all shards.
+
+        Raises:
+            ValueError: The parts belong to different studies, a fact is in none of them, or two of them differ in a
+                fact.
+        """
+        given = list(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else [parts]
+        opened = []
+        for part in given:
+            name, result = (str(part), cls.load(part)) if isinstance(part, str | Path) else ("one of the results", part)
+            opened.append((name, result.record, result.by_fact()))
+        record, results = join_parts(opened, lambda one, other: one.equals(other), cls.UNIT)
+        merged = cls.of(results, record)
+        merged.warn_of_gaps()
+        return merged
+
+
+@runtime_checkable
+class Job(Protocol):
+    """The computation of a study, which `pickle` can store. Its numbers depend on the ids of a batch alone."""
+
+    def part(self, ids: Sequence[str]) -> "Job":
+        """The same job with what these facts need and nothing else, so that little is sent."""
+
+    def on(self, model: Any) -> Compute:
+        """The function that computes the results of a batch of facts, in order, on the model of the study, if it has
+        one."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The plan of a study, of which nothing is computed yet.
+
+    Attributes:
+        model: Model of the study; `None` if it trains its own.
+        record: Description of the study, the content of `run.json` in its folder; or a function that makes it, which is
+            called with the first result where the study neither writes nor sends anything.
+        batches: Ids of the facts that are computed together; shards consist of whole batches.
+        job: What is computed of each batch.
+        neighbours: Groups of facts that share work although they are not computed together.
+    """
+
+    model: DiffusionTransformer | None
+    record: dict[str, Any] | Callable[[], dict[str, Any]]
+    batches: Sequence[Sequence[str]]
+    job: Job
+    neighbours: Sequence[Sequence[str]] = ()
+
+    def collect(
+        self, result_type: type[C], out: str | Path | None, shard: Shard, progress: bool, executor: Executes | None
+    ) -> C:
+        """The result of a shard. Each fact is read from the folder if it is there, and computed otherwise.
+
+        Args:
+            out: Folder for one file per fact; by default nothing is written.
+            shard: (i, n) or "i/n": the batches i, i + n, i + 2n, ...
+            progress: Whether to show a progress bar.
+            executor: Executor whose workers compute; by default this process does.
+
+        Raises:
+            RuntimeError: Every fact failed on the workers, or as in `executor.spread`.
+
+        Warns:
+            UserWarning: Some facts failed on the workers.
+        """
+        own = pick_shard(self.batches, shard)
+        load = result_type.FACT_FILE.load
+        saved: Iterable[tuple[str, Any]]
+        folder = None
+        if executor is None:
+            record = {} if out is None else self._described()
+            folder = None if out is None else FactFolder.start(out, record)
+            saved = work_through_batches(own, self.job.on(self.model), load, folder, progress, result_type.UNIT)
+            if out is None:
+                begun = list(islice(saved, 1))
+                record, saved = self._described(), chain(begun, saved)
+        else:
+            record = self._described() if self.model is None else with_device(self._described(), executor)
+            folder = None if out is None else FactFolder.start(out, record)
+            work = Work(self.model, self.job, own, self.neighbours, folder, result_type.UNIT)
+            saved, failed = spread(work, executor, load, progress)
+            if failed:
+                record = {**record, "failed": failed}
+                first = next(iter(failed))
+                message = f"{len(failed)} {result_type.UNIT}s failed on the workers; {first!r}: {failed[first]}"
+                if len(failed) == sum(map(len, own)):
+                    raise RuntimeError(message)
+                warn_user(f"{message}. The result lists them in `failed`; the same call tries them again")
+        result = result_type.from_files(saved, record)
+        result.warn_of_gaps()
+        return result
+
+    def _described(self) -> dict[str, Any]:
+        return self.record() if callable(self.record) else self.record
+
+
+@dataclass(frozen=True)
+class Work:
+    """The facts of a study, to be spread over workers.
+
+    Attributes:
+        model, job, batches, neighbours: Those of the `Study`; a task contains whole groups of neighbours, if it can.
+        folder: Folder of the study; `None` if nothing is written.
+        unit: What the progress bar calls a fact.
+    """
+
+    model: DiffusionTransformer | None
+    job: Job
+    batches: Sequence[Sequence[str]]
+    neighbours: Sequence[Sequence[str]] = ()
+    folder: FactFolder | None = None
+    unit: str = "fact"
+
+    def tasks(self, workers: Workers) -> list["_FactsTask"]:
+        """The tasks, of batches that are not in the folder yet."""
+        has = self.folder.has if self.folder else lambda fact_id: False
+        batches = [batch for batch in self.batches if not all(has(fact_id) for fact_id in batch)]
+        place = {fact_id: i for i, group in enumerate(self.neighbours) for fact_id in group}
+        batches.sort(key=lambda batch: place.get(batch[0], 0))
+        size = workers.facts_per_task or -(-sum(map(len, batches)) // workers.tasks)
+        shared = SharedFolder.of(self.folder.path, self.folder.record) if self.folder else None
+        chunks: list[list[Sequence[str]]] = []
+        for batch in batches:  # consecutive batches with at least so many facts
+            if not chunks or sum(map(len, chunks[-1])) >= size:
+                chunks.append([])
+            chunks[-1].append(batch)
+        return [
+            _FactsTask(self.job.part([fact_id for batch in chunk for fact_id in batch]), chunk, shared)
+            for chunk in chunks
+        ]
+
+
+def spread(
+    work: Work, executor: Executes, load: Callable[[Path], Any] = Path, progress: bool = False
+) -> tuple[list[tuple[str, Any]], dict[str, str]]:
+    """Compute what is not in the folder yet on the workers. With a folder, `load` reads a result from its file.
+
+    Returns:
+        The results of all facts with their ids, and the errors of the facts that failed.
+
+    Raises:
+        ValueError: The model or its hooks cannot be sent, or a worker gets another network.
+        RuntimeError: A task was given up after its workers died, or the executor takes no more tasks. What was
+            computed is in the folder.
+    """
+    workers = Workers.of(executor)
+    results: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    tasks = work.tasks(workers)
+    all_ids = [fact_id for batch in work.batches for fact_id in batch]
+    with tqdm(total=len(all_ids), desc=f"{work.unit}s", unit=work.unit, disable=not progress) as shown:
+        bar = _FactsBar(shown, all_ids, work.folder if progress else None)
+        bar.update(len(all_ids) - sum(task.size for task in tasks))
+        ended = run_tasks(tasks, work.model, workers, bar, while_waiting=bar.look)
+        for fact_id, result, error in (done for _, of_task in ended for done in of_task):
+            if error is not None:
+                failed[fact_id] = error
+            elif work.folder is None:
+                results[fact_id] = result
+            elif result is not None and not work.folder.has(fact_id):
+                work.folder.save(fact_id, result)
+    if work.folder is None:
+        return list(results.items()), failed
+    ids = [fact_id for fact_id in all_ids if fact_id not in failed]
+    if unseen := [fact_id for fact_id in ids if not work.folder.has(fact_id)]:
+        raise RuntimeError(
+            f"workers have written {len(unseen)} {work.unit}s to {work.folder.path} that this process does not see, "
+            f"first {unseen[0]!r}. A network file system may show them later: call again"
+        )
+    return [(fact_id, load(work.folder.file(fact_id))) for fact_id in ids], failed
+
+
+def bootstrap_interval(
+    values: Float[Tensor, "fact layer"], level: float, seed: int
+) -> tuple[Float[Tensor, "layer"], Float[Tensor, "layer"]]:
+    """Ends of the bias-corrected and accelerated interval (Efron 1987) of the mean over facts.
+
+    All layers share the resampled facts. Where all facts agree, both ends are their value; where one is NaN, and for
+    fewer than two facts, both ends are NaN.
+
+    Args:
+        values: One row per fact.
+        level: Probability that such an interval covers the mean.
+        seed: Seed of `numpy.random.default_rng`.
+    """
+    _check_level(level)
+    if len(values) < 2:
+        nothing = torch.full(values.shape[1:], torch.nan, dtype=values.dtype)
+        return nothing, nothing.clone()
+    undefined = values.isnan().any(dim=0)
+    ends = values[:1].masked_fill(undefined, torch.nan).repeat(2, 1)
+    varied = (values != values[:1]).any(dim=0) & ~undefined
+    if varied.any():
+        from scipy import stats  # imported here because it takes half a second
+
+        facts = values[:, varied].double().numpy()
+        interval = stats.bootstrap(
+            (facts,),
+            np.mean,
+            axis=0,
+            confidence_level=level,
+            n_resamples=RESAMPLES,
+            batch=max(1, RESAMPLED_BYTES // facts.nbytes),
+            method="BCa",
+            rng=np.random.default_rng(seed),
+        ).confidence_interval
+        ends[:, varied] = torch.tensor(np.stack(interval), dtype=values.dtype)
+    return ends[0], ends[1]
+
+
+def percentile_interval(
+    values: Float[Tensor, "fact *rest"],
+    level: float,
+    seed: int,
+    statistic: Callable[[Float[Tensor, "resample *rest"]], Float[Tensor, "resample"]] | None = None,
+) -> tuple[float, float]:
+    """Ends of the percentile interval (Efron 1979) of one number that is computed from means over facts.
+
+    In contrast to `bootstrap_interval` it applies to any function of several means. For fewer than two facts both ends
+    are NaN.
+
+    Args:
+        values: One row per fact, without NaN.
+        level: Probability that such an interval covers the number.
+        seed: Seed of `numpy.random.default_rng`.
+        statistic: Function of the means of each resample; by default the mean itself, of values without further axes.
+    """
+    _check_level(level)
+    if len(values) < 2:
+        return float("nan"), float("nan")
+    rng, facts = np.random.default_rng(seed), values.double()
+    means = torch.stack([facts[rng.integers(len(facts), size=len(facts))].mean(dim=0) for _ in range(RESAMPLES)])
+    numbers = means if statistic is None else statistic(means)
+    low, high = np.quantile(numbers.numpy(), [(1 - level) / 2, (1 + level) / 2]).tolist()
+    return low, high
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level={level}; it must be between 0 and 1, e.g. 0.95")
+
+
+@dataclass(frozen=True)
+class _FactsTask:
+    """Some batches of a study. A fact that raises an error does not stop the others.
+
+    Facts that are in the folder already, from an earlier attempt, are not computed again.
+    """
+
+    job: Job
+    batches: Sequence[Sequence[str]]
+    folder: SharedFolder | None
+
+    @property
+    def name(self) -> str:
+        left = [repr(fact_id) for fact_id in self._left()]
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        return f"that still has to compute {', '.join(left[:_NAMED])}{more}"
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.batches))
+
+    @property
+    def n_kept(self) -> int:
+        return self.size - len(self._left())
+
+    def compute(self, model: Any) -> list[tuple[str, Any, str | None]]:
+        """Of each fact its id, its result (`None` if this worker has written it, or it failed), and its error."""
+        folder, compute = self.folder.facts() if self.folder else None, self.job.on(model)
+        done: list[tuple[str, Any, str | None]] = []
+        for batch in self.batches:
+            missing = [fact_id for fact_id in batch if folder is None or not folder.has(fact_id)]
+            try:
+                results = compute(batch) if missing else [None] * len(batch)
+            except Exception as error:  # whatever it is, it belongs to these facts and not to the others
+                done += [(fact_id, None, f"{type(error).__name__}: {error}") for fact_id in batch]
+                continue
+            for fact_id, result in zip(batch, results, strict=True):
+                if folder is not None and fact_id in missing:
+                    folder.save(fact_id, result)
+                done.append((fact_id, result if folder is None else None, None))
+        return done
+
+    def _left(self) -> list[str]:
+        folder = self.folder.facts() if self.folder else None
+        ids = [fact_id for batch in self.batches for fact_id in batch]
+        return [fact_id for fact_id in ids if folder is None or not folder.file(fact_id).exists()]
+
+
+class _FactsBar:
+    """A bar that also moves while long tasks run: it counts the files that workers write to the study's folder."""
+
+    def __init__(self, bar: Any, ids: Sequence[str], folder: FactFolder | None) -> None:
+        self._bar, self._folder = bar, folder
+        self._files = {folder.file(fact_id).name for fact_id in ids} if folder else set()
+        self._ended, self._next_look = 0, 0.0
+
+    def update(self, n_facts: int) -> None:
+        """Count facts of a task that has ended, or that are in the folder from an earlier call."""
+        self._ended += n_facts
+        self._show(self._ended)
+
+    def look(self) -> None:
+        """Count the files in the folder, unless that was done a moment ago."""
+        now = time.monotonic()
+        if self._folder is not None and now >= self._next_look:
+            with os.scandir(self._folder.path) as entries:
+                self._show(sum(entry.name in self._files for entry in entries))
+            self._next_look = now + max(_LOOK, (time.monotonic() - now) / _SHARE)
+
+    def _show(self, n_facts: int) -> None:
+        # Facts that failed have no file, and tasks that still run have files: what is larger counts.
+        self._bar.update(max(0, n_facts - self._bar.n))

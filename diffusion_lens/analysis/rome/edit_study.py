@@ -1,0 +1,450 @@
+"""ROME's experiment over many requests: key, value and rank-one edit of each, and what the edit changes.
+
+For each request to write another object (`EditRequest`) the study computes k* (`rome.keys`) and v* (`rome.values`),
+applies the rank-one edit (`rome.edit`), scores the probes of the request without and with it (`rome.success`), and
+restores the weights, so that each edit is applied to the model as it was given. `EditStudy.table` gives the means over
+requests, as in ROME's table 1.
+
+The values of a batch of requests are searched together. The batches are fixed for the whole study, and a batch is
+always computed in full, so results are bit-identical in one process, in shards, and after an interruption.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from diffusion_lens import plots
+from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
+from diffusion_lens.analysis.over_facts.executor import Executes
+from diffusion_lens.analysis.over_facts.folder import Shard, content, name_facts
+from diffusion_lens.analysis.over_facts.study import Compute, Study, StudyResult, percentile_interval
+from diffusion_lens.analysis.rome.covariance import (
+    Covariance,
+    InverseMoment,
+    describe_covariance,
+    require_covariance_of,
+)
+from diffusion_lens.analysis.rome.edit import GROUPS, RankOneEdit, by_probe, edited_layers, judge
+from diffusion_lens.analysis.rome.keys import check_key_position, compute_keys, lay_out_request, pick_edited_layer
+from diffusion_lens.analysis.rome.values import ValueSettings, optimize_values
+from diffusion_lens.analysis.rome.weight_edit import say_layers
+from diffusion_lens.data.rome_facts import EditRequest
+from diffusion_lens.facts.fact import Fact, Probe, Query
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.results import Saved, Table, one_line, provenance, shown_model
+from diffusion_lens.settings import Settings, Whole, at_least, setting
+from weight_conversion import as_json
+
+SCORED = ("efficacy", "paraphrase", "neighbourhood")
+
+
+@dataclass(frozen=True, eq=False)
+class EditOutcome(Saved):
+    """The effect of one request's edit on its probes; see `EditReport`.
+
+    Attributes:
+        searched: p(new object) in the plain request with the δ that the search for v* found, before the weights are
+            edited.
+    """
+
+    KIND: ClassVar[str] = "edit of a fact"
+
+    wins: Float[Tensor, "state probe"]
+    probabilities: Float[Tensor, "state probe"]
+    groups: list[str]
+    searched: float
+
+    __repr__ = one_line
+
+    @classmethod
+    def of(
+        cls, groups: list[str], before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], searched: float
+    ) -> "EditOutcome":
+        """From what `judge` returned without the edit and with it."""
+        wins, probabilities = (torch.stack(pair).float() for pair in zip(before, after, strict=True))
+        return cls(wins, probabilities, groups, searched)
+
+    def equals(self, other: "EditOutcome") -> bool:
+        """Whether both are identical to the bit, NaN included."""
+        pairs = (self.wins, other.wins), (self.probabilities, other.probabilities)
+        same = all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
+        return same and self.groups == other.groups and self.searched == other.searched
+
+
+@dataclass(frozen=True)
+class GroupScore:
+    """One group of probes over the requests that have such probes.
+
+    Each request counts once: its score is the share, or the mean, over its own probes. The intervals are percentile
+    intervals of the bootstrap over requests.
+
+    Attributes:
+        before, after: Share of probes whose answer wins, without the edit and with it.
+        before_interval, after_interval: Ends of their intervals.
+        probability_before, probability_after: Mean p(answer).
+        requests, probes: Number of requests with such probes, and of their probes.
+    """
+
+    before: float
+    after: float
+    before_interval: tuple[float, float]
+    after_interval: tuple[float, float]
+    probability_before: float
+    probability_after: float
+    requests: int
+    probes: int
+
+
+@dataclass(frozen=True)
+class HarmonicScore:
+    """ROME's score S: the harmonic mean of efficacy, paraphrase and neighbourhood.
+
+    Attributes:
+        before, after: S without the edits and with them.
+        before_interval, after_interval: Ends of their intervals.
+        requests: Number of requests that have probes of all three groups, over which S is computed.
+    """
+
+    before: float
+    after: float
+    before_interval: tuple[float, float]
+    after_interval: tuple[float, float]
+    requests: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EditStudy(StudyResult[EditOutcome]):
+    """The edits of many requests, each probed without and with its edit.
+
+    Columns of the data frame: request, searched, group, wins_before, wins_after, probability_before,
+    probability_after; a row for each probe.
+
+    Attributes:
+        wins: Float[state probe], 1 if the answer wins, else 0; state 0 is without the edit, state 1 with it.
+        probabilities: Float[state probe], p(answer).
+        owner: Int[probe], row of the request of each probe.
+        searched: Float[request], p(new object) in the plain request with the δ that the search for v* found.
+        groups: Group of each probe.
+        ids: The request of each row.
+        record: Settings, all requests of the study by id, those `set_aside`, covariance, model, weights' hash, hooks,
+            versions.
+    """
+
+    wins: Float[Tensor, "state probe"]
+    probabilities: Float[Tensor, "state probe"]
+    owner: Int[Tensor, "probe"]
+    searched: Float[Tensor, "request"]
+    groups: list[str]
+    ids: list[str]
+    record: dict[str, Any]
+
+    KIND: ClassVar[str] = "edit study"
+    FACT_FILE: ClassVar[type[Any]] = EditOutcome
+    UNIT: ClassVar[str] = "request"
+
+    @classmethod
+    def of(cls, results: Mapping[str, EditOutcome], record: dict[str, Any]) -> "EditStudy":
+        """One result from the outcomes of some requests of a study."""
+        outcomes = list(results.values())
+        nothing = torch.empty(2, 0)
+        return cls(
+            wins=torch.cat([nothing, *(outcome.wins for outcome in outcomes)], dim=1),
+            probabilities=torch.cat([nothing, *(outcome.probabilities for outcome in outcomes)], dim=1),
+            owner=torch.tensor([row for row, each in enumerate(outcomes) for _ in each.groups], dtype=torch.long),
+            searched=torch.tensor([outcome.searched for outcome in outcomes], dtype=torch.float64),
+            groups=[group for outcome in outcomes for group in outcome.groups],
+            ids=list(results),
+            record=record,
+        )
+
+    def by_fact(self) -> dict[str, EditOutcome]:
+        """The inverse of `of`."""
+        counts = torch.bincount(self.owner, minlength=len(self.ids)).tolist()
+        starts = torch.tensor([0, *counts]).cumsum(dim=0).tolist()
+        return {
+            request_id: EditOutcome(
+                wins=self.wins[:, start : start + count].clone(),
+                probabilities=self.probabilities[:, start : start + count].clone(),
+                groups=self.groups[start : start + count],
+                searched=searched,
+            )
+            for request_id, start, count, searched in zip(
+                self.ids, starts[:-1], counts, self.searched.tolist(), strict=True
+            )
+        }
+
+    def by_request(self, group: str) -> dict[str, Float[Tensor, "state"]]:
+        """Share of the probes of a group that each request with such probes wins, without the edit and with it."""
+        rows, wins = self._means(self.wins, group)
+        return {self.ids[row]: of_request for row, of_request in zip(rows, wins, strict=True)}
+
+    def table(self, level: float = 0.95, seed: int = 0) -> dict[str, GroupScore]:
+        """The scores of the groups that have probes, in the order of `edit.GROUPS`.
+
+        Args:
+            level: Probability that an interval covers the mean over all such requests.
+            seed: Seed of the bootstrap.
+        """
+        return {group: self._score(group, level, seed) for group in GROUPS if group in self.groups}
+
+    def score(self, level: float = 0.95, seed: int = 0) -> HarmonicScore:
+        """ROME's score S, the harmonic mean of the means of efficacy, paraphrase and neighbourhood over requests.
+
+        Args:
+            level, seed: The same as in `table`.
+
+        Raises:
+            ValueError: No request has probes of all three groups.
+        """
+        by_group = [self.by_request(group) for group in SCORED]
+        ids = [request_id for request_id in self.ids if all(request_id in wins for wins in by_group)]
+        if not ids:
+            raise ValueError(
+                f"the score S needs a request with probes of {', '.join(SCORED)}; no request has all three"
+            )
+        # Float[fact state entry]: one entry for each group
+        values = torch.stack([torch.stack([wins[request_id] for wins in by_group], dim=1) for request_id in ids])
+        before, after = _harmonic(values.mean(dim=0)).tolist()
+        intervals = [percentile_interval(values[:, state], level, seed, _harmonic) for state in (0, 1)]
+        return HarmonicScore(before, after, intervals[0], intervals[1], len(ids))
+
+    def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
+        """Plot the share of wins by group, before and after, with intervals over requests. Returns the axes."""
+        table = self.table(level)
+        states = ("before", "after")
+        return plots.share_bars(
+            {state: [getattr(score, state) for score in table.values()] for state in states},
+            list(table),
+            {
+                state: torch.tensor([getattr(score, f"{state}_interval") for score in table.values()])
+                for state in states
+            },
+            ax=ax,
+            title=title
+            or f"{shown_model(self.record)}: {len(self.ids)} edits of {say_layers(edited_layers(self.record))}",
+        )
+
+    def _table(self) -> Table:
+        return Table(
+            {
+                "request": [self.ids[row] for row in self.owner.tolist()],
+                "searched": self.searched[self.owner],
+                **by_probe(self.groups, self.wins, self.probabilities),
+            }
+        )
+
+    def _means(
+        self, numbers: Float[Tensor, "state probe"], group: str
+    ) -> tuple[list[int], Float[Tensor, "request state"]]:
+        """Rows of the requests that have probes of a group, and the mean of these probes' numbers in each."""
+        selected = torch.tensor([own == group for own in self.groups], dtype=torch.bool)
+        owner, chosen = self.owner[selected], numbers[:, selected].T.double()
+        counts = torch.bincount(owner, minlength=len(self.ids))
+        sums = torch.zeros(len(self.ids), 2, dtype=torch.float64).index_add(0, owner, chosen)
+        rows = counts.nonzero().flatten()
+        return rows.tolist(), sums[rows] / counts[rows, None]
+
+    def _score(self, group: str, level: float, seed: int) -> GroupScore:
+        rows, wins = self._means(self.wins, group)
+        _, probabilities = self._means(self.probabilities, group)
+        before, after = wins.mean(dim=0).tolist()
+        p_before, p_after = probabilities.mean(dim=0).tolist()
+        intervals = [percentile_interval(wins[:, state], level, seed) for state in (0, 1)]
+        return GroupScore(
+            before, after, intervals[0], intervals[1], p_before, p_after, len(rows), self.groups.count(group)
+        )
+
+
+def _harmonic(shares: Float[Tensor, "*rest entry"]) -> Float[Tensor, "*rest"]:
+    """The harmonic mean over the last axis; 0 if one of the shares is 0."""
+    return shares.shape[-1] / shares.reciprocal().sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class EditSettings(Settings):
+    """Settings of the edits of a study."""
+
+    layer: Whole = setting(MISSING, "Block whose down-projection is edited, negative ones from the end.")
+    search: ValueSettings = setting(ValueSettings(), "Settings of the search for v*.", option=False)
+    prefixes: Sequence[str] = setting(
+        (),
+        "Short texts before every request (rome.sample_prefixes), over which k* and the loss are averaged.",
+        lambda _, prefixes: tuple(prefixes),
+    )
+    at: str = setting("subject_last", "Token at which the key is taken.", check_key_position)
+    layout: CanvasLayout = setting(
+        CanvasLayout(),
+        "Layout of the canvases, of the requests and of all probes. By default those of a masked diffusion model have "
+        "the length that it was trained on, if that is known.",
+        option=False,
+    )
+    batch_size: Whole = setting(32, "Number of requests whose values are searched together.", partial(at_least, 1))
+
+    def on(self, model: DiffusionTransformer) -> "EditSettings":
+        """These settings with the layer counted from 0 and the length of canvas that applies to `model`."""
+        return replace(self, layer=pick_edited_layer(model, self.layer), layout=self.layout.on(model))
+
+    def describe(self) -> dict[str, Any]:
+        """The settings for a record."""
+        described = Settings.describe(self)
+        return described | {"settings": asdict(described.pop("search")), **asdict(described.pop("layout"))}
+
+
+@begins_run
+def edit_study(
+    model: DiffusionTransformer,
+    requests: Sequence[EditRequest],
+    settings: EditSettings,
+    *,
+    covariance: Covariance | None = None,
+    out: str | Path | None = None,
+    shard: Shard = (0, 1),
+    progress: bool = False,
+    executor: Executes | None = None,
+) -> EditStudy:
+    """Edit the model by each request in turn, and score the request's probes without and with its edit.
+
+    Args:
+        model: Masked diffusion model or causal model. Its weights are restored after each edit.
+        requests: Requests of `data.counterfact`, `data.bake` or `data.site_edits`, or your own.
+        settings: Settings of the edits.
+        covariance: C of the layer, `second_moment(...)` or Float[d_mlp d_mlp]; by default C = I.
+        out: Folder for one file per request. A call that finds requests there computes only the others. By default
+            nothing is written.
+        shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `EditStudy.merge` joins the shards.
+        progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
+
+    Raises:
+        ValueError: A setting is out of range, two requests have one id, the covariance belongs to another layer or
+            model or is no second moment, the folder contains another study, or no request can be laid out. A single
+            request that cannot be laid out, or one of whose probes cannot, is set aside, with the reason in
+            `EditStudy.set_aside`.
+    """
+    settings = settings.on(model)
+    if covariance is not None:
+        require_covariance_of(model, int(settings.layer), covariance)
+    usable, described = Requests.usable(model, requests, settings.prefixes, settings.layout)
+    record = {
+        **settings.describe(),
+        "covariance": describe_covariance(covariance),
+        **described,
+        **provenance(model, model.cfg),
+    }
+    ids, size = list(usable.by_id), int(settings.batch_size)
+    batches = [ids[start : start + size] for start in range(0, len(ids), size)]
+    study = Study(model, record, batches, EditJob(usable, settings, covariance))
+    return study.collect(EditStudy, out, shard, progress, executor)
+
+
+@dataclass(frozen=True, eq=False)
+class EditJob:
+    """The edits of requests, one by one; without a covariance C = I."""
+
+    requests: "Requests"
+    settings: EditSettings
+    covariance: Covariance | None
+
+    def part(self, ids: Sequence[str]) -> "EditJob":
+        """The job with these requests."""
+        return replace(self, requests=self.requests.part(ids))
+
+    def on(self, model: DiffusionTransformer) -> Compute:
+        """The function that applies and reverts the edit of each request of a batch, and scores it."""
+
+        @cache
+        def inverse() -> InverseMoment | None:
+            return None if self.covariance is None else InverseMoment.of(self.covariance)
+
+        return lambda batch: edit_each(model, self.requests, batch, self.settings, inverse())
+
+
+def edit_each(
+    model: DiffusionTransformer,
+    requests: "Requests",
+    ids: Sequence[str],
+    settings: EditSettings,
+    inverse: InverseMoment | None,
+) -> list[EditOutcome]:
+    """Apply and revert the edit of each request in turn. Keys and values are computed on the unedited model."""
+    layer = int(settings.layer)
+    queries = [requests.queries(model, request_id) for request_id in ids]
+    keys = compute_keys(model, queries, layer, settings.at)
+    values = optimize_values(model, queries, layer, settings=settings.search)
+    outcomes = []
+    for request_id, key, value in zip(ids, keys, values, strict=True):
+        groups, probes = requests.probes(model, request_id)
+        before = judge(model, probes)
+        with RankOneEdit(model, layer, key, value, inverse):
+            after = judge(model, probes)
+        outcomes.append(EditOutcome.of(groups, before, after, value.probability_after))
+    return outcomes
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """Requests by id, with the prefixes and the layout of their canvases, which are laid out when they are needed."""
+
+    by_id: Mapping[str, EditRequest]
+    prefixes: Sequence[str]
+    layout: CanvasLayout
+
+    @classmethod
+    def usable(
+        cls,
+        model: DiffusionTransformer,
+        requests: Sequence[EditRequest],
+        prefixes: Sequence[str],
+        layout: CanvasLayout,
+    ) -> "tuple[Requests, dict[str, Any]]":
+        """The requests that can be laid out with their probes, and the record of these and of those set aside.
+
+        Raises:
+            ValueError: No request can be laid out, or two have one id.
+        """
+        by_id = dict(zip(name_facts([request.new for request in requests]), requests, strict=True))
+        everything = cls(by_id, prefixes, layout)
+
+        def check(fact: Fact) -> EditRequest:
+            everything.queries(model, fact.id)
+            everything.probes(model, fact.id)
+            return by_id[fact.id]
+
+        usable = UsableFacts.of([replace(request.new, id=i) for i, request in by_id.items()], check)
+        facts = {request_id: _describe(request) for request_id, request in usable.prepared.items()}
+        return cls(usable.prepared, prefixes, layout), {"facts": facts, "set_aside": usable.set_aside}
+
+    def part(self, ids: Sequence[str]) -> "Requests":
+        """These requests only."""
+        return replace(self, by_id={request_id: self.by_id[request_id] for request_id in ids})
+
+    def queries(self, model: DiffusionTransformer, request_id: str) -> list[Query]:
+        """The plain request with the new object, and the same after each prefix."""
+        return lay_out_request(model, self.by_id[request_id].new, self.prefixes, self.layout)
+
+    def probes(self, model: DiffusionTransformer, request_id: str) -> tuple[list[str], list[Probe]]:
+        """The groups of a request's probes, and the probes."""
+        request = self.by_id[request_id]
+        # `occurrence` counts mentions of the subject in the request; a probe mentions it elsewhere.
+        of_probe = replace(self.layout, occurrence=None)
+
+        def lay_out(fact: Fact) -> Query:
+            return (self.layout if fact.prompt == request.new.prompt else of_probe).query(model, fact)
+
+        pairs = [(group, probe) for group, own in request.probes(model, lay_out).items() for probe in own]
+        return [group for group, _ in pairs], [probe for _, probe in pairs]
+
+
+def _describe(request: EditRequest) -> dict[str, Any]:
+    """The fact to write, the true answer, and a hash of the complete request."""
+    digest = hashlib.sha256(json.dumps(as_json(asdict(request)), sort_keys=True).encode()).hexdigest()
+    return {**content(request.new), "true": request.true.answer, "sha256": digest}

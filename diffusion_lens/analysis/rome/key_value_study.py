@@ -1,0 +1,429 @@
+"""Keys and values of many facts at several layers, queried in either direction: are both directions encoded alike?
+
+The study computes k* (`rome.keys`) and v* (`rome.values`, with the fact's own answer as the object) for every fact and
+layer. In a forward query ("Daphne Barrington was once ...") the name is the key and the description the value; in a
+reverse query ("... was directed by ...") the description is the key and the name the value. `KeyValueStudy.compare`
+pairs the two directions of each person, and compares their similarity (`representations.compare`) with chance.
+
+The result of a fact does not depend on the other facts, except for rounding errors. Adam with ROME's learning rate of
+0.5 amplifies these. To keep results bit-identical, the batches are fixed for the whole study, and a batch is always
+computed in full, even to fill in one missing fact.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens import plots
+from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
+from diffusion_lens.analysis.over_facts.executor import Executes
+from diffusion_lens.analysis.over_facts.folder import Shard
+from diffusion_lens.analysis.over_facts.study import Compute, Study, StudyResult, bootstrap_interval
+from diffusion_lens.analysis.representations import Comparisons, compare_along
+from diffusion_lens.analysis.rome.keys import check_key_position, compute_keys, lay_out_request
+from diffusion_lens.analysis.rome.values import ValueSettings, optimize_values
+from diffusion_lens.facts.fact import Direction, Fact, Query
+from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.results import (
+    Saved,
+    Table,
+    network_of,
+    one_line,
+    provenance,
+    shown_model,
+)
+from diffusion_lens.settings import Settings, Whole, at_least, pick_indices, setting, takes, unique_indices
+from weight_conversion import Architecture
+
+DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
+VECTORS = ("keys", "values", "outputs")
+ByLayer = dict[int, dict[str, Tensor]]  # vectors of persons
+
+
+@dataclass(frozen=True, eq=False)
+class FactVectors(Saved):
+    """One fact's keys and values.
+
+    Attributes:
+        keys: Float[layer d_mlp], k*.
+        outputs: Float[layer d_model], m, output of the MLP in the plain request.
+        deltas: Float[layer d_model], δ; v* = m + δ.
+        before: p(answer) in the plain request.
+        after: Float[layer], p(answer) with δ at that layer.
+    """
+
+    KIND: ClassVar[str] = "key and values of a fact"
+
+    keys: Float[Tensor, "layer d_mlp"]
+    outputs: Float[Tensor, "layer d_model"]
+    deltas: Float[Tensor, "layer d_model"]
+    before: float
+    after: Float[Tensor, "layer"]
+
+    __repr__ = one_line
+
+    def equals(self, other: "FactVectors") -> bool:
+        """Whether both are identical to the bit."""
+        tensors = (self.keys, other.keys), (self.outputs, other.outputs), (self.deltas, other.deltas)
+        same = all(torch.equal(*pair) for pair in tensors) and torch.equal(self.after, other.after)
+        return same and self.before == other.before
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KeyValueStudy(StudyResult[FactVectors]):
+    """Keys and values of facts at several layers.
+
+    Columns of the data frame: fact, layer, before, after, key_norm, value_norm.
+
+    Attributes:
+        keys: Float[fact layer d_mlp], k*.
+        outputs: Float[fact layer d_model], m.
+        deltas: Float[fact layer d_model], δ.
+        before: Float[fact], p(answer) in the plain request.
+        after: Float[fact layer], p(answer) with δ.
+        ids: The fact of each row.
+        layers: The layer of each column.
+        record: Settings, all facts of the study by id, those `set_aside`, model, weights' hash, versions.
+    """
+
+    keys: Float[Tensor, "fact layer d_mlp"]
+    outputs: Float[Tensor, "fact layer d_model"]
+    deltas: Float[Tensor, "fact layer d_model"]
+    before: Float[Tensor, "fact"]
+    after: Float[Tensor, "fact layer"]
+    ids: list[str]
+    layers: list[int]
+    record: dict[str, Any]
+
+    KIND: ClassVar[str] = "key and value study"
+    FACT_FILE: ClassVar[type[Any]] = FactVectors
+
+    @classmethod
+    def of(cls, results: Mapping[str, FactVectors], record: dict[str, Any]) -> "KeyValueStudy":
+        """One result from the vectors of some facts of a study."""
+        names = ("keys", "outputs", "deltas", "after")
+        rows = {name: [getattr(vectors, name) for vectors in results.values()] for name in names}
+        stacked = {name: torch.stack(rows[name]) for name in names} if results else _no_rows(record)
+        before = torch.tensor([vectors.before for vectors in results.values()])
+        return cls(**stacked, before=before, ids=list(results), layers=record["layers"], record=record)
+
+    def by_fact(self) -> dict[str, FactVectors]:
+        """The inverse of `of`."""
+        rows = zip(self.keys, self.outputs, self.deltas, self.before.tolist(), self.after, strict=True)
+        return {fact_id: FactVectors(*row) for fact_id, row in zip(self.ids, rows, strict=True)}
+
+    @property
+    def values(self) -> Float[Tensor, "fact layer d_model"]:
+        """v* = m + δ."""
+        return self.outputs + self.deltas
+
+    def by_person(self, vectors: str, asked: str) -> dict[str, Float[Tensor, "layer d"]]:
+        """Each person's vectors in one direction, averaged over the templates of the queries.
+
+        Args:
+            vectors: "keys" (k*), "values" (v*) or "outputs" (m).
+            asked: Direction of the queries: "p2d" (name to description) or "d2p".
+
+        Raises:
+            ValueError: An argument has another value, or a fact has no person or direction.
+        """
+        check_vectors(vectors)
+        if asked not in DIRECTIONS:
+            raise ValueError(f"asked={asked!r}; it must be 'p2d' (queried from name to description) or 'd2p'")
+        rows: dict[str, list[Tensor]] = {}
+        for fact_id, row in zip(self.ids, getattr(self, vectors), strict=True):
+            fact = self.record["facts"][fact_id]
+            if not fact["person"] or fact["asked"] is None:
+                raise ValueError(
+                    f"the fact {fact_id!r} does not name its person or the direction of its query: give it person= and "
+                    "asked=, by which the two directions are paired"
+                )
+            if fact["asked"] == asked:
+                rows.setdefault(fact["person"], []).append(row)
+        return {person: torch.stack(own).mean(dim=0) for person, own in rows.items()}
+
+    def compare(
+        self, vectors: str = "values", against: str | None = None, *, progress: bool = False, **settings: Any
+    ) -> Comparisons:
+        """Compare the two directions of the same persons, layer by layer.
+
+        The same vectors represent different words in the two directions: v* is the value of the description in a
+        forward query, and of the name in a reverse query. Keys against values, `compare("keys", "values")`, compare the
+        name with the name. Persons trained in different directions ("p2d", "d2p", "both") differ as groups, which could
+        be mistaken for symmetry. So the group means are subtracted, and random pairings stay within the groups.
+
+        Args:
+            vectors: Vectors of the queries from name to description, as in `by_person`.
+            against: Vectors of the queries from description to name; by default the same. Keys and values have no
+                common axes: for them "procrustes" and "cka" are computed.
+            progress: Whether to show a progress bar.
+            settings: rank, resamples and seed of `representations.compare`.
+
+        Raises:
+            ValueError: `by_person` refuses an argument, or too few persons were queried in both directions.
+        """
+        kinds = (vectors, against or vectors)
+        forward, reverse = (self.by_person(kind, asked) for kind, asked in zip(kinds, DIRECTIONS, strict=True))
+        if not forward.keys() & reverse.keys():
+            raise ValueError(
+                f"no person was queried in both directions: {len(forward)} persons by name, {len(reverse)} others by "
+                "description"
+            )
+        names = [f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True)]
+        source = {
+            "model": shown_model(self.record),
+            "networks": [network_of(self.record)] * 2,
+            "vectors": list(kinds),
+        }
+        sides = self._by_layer(forward), self._by_layer(reverse)
+        return self._compare(sides, names, source, kinds[0] == kinds[1], progress=progress, **settings)
+
+    def compare_with(
+        self,
+        other: "KeyValueStudy",
+        vectors: str = "keys",
+        asked: str = "p2d",
+        *,
+        progress: bool = False,
+        **settings: Any,
+    ) -> Comparisons:
+        """Compare the same persons in two models, queried in one direction, at the layers that both studies have.
+
+        The models share no axes: "procrustes" and "cka" are computed.
+
+        Args:
+            other: Study of the other model.
+            vectors, asked: The same as in `by_person`.
+            progress: Whether to show a progress bar.
+            settings: The same as in `compare`.
+
+        Raises:
+            ValueError: `by_person` refuses an argument, or the studies share no layer or person.
+        """
+        mine, theirs = (study._by_layer(study.by_person(vectors, asked)) for study in (self, other))
+        models = [shown_model(study.record) for study in (self, other)]
+        if not mine.keys() & theirs.keys():
+            raise ValueError(
+                f"the studies have no layer in common: {models[0]} has the layers {self.layers}, {models[1]} has "
+                f"{other.layers}"
+            )
+        networks = [network_of(study.record) for study in (self, other)]
+        source = {"model": " and ".join(models), "networks": networks, "vectors": [vectors, vectors]}
+        return self._compare((mine, theirs), models, source, False, progress=progress, **settings)
+
+    def _compare(
+        self, sides: tuple[ByLayer, ByLayer], names: Sequence[str], source: dict[str, Any], shared: bool, **more: Any
+    ) -> Comparisons:
+        """Compare the vectors of the persons that both sides have, at each layer that both have."""
+        one, other = sides
+        layers = [layer for layer in one if layer in other]
+        persons = [person for person in one[layers[0]] if person in other[layers[0]]]
+        sets = {
+            layer: (
+                torch.stack([one[layer][person] for person in persons]),
+                torch.stack([other[layer][person] for person in persons]),
+            )
+            for layer in layers
+        }
+        facts = [self.record["facts"][fact_id] for fact_id in self.ids]
+        trained = {fact["person"]: str(fact["trained"]) for fact in facts}
+        return compare_along(
+            "layer",
+            sets,
+            ids=persons,
+            names=(names[0], names[1]),
+            groups=[trained[person] for person in persons],
+            source=source,
+            shared_axes=shared,
+            **more,
+        )
+
+    def _by_layer(self, vectors: Mapping[str, Tensor]) -> ByLayer:
+        """The vectors of each person by layer."""
+        return {
+            layer: {person: own[column] for person, own in vectors.items()} for column, layer in enumerate(self.layers)
+        }
+
+    def _table(self) -> Table:
+        values = {
+            "before": self.before[:, None],
+            "after": self.after,
+            "key_norm": self.keys.norm(dim=-1),
+            "value_norm": self.values.norm(dim=-1),
+        }
+        return Table.of_cells({"fact": self.ids, "layer": self.layers}, values)
+
+    def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
+        """Plot p(answer) with v* by layer, one curve with its interval for each direction. Returns the axes."""
+        rows: dict[str, list[int]] = {}
+        for row, fact_id in enumerate(self.ids):
+            rows.setdefault(DIRECTIONS.get(self.record["facts"][fact_id]["asked"], "all facts"), []).append(row)
+        return plots.probability_by_layer(
+            {
+                way: (self.after[own].mean(dim=0), *bootstrap_interval(self.after[own], level, seed=0))
+                for way, own in rows.items()
+            },
+            {way: self.before[own].mean().item() for way, own in rows.items()},
+            self.layers,
+            ax=ax,
+            title=title or f"{shown_model(self.record)}: {len(self.ids)} facts",
+        )
+
+
+def _no_rows(record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a study of no facts."""
+    n_layers, architecture = len(record["layers"]), record["architecture"]
+    widths = {"keys": "d_mlp", "outputs": "d_model", "deltas": "d_model"}
+    by_width = {name: torch.empty(0, n_layers, architecture[width]) for name, width in widths.items()}
+    return {**by_width, "after": torch.empty(0, n_layers)}
+
+
+def check_vectors(name: str) -> None:
+    """Raise a `ValueError` unless a study has vectors of this name."""
+    if name not in VECTORS:
+        raise ValueError(f"vectors={name!r}; it must be one of {', '.join(VECTORS)}")
+
+
+@dataclass(frozen=True)
+class _VectorSettings(Settings):
+    layers: Iterable[Whole] | None = setting(
+        None,
+        "Blocks whose MLPs are studied, negative ones from the end; by default all but the last, whose output reaches "
+        "no other position.",
+        unique_indices,
+    )
+    prefixes: Sequence[str] = setting(
+        (),
+        "Short texts before every request (rome.sample_prefixes), over which k* and the loss are averaged.",
+        lambda _, prefixes: tuple(prefixes),
+    )
+    at: str = setting("subject_last", "Token at which the key is taken, as in compute_key.", check_key_position)
+    search: ValueSettings = setting(ValueSettings(), "Settings of the search for v*.", option=False)
+    batch_size: Whole = setting(32, "Number of facts searched together.", partial(at_least, 1))
+
+
+@dataclass(frozen=True)
+class KeyValueSettings(CanvasLayout, _VectorSettings):
+    """Settings of a study of keys and values."""
+
+    def blocks(self, shape: Architecture | DiffusionConfig) -> list[int]:
+        """The selected blocks of a model, counted from 0; by default those with one MLP, without the last block."""
+        every = range(shape.n_layers - 1)
+        dense = [i for i in every if shape.experts is None or not shape.experts.layers[i]]
+        return pick_indices("layers", (dense or every) if self.layers is None else self.layers, shape.n_layers)
+
+    def request(self, model: DiffusionTransformer, fact: Fact) -> list[Query]:
+        """The plain request of a fact, and the request after each prefix."""
+        return lay_out_request(model, fact, self.prefixes, self)
+
+    def describe_on(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
+        """The settings for the record of a study.
+
+        Args:
+            shape: The model's architecture. Without it, as before the model is loaded, the settings that depend on it
+                are left out: the layers, and the length if it is the model's own.
+        """
+        described = self.describe()
+        described["settings"] = asdict(described.pop("search"))
+        if self.n_masks is None:
+            del described["n_masks"]
+        if shape is not None:
+            return described | {"layers": self.blocks(shape)}
+        del described["layers"]
+        return {name: value for name, value in described.items() if (name, value) != ("length", None)}
+
+
+@takes(KeyValueSettings)
+@begins_run
+def key_value_study(
+    model: DiffusionTransformer,
+    facts: Sequence[Fact],
+    settings: KeyValueSettings,
+    *,
+    out: str | Path | None = None,
+    shard: Shard = (0, 1),
+    progress: bool = False,
+    executor: Executes | None = None,
+) -> KeyValueStudy:
+    """k* and v* of every fact at every layer.
+
+    Args:
+        model: Masked diffusion model or causal model.
+        facts: Facts, with `person` and `asked` if the directions are to be compared.
+        settings: Settings of the study.
+        out: Folder for one file per fact. A call that finds facts there computes only the others. By default nothing is
+            written.
+        shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `KeyValueStudy.merge` joins the shards,
+            bit for bit what one process gives on the same machine.
+        progress: Whether to show a progress bar.
+        executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
+
+    Raises:
+        ValueError: A setting is out of range, two facts have one id, the folder contains another study,
+            `rome.optimize_value` refuses a request, or the model can be queried for none of the facts. A single fact
+            that `rome.query_with_prefixes` refuses is set aside, with the reason in `KeyValueStudy.set_aside`.
+    """
+    settings = replace(settings.on(model), layers=settings.blocks(model.cfg))
+    usable = UsableFacts.of(facts, lambda fact: settings.request(model, fact))
+    ids, size = list(usable.prepared), int(settings.batch_size)
+    record = {**settings.describe_on(model.cfg), **usable.describe(), **provenance(model, model.cfg)}
+    batches = [ids[start : start + size] for start in range(0, len(ids), size)]
+    study = Study(model, record, batches, VectorJob(usable.prepared, settings))
+    return study.collect(KeyValueStudy, out, shard, progress, executor)
+
+
+def study_keys_and_values(
+    model: DiffusionTransformer, facts: Sequence[Fact], settings: KeyValueSettings, *args: Any, **more: Any
+) -> KeyValueStudy:
+    """The same as `key_value_study(model, facts, settings, ...)`; will be removed."""
+    warnings.warn(
+        "study_keys_and_values will be removed; use key_value_study(model, facts, settings, ...)",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    given = dict(zip(("out", "shard", "progress", "executor"), args, strict=False))
+    return key_value_study(model, facts, settings=settings, **given, **more)
+
+
+@dataclass(frozen=True)
+class VectorJob:
+    """The keys and values of requests, which are laid out by id."""
+
+    requests: Mapping[str, list[Query]]
+    settings: KeyValueSettings
+
+    def part(self, ids: Sequence[str]) -> "VectorJob":
+        """The job with these facts."""
+        return replace(self, requests={fact_id: self.requests[fact_id] for fact_id in ids})
+
+    def on(self, model: DiffusionTransformer) -> Compute:
+        """The function that computes the vectors of a batch."""
+        return lambda batch: find_vectors(model, [self.requests[fact_id] for fact_id in batch], self.settings)
+
+
+def find_vectors(
+    model: DiffusionTransformer, requests: list[list[Query]], settings: KeyValueSettings
+) -> list[FactVectors]:
+    """k* and v* of a batch of requests at every layer."""
+    layers = settings.blocks(model.cfg)
+    keys = [compute_keys(model, requests, layer, settings.at) for layer in layers]
+    values = [optimize_values(model, requests, layer, settings=settings.search) for layer in layers]
+    return [
+        FactVectors(
+            keys=torch.stack([of_layer[row].vector for of_layer in keys]),
+            outputs=torch.stack([of_layer[row].initial for of_layer in values]),
+            deltas=torch.stack([of_layer[row].delta for of_layer in values]),
+            before=values[0][row].probability_before,
+            after=torch.tensor([of_layer[row].probability_after for of_layer in values]),
+        )
+        for row in range(len(requests))
+    ]

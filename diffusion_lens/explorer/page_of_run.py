@@ -1,0 +1,301 @@
+"""A trajectory as an explorer page: its canvases, and the results on it that the caller gives.
+
+Each result is shown only if it is of this run, under the network that wrote it; another one is refused.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion_lens.denoising.cache import TrajectoryCache
+from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.explorer.as_python import LOGITS, TOP_K, RunCode, lens_statements, trace_statements, views_code
+from diffusion_lens.hooks.names import loop_hook
+from diffusion_lens.model.config import reached
+from diffusion_lens.pages import views
+from diffusion_lens.pages.page import Page, PageRun
+from diffusion_lens.pages.views import TraceGrids, View, Words
+from diffusion_lens.records.results import differences, network_of, shown_model
+
+_CLOSE = 0.02  # Largest difference of a confidence from the cached logits, which may be in bfloat16.
+
+_MISSING = {
+    "alternatives": "Pass logits=cache, where trajectory, cache = model.denoise_with_cache(prompt, "
+    f'names_filter="{LOGITS}"), to see the likeliest tokens at every masked position. Without guidance, a lens of the '
+    "last layer shows them too.",
+    "lens": "Pass lens=logit_lens(model, trajectory) to see what each layer predicts.",
+    "attention": "Pass attention=cache, where trajectory, cache = model.denoise_with_cache(prompt, "
+    'names_filter="blocks.0.attn.hook_pattern"), to see attention patterns.',
+    "trace": "Pass trace=trace_trajectory(model, fact, trajectory=trajectory, noise=0.5) to see which states carry the "
+    "answer.",
+}
+
+
+def page_of(
+    trajectory: Trajectory,
+    lens: Any = None,
+    traces: Sequence[Any] = (),
+    attention: TrajectoryCache | None = None,
+    logits: TrajectoryCache | None = None,
+    row: int = 0,
+) -> Page:
+    """The page of one row of a trajectory, with results on it as in `Trajectory.explore`.
+
+    Raises:
+        ValueError: A result of another run or network, or without what its view shows.
+    """
+    if not -len(trajectory) <= row < len(trajectory):
+        raise ValueError(f"row={row}, but the trajectory has {len(trajectory)} rows")
+    row %= len(trajectory)
+    words, code, record = Words(), RunCode(trajectory, row), trajectory.record
+    entry = canvas_entry(trajectory, row, words)
+    has_column = 0 <= trajectory.blank < record["architecture"]["d_vocab_out"]
+    codes = views_code(code.run, code.cached, trajectory.blank if has_column else -1)
+    shown: dict[str, View] = {}
+    python = {"run": codes["run"], "canvas": codes["canvas"]}
+
+    if lens is not None:
+        check_lens(trajectory, lens, row)
+        shown["lens"] = views.lens_view(lens, row, words)
+        python["lens"] = f"{code.run}\n\n{lens_statements(code.trajectory, lens, row)}"
+    if logits is not None:
+        shown["alternatives"] = alternatives_view(trajectory, logits, row, words)
+        python["alternatives"] = codes["alternatives"]
+    elif lens is not None and _reads_the_output(lens):
+        by_step = list(views.alternatives_of_lens(lens, row, trajectory.blank))
+        shown["alternatives"] = views.alternatives_view(by_step, words, lens.words)
+        python["alternatives"] = python["lens"]
+    if attention is not None:
+        shown["attention"] = attention_view(trajectory, attention, row)
+        python["attention"] = codes["attention"]
+    named = _named(traces)
+    grids = [grids_of(trajectory, trace, name, row) for name, trace in named.items()]
+    if grids:
+        python["trace"] = f"{code.run}\n\n{trace_statements(named)}"
+        entry["answer"] = answer_of(traces[0].record, words)
+    present = {*shown, *(["trace"] if grids else [])}
+    entry["words"] = words.texts
+    entry["missing"] = {view: sentence for view, sentence in _MISSING.items() if view not in present}
+    entry["python"] = python
+    run = PageRun.of(entry, [views.trace_view(one) for one in grids], **shown)
+    return Page(f"{shown_model(record)}: {trajectory.text[row] or 'a run'}", [_model_info(record)], [run])
+
+
+def canvas_entry(trajectory: Trajectory, row: int, words: Words) -> dict[str, Any]:
+    """The manifest's entry of one row of a run, without views; `words` may grow until the entry takes its texts."""
+    record = trajectory.record
+    canvases = trajectory.canvases[:, row].masked_fill(trajectory.is_masked(trajectory.canvases[:, row]), -1)
+    unopened = (~reached(trajectory.canvases[:, row])).sum(dim=0)
+    given = trajectory.given[row].tolist()
+    words_given = [trajectory.words[t] for t, g in zip(trajectory.tokens[row].tolist(), given, strict=True) if g]
+    # Tokens of most vocabularies contain their spaces; those of a vocabulary of words do not.
+    prompt = next((text for text in ("".join(words_given), " ".join(words_given)) if text in trajectory.text[row]), "")
+    return {
+        "id": "run",
+        "model": 0,
+        "label": shown_model(record),
+        "prompt": prompt,
+        "text": trajectory.text[row],
+        "spec": None,
+        "base": None,
+        "words": [],
+        "guided": bool(record["cfg_scale"]),
+        "n_steps": trajectory.n_steps,
+        "first_step": trajectory.first_step,
+        "steps": list(range(trajectory.first_step, trajectory.first_step + trajectory.n_steps + 1)),
+        "times": record["times"],
+        "canvases": words.indices(canvases, trajectory.words).tolist(),
+        # The step that first reads each position, where blocks are opened one after another.
+        "opened_at": (trajectory.first_step + unopened).tolist() if trajectory.blank >= 0 and unopened.any() else None,
+        "given": given,
+        "real": trajectory.real[row].tolist(),
+        "revealed_at": trajectory.revealed_at[row].tolist(),
+        "confidence": [round(p, 6) for p in trajectory.confidence[row].tolist()],
+    }
+
+
+def check_lens(trajectory: Trajectory, lens: Any, row: int) -> None:
+    """Raise a `ValueError` unless a lens read this row of this trajectory, under the network that wrote it."""
+    again = "give logit_lens(model, trajectory)"
+    if lens.steps is None and "step" not in lens.record:
+        raise ValueError(f"the lens read an input that is no trajectory, so it has no steps: {again}")
+    if lens.record.get("branch", "conditional") != "conditional":
+        raise ValueError(
+            f"the lens read the {lens.record['branch']} branch, and a page shows the conditional one: {again}"
+        )
+    _require_network("lens", lens.record, trajectory, again)
+    steps = views.steps_of(lens)
+    if outside := [step for step in steps if not 0 <= step - trajectory.first_step < trajectory.n_steps]:
+        raise ValueError(f"the lens has the steps {outside}, which the trajectory does not have: {again}")
+    n_rows, n_pos = trajectory.tokens.shape
+    read = lens.tokens if lens.steps is not None else lens.tokens[None]
+    if read.shape[1] != n_rows or max(lens.positions) >= n_pos:
+        raise ValueError(
+            f"the lens has {read.shape[1]} rows and position {max(lens.positions)}, and the trajectory {n_rows} rows "
+            f"of {n_pos} positions: {again}"
+        )
+    indices = [step - trajectory.first_step for step in steps]
+    if not torch.equal(read[:, row].cpu(), trajectory.canvases[indices, row].cpu()[:, lens.positions]):
+        raise ValueError(f"the lens read other canvases than those of row {row} of the trajectory: {again}")
+
+
+def alternatives_view(trajectory: Trajectory, cache: TrajectoryCache, row: int, words: Words) -> View:
+    """The likeliest tokens at the masked positions, from a cache of the loop's logits after guidance."""
+    again = f'give the cache of model.denoise_with_cache(prompt, names_filter="{LOGITS}"), with its trajectory'
+    steps = [step for step in _steps("logits", cache, trajectory, again) if LOGITS in cache[step]]
+    if not steps:
+        raise ValueError(f"logits= contains no {LOGITS!r}: {again}")
+    by_step: list[tuple[int, list[int], Tensor, Tensor]] = []
+    ids: set[int] = set()
+    for step in steps:
+        logits = cache[step][LOGITS]
+        _require_shape("logits", logits.shape[:2], trajectory, again)
+        of_row = logits[row].cpu()
+        index = step - trajectory.first_step
+        masked = trajectory.is_open(trajectory.canvases[index])[row].cpu() & trajectory.real[row].cpu()
+        revealed = (trajectory.revealed_at[row] == step).cpu()
+        revealed &= (trajectory.n_steps - 1 == index) | (not trajectory.rewrites)
+        tokens = trajectory.canvases[index + 1, row].cpu()[revealed]
+        p = of_row[revealed].double().softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
+        if not torch.allclose(p.float(), trajectory.confidence[row].cpu()[revealed], atol=_CLOSE):
+            raise ValueError(
+                f"logits= are of another run: at step {step} they give other probabilities than the trajectory's "
+                f"confidence: {again}"
+            )
+        positions, top, p = views.alternatives_of_logits(of_row, masked, TOP_K, trajectory.blank)
+        by_step.append((step, positions, top, p))
+        ids |= set(top.flatten().tolist())
+    return views.alternatives_view(by_step, words, _texts(trajectory, cache, ids))
+
+
+def attention_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> View:
+    """The attention patterns of the layers and steps that a cache contains."""
+    again = (
+        'give the cache of model.denoise_with_cache(prompt, names_filter="blocks.0.attn.hook_pattern"), with its '
+        "trajectory"
+    )
+    steps, patterns = _steps("attention", cache, trajectory, again), {}
+    n_pos = trajectory.tokens.shape[1]
+    for step in steps:
+        for name in cache[step].cache_dict:
+            if name.endswith(".attn.hook_pattern"):
+                pattern = cache[step][name]
+                _require_shape("attention", (pattern.shape[0], pattern.shape[2]), trajectory, again)
+                if pattern.shape[3] != n_pos:
+                    raise ValueError(f"attention= has {pattern.shape[3]} keys for {n_pos} positions: {again}")
+                patterns[int(name.split(".")[1]), step] = pattern[row]
+    if not patterns:
+        raise ValueError(f"attention= contains no pattern: {again}")
+    return views.attention_view(patterns)
+
+
+def grids_of(trajectory: Trajectory, trace: Any, name: str, row: int) -> TraceGrids:
+    """The grids of a `TrajectoryTrace`, or of a `CausalTrace` of one of the canvases, by the trajectory's steps."""
+    again = "give trace_trajectory(model, fact, trajectory=trajectory, ...)"
+    _require_network("trace", trace.record, trajectory, again)
+    canvases = trajectory.str_canvases(row)
+    answer = " ".join(word.strip() for word in trace.record["answer"])
+    if trace.scores.dim() == 2:  # a CausalTrace, of a single canvas
+        if trace.str_tokens not in canvases[:-1]:
+            raise ValueError(f"the trace's canvas is none of the trajectory's: {again}")
+        steps = [trajectory.first_step + canvases.index(trace.str_tokens)]
+        where = trace.subject, trace.positions, trace.layers, steps
+        runs = [trace.clean], [trace.corrupted]
+        return TraceGrids(name, trace.record["kind"], *where, answer, trace.scores[None], *runs)
+    for step, canvas in zip(trace.steps, trace.str_canvases, strict=True):
+        index = step - trajectory.first_step
+        if not 0 <= index < trajectory.n_steps or canvases[index] != canvas:
+            raise ValueError(f"the trace has another canvas at step {step} than the trajectory: {again}")
+    return TraceGrids.of(trace, name, answer)
+
+
+def answer_of(record: Mapping[str, Any], words: Words) -> dict[str, list[int]] | None:
+    """The manifest's entry of the answer that a trace follows; `None` for files of earlier versions."""
+    query = record.get("query")
+    if query is None:
+        return None
+    texts = dict(zip(query["answer_tokens"], record["answer"], strict=True))
+    indices = words.indices(query["answer_tokens"], texts)
+    return {"positions": list(query["answer_positions"]), "words": indices.tolist()}
+
+
+def _model_info(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest's entry of the model that a record names."""
+    architecture = record["architecture"]
+    return {
+        "name": shown_model(record),
+        "n_layers": architecture["n_layers"],
+        "n_heads": architecture["n_heads"],
+        "grows": record["blank"] < 0,
+        "masks": record["blank"] >= 0 and record.get("noise") != "uniform",
+        "samplers": [record["sampler"]["name"]],
+        "length": None,
+    }
+
+
+def _reads_the_output(lens: Any) -> bool:
+    """Whether the last layer of a lens predicts what the loop proposes: read directly, and without guidance."""
+    record = lens.record
+    return "final_post" in lens.labels and not record["cfg_scale"] and record["translators"] is None
+
+
+def _named(traces: Sequence[Any]) -> dict[str, Any]:
+    """The traces by a name for each: its kind, with a number if several are of one kind."""
+    named: dict[str, Any] = {}
+    for trace in traces:
+        kind, number = trace.record["kind"], 2
+        name = kind
+        while name in named:
+            name, number = f"{kind}-{number}", number + 1
+        named[name] = trace
+    return named
+
+
+def _texts(trajectory: Trajectory, cache: TrajectoryCache, tokens: Iterable[int]) -> dict[int, str]:
+    """Texts of tokens, by the model that made the cache; a cache that was read from a file may not have it."""
+    ids = list(tokens)
+    model = cache[cache.steps[0]].model
+    if model is not None:
+        return dict(zip(ids, model.words(ids), strict=True))
+    return {token: trajectory.words.get(token, f"<{token}>") for token in ids}
+
+
+def _require_network(what: str, record: dict[str, Any], trajectory: Trajectory, again: str) -> None:
+    """Raise a `ValueError` unless a result was made under the network that wrote the trajectory."""
+    ours = network_of(record)
+    wrote = {name: value for name, value in canvas_provenance(trajectory.record).items() if name in ours}
+    # Hooks of the loop change what is written, and a result that reads the canvases does not need them.
+    hooks = {point: by for point, by in (wrote.get("hooks") or {}).items() if point != loop_hook("hook_tokens")}
+    compared = [name for name in COMPARED if wrote.get(name) is not None and ours.get(name) is not None]
+    if different := "; ".join(differences({**wrote, "hooks": hooks}, ours, compared)):
+        raise ValueError(
+            f"the {what} is of another network than the one that wrote the trajectory ({different}), and a page shows "
+            f"them as one: {again}"
+        )
+
+
+def _steps(argument: str, cache: TrajectoryCache, trajectory: Trajectory, again: str) -> tuple[int, ...]:
+    """The steps of a cache that the trajectory has, if it is of a run with as many steps."""
+    n_steps = len(trajectory.record["times"]) - 1
+    if cache.n_steps != n_steps:
+        raise ValueError(f"{argument}= is of a run of {cache.n_steps} steps, and the trajectory has {n_steps}: {again}")
+    steps = tuple(step for step in cache.steps if step >= trajectory.first_step)
+    if (written := cache.canvases) is not None and written.shape[1:] == trajectory.canvases.shape[1:]:
+        for step in steps:
+            if not torch.equal(written[step].cpu(), trajectory.canvases[step - trajectory.first_step].cpu()):
+                raise ValueError(
+                    f"{argument}= is of another run: its canvas at step {step} is another one than the trajectory's: "
+                    f"{again}"
+                )
+    return steps
+
+
+def _require_shape(argument: str, shape: Sequence[int], trajectory: Trajectory, again: str) -> None:
+    if tuple(shape) != tuple(trajectory.tokens.shape):
+        raise ValueError(
+            f"{argument}= has {shape[0]} rows of {shape[1]} positions, and the trajectory "
+            f"{list(trajectory.tokens.shape)} [batch pos]; pos_slice must be left out: {again}"
+        )

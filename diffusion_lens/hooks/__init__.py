@@ -1,0 +1,1 @@
+"""Hooks: names of hook points, and the denoising step that a hook reads."""

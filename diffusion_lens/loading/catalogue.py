@@ -1,0 +1,702 @@
+"""The catalogue of published names: bundled models, files of `nieshen/SMDM`, and repositories with one checkpoint.
+
+To add a name, add a line to a table: to `SMDM` for a file of `nieshen/SMDM`, or to `REPOSITORIES` for any other
+repository. `evidence` says how the entry was verified. `config` contains the numbers of the published config.json, so
+that shape and size are known before a download; without it they are read from the downloaded file. Listing, sizing and
+describing entries downloads nothing. If the model has a causal counterpart, add a line to `PAIRS` in
+`diffusion_lens/loading/pairs.py`.
+
+SMDM's names without a suffix stand for the checkpoint of their size with the most training ("smdm-1028m" is
+mdm-1028M-1600e18); names with a suffix stand for the others. Compiled from the files, cards and code of `nieshen/SMDM`
+and ML-GSAI/SMDM. The diffusion transformers were trained on OpenWebText with GPT-2's tokenizer, UDLM on LM1B with that
+of "bert-base-uncased"; most of their repositories do not contain a tokenizer.
+"""
+
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from weight_conversion import Architecture, export_size, n_params, published_architecture
+from weight_conversion.registry import FAMILIES, recognise
+
+__all__ = [
+    "BUNDLED",
+    "PUBLISHED",
+    "REPO",
+    "REPOSITORIES",
+    "SMDM",
+    "TOKENIZER_REPO",
+    "BundledModel",
+    "ListedModel",
+    "Published",
+    "PublishedFile",
+    "Repository",
+    "as_table",
+    "find_pretrained",
+    "list_pretrained",
+    "unknown_name",
+]
+
+Evidence = Literal["safetensors seen", "pth seen", "config seen", "name seen"]
+
+
+class Published(ABC):
+    """A checkpoint on the Hugging Face hub.
+
+    Attributes:
+        name: Argument of `from_pretrained`, in lower case.
+        evidence: How the entry was verified. "safetensors seen" and "pth seen": the file was listed. "config seen": its
+            config.json or a copy of it was read. "name seen": its authors, or code that loads it, give its id; numbers,
+            if any, are those of its family.
+        trained_length: Length in positions of the texts that it was last trained on, and at which its authors query it,
+            if it is shorter than the context; otherwise, or if unknown, `None`.
+    """
+
+    name: str
+    evidence: Evidence
+    trained_length: int | None
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The architecture, or `None` if it is not known before a download."""
+        return self.read({})
+
+    @abstractmethod
+    def read(self, options: Mapping[str, Any]) -> Architecture | None:
+        """The architecture with these options of `from_pretrained`: "mode", "block_size" or "mask_token_id".
+
+        Raises:
+            ValueError: An option that models of its family do not have.
+        """
+
+    @property
+    @abstractmethod
+    def n_bytes(self) -> int | None:
+        """Size of the published weights in bytes, or `None` if it is unknown."""
+
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """Its path on huggingface.co."""
+
+
+@dataclass(frozen=True)
+class PublishedFile(Published):
+    """One file of a repository with many checkpoints: those of SMDM and its AR baselines.
+
+    Attributes:
+        stem: File name without its suffix; it gives kind, size and training FLOPs.
+        repo: Repository, "owner/name".
+        folder: Folder of the .pth file in the repository; the folder of the safetensors file ends in "_safetensors".
+        sha256: SHA-256 of the safetensors file, if it was published.
+    """
+
+    name: str
+    stem: str
+    evidence: Evidence
+    repo: str
+    folder: str
+    sha256: str | None = None
+    trained_length: int | None = None
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """Paths in the repository, in the order in which they are tried."""
+        return f"{self.folder}_safetensors/{self.stem}.safetensors", f"{self.folder}/{self.stem}.pth"
+
+    @property
+    def kind(self) -> Literal["mdm", "ar"]:
+        """Masked diffusion model ("mdm") or AR baseline ("ar")."""
+        return "mdm" if self.stem.startswith("mdm-") else "ar"
+
+    @property
+    def size(self) -> str:
+        """Number of weights outside the embeddings, such as "1028M"."""
+        return self.stem.split("-")[1]
+
+    @property
+    def tuned_on(self) -> str | None:
+        """The fine-tuning data, by the name of the folder ("reverse", "sharegpt"); `None` without fine-tuning."""
+        return None if self.folder == self.kind else self.folder
+
+    @property
+    def flops(self) -> str | None:
+        """Training compute in FLOPs, as in the file name: "1600e18"."""
+        match = re.search(r"-(\d+e18)", self.stem)
+        return match[1] if match else None
+
+    @property
+    def architecture(self) -> Architecture:
+        return published_architecture(self.size, self.kind)
+
+    def read(self, options: Mapping[str, Any]) -> Architecture:
+        FAMILIES[self.architecture.family].check_options(options)
+        return self.architecture
+
+    @property
+    def n_bytes(self) -> int:
+        """Exact size of the float32 safetensors file in bytes."""
+        return export_size(self.architecture)
+
+    @property
+    def source(self) -> str:
+        return f"{self.repo}/{self.files[0]}"
+
+
+@dataclass(frozen=True)
+class Repository(Published):
+    """A repository with one checkpoint: config.json, safetensors, tokenizer.
+
+    Attributes:
+        repo: Repository, "owner/name".
+        config: Numbers of its config.json, empty if they are not known. Loading uses them only for keys that are
+            missing in the file.
+        weight_bytes: Bytes per published weight: 2 for bfloat16 or float16.
+        options: What its config leaves out and must be told: "mode", "block_size" or "mask_token_id".
+        family: Its family, where `config` is empty; `None` if that is not known either.
+    """
+
+    name: str
+    repo: str
+    evidence: Evidence
+    config: Mapping[str, Any] = field(default_factory=dict)
+    weight_bytes: int = 2
+    trained_length: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    family: str | None = None
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The numbers of its config, and what that leaves out."""
+        return {**self.config, **self.options}
+
+    def read(self, options: Mapping[str, Any]) -> Architecture | None:
+        if not self.config:
+            return None
+        config = {**self.known, **options, "_name_or_path": self.repo}
+        family = recognise(config, {}, self.name)
+        family.check_options(options)
+        architecture = family.read_architecture(config, {})
+        family.check_used(options, architecture)
+        return architecture
+
+    @property
+    def n_bytes(self) -> int | None:
+        """Size of the weights in bytes, without the headers of their files."""
+        architecture = self.architecture
+        return None if architecture is None else self.weight_bytes * n_params(architecture)
+
+    @property
+    def source(self) -> str:
+        return self.repo
+
+
+@dataclass(frozen=True)
+class BundledModel:
+    """A model in the package.
+
+    Attributes:
+        folder: Folder with config, tokenizer and `results.json`, of a pair or of one model.
+        trained_length: Tokens of the longest rows in training.
+        data: Name of the data set that it was trained on (`diffusion_lens.data.fact_files`).
+    """
+
+    name: str
+    folder: Path
+    attention_dir: str
+    family: str
+    trained_length: int
+    data: str
+
+    @property
+    def path(self) -> Path:
+        """The file with the weights."""
+        return self.folder / f"{self.name}.safetensors"
+
+    @property
+    def source(self) -> str:
+        """The file's place in the package."""
+        return f"loading/assets/{self.folder.name}/{self.path.name}"
+
+
+def _decoder(model_type: str, **sizes: Any) -> dict[str, Any]:
+    """The config of a decoder of Llama's layout, from its sizes in short words; other keys are given as they are."""
+    return {"model_type": model_type, "tie_word_embeddings": False, **_resized({}, **sizes)}
+
+
+def _resized(config: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
+    """A config of Llama's layout with other sizes."""
+    words = {
+        "layers": "num_hidden_layers",
+        "width": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "mlp": "intermediate_size",
+        "vocab": "vocab_size",
+        "context": "max_position_embeddings",
+        "eps": "rms_norm_eps",
+        "base": "rope_theta",
+        "tied": "tie_word_embeddings",
+    }
+    return {**config, **{words.get(word, word): size for word, size in sizes.items()}}
+
+
+_SDAR_SIZES = {"layers": 36, "width": 2560, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 9728}
+SDAR_4B = _decoder("sdar", **_SDAR_SIZES, vocab=151936, context=32768, eps=1e-6, base=1e6)
+
+
+def _yarn(factor: float, base: float) -> dict[str, Any]:
+    """The rotary numbers in the configs of Nemotron-Labs-Diffusion."""
+    return {
+        "rope_type": "yarn",
+        "rope_theta": base,
+        "factor": factor,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+
+
+_NEMOTRON_SIZES = {"layers": 26, "width": 3072, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 9216}
+NEMOTRON_LABS_3B = {
+    **_decoder("nemotron_labs_diffusion", **_NEMOTRON_SIZES, vocab=131072, context=262144, eps=1e-5),
+    "rope_parameters": _yarn(16.0, 1e6),
+    "dlm_paradigm": "bidirectional",
+    "mask_token_id": 100,
+    "block_size": 32,
+}
+# Its config gives a shorter context, and with it a factor below 1.
+NEMOTRON_LABS_3B_BASE = _resized(NEMOTRON_LABS_3B, context=4096, rope_parameters=_yarn(0.25, 1e6))
+NEMOTRON_LABS_14B = _resized(NEMOTRON_LABS_3B, layers=40, width=5120, mlp=16384, rope_parameters=_yarn(16.0, 1e9))
+
+_LLADA2_SIZES = {"layers": 20, "width": 2048, "heads": 16, "kv_heads": 4, "head_dim": 128, "mlp": 5120}
+LLADA2_MINI = {
+    **_decoder("llada2_moe", **_LLADA2_SIZES, vocab=157184, context=16384, eps=1e-6, base=600000.0),
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 0.5,
+}
+LLADA21_MINI = _resized(LLADA2_MINI, context=32768)
+LLADA2_FLASH = _resized(LLADA2_MINI, layers=32, width=4096, heads=32, mlp=9216, moe_intermediate_size=1024)
+# What the configs of LLaDA2 leave out.
+LLADA2 = {"block_size": 32, "mask_token_id": 156895}
+
+
+def _sdar() -> list[Repository]:
+    """The sizes of SDAR, each with blocks of 4 positions, and of the number in its name.
+
+    The configs give neither that number nor the id of [MASK].
+    """
+    entries = []
+    for size, config in (("1.7B", {}), ("4B", SDAR_4B), ("8B", {})):
+        for block_size in (4, 8, 16, 32, 64):
+            stem = f"SDAR-{size}-Chat" + ("" if block_size == 4 else f"-b{block_size}")
+            evidence: Evidence = "config seen" if stem == "SDAR-4B-Chat" else "name seen"
+            options = {"block_size": block_size, "mask_token_id": 151669}
+            entries.append(Repository(stem.lower(), f"JetLM/{stem}", evidence, config, options=options))
+    return entries
+
+
+BY_BLOCKS = (
+    *_sdar(),
+    *(
+        Repository(f"opdlm-{size.lower()}", f"divelab/OPDLM-{size}", "name seen", options={"block_size": 4})
+        for size in ("0.6B", "4B", "MATH-4B")
+    ),
+    # The numbers of LLaDA2.0 are those of the copies with which its authors train (inclusionAI/dFactory).
+    Repository("llada2.0-mini", "inclusionAI/LLaDA2.0-mini", "config seen", LLADA2_MINI, options=LLADA2),
+    Repository("llada2.0-mini-preview", "inclusionAI/LLaDA2.0-mini-preview", "name seen", options=LLADA2),
+    Repository("llada2.0-flash", "inclusionAI/LLaDA2.0-flash", "config seen", LLADA2_FLASH, options=LLADA2),
+    Repository("llada2.1-mini", "inclusionAI/LLaDA2.1-mini", "config seen", LLADA21_MINI, options=LLADA2),
+    Repository("llada2.1-flash", "inclusionAI/LLaDA2.1-flash", "name seen", options=LLADA2),
+    # Masked diffusion models and causal models in one: the mode chooses.
+    Repository("nemotron-labs-diffusion-3b", "nvidia/Nemotron-Labs-Diffusion-3B", "config seen", NEMOTRON_LABS_3B),
+    Repository(
+        "nemotron-labs-diffusion-3b-base",
+        "nvidia/Nemotron-Labs-Diffusion-3B-Base",
+        "config seen",
+        NEMOTRON_LABS_3B_BASE,
+    ),
+    Repository("nemotron-labs-diffusion-8b", "nvidia/Nemotron-Labs-Diffusion-8B", "name seen"),
+    Repository("nemotron-labs-diffusion-8b-base", "nvidia/Nemotron-Labs-Diffusion-8B-Base", "name seen"),
+    Repository("nemotron-labs-diffusion-14b", "nvidia/Nemotron-Labs-Diffusion-14B", "config seen", NEMOTRON_LABS_14B),
+    Repository("nemotron-labs-diffusion-14b-base", "nvidia/Nemotron-Labs-Diffusion-14B-Base", "name seen"),
+)
+MDLM: dict[str, Any] = {
+    "model_type": "mdlm",
+    "hidden_dim": 768,
+    "n_blocks": 12,
+    "n_heads": 12,
+    "cond_dim": 128,
+    "model_length": 1024,
+    "vocab_size": 50258,
+    "time_conditioning": False,
+}
+DIFFUSION_TRANSFORMERS = (
+    *(
+        Repository(name, f"kuleshov-group/{name}", "config seen", MDLM, weight_bytes=4)
+        for name in ("mdlm-owt", "mdlm-no_flashattn-fp32-owt")
+    ),
+    Repository("mdlm-owt-noeos", "kuleshov-group/mdlm-owt-noeos", "name seen"),
+    *(
+        Repository(
+            f"bd3lm-owt-block_size{size}",
+            f"kuleshov-group/bd3lm-owt-block_size{size}",
+            "config seen",
+            {**MDLM, "model_type": "bd3lm", "block_size": size},
+            weight_bytes=4,
+        )
+        for size in (4, 8, 16)
+    ),
+    Repository(
+        "udlm-lm1b",
+        "kuleshov-group/udlm-lm1b",
+        "name seen",
+        {**MDLM, "model_type": "udlm", "model_length": 128, "vocab_size": 30522, "time_conditioning": True},
+        weight_bytes=4,
+    ),
+    *(Repository(f"sedd-{size}", f"louaaron/sedd-{size}", "name seen", family="sedd") for size in ("small", "medium")),
+    *(
+        Repository(f"radd-{name}", f"JingyangOu/radd-{name}", "name seen", family="radd")
+        for name in ("lambda-dce", "t-dce", "lambda-dce-medium", "t-dce-medium")
+    ),
+)
+
+
+def _scaled_by(factor: float) -> dict[str, Any]:
+    """The scaling of the rotary frequencies in the configs of Llama 3.1, 3.2 and 3.3."""
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+LLADA_8B: dict[str, Any] = {
+    "model_type": "llada",
+    "n_layers": 32,
+    "d_model": 4096,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "mlp_hidden_size": 12288,
+    "vocab_size": 126464,
+    "embedding_size": 126464,
+    "max_sequence_length": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_full_precision": True,
+    "weight_tying": False,
+    "mask_token_id": 126336,
+}
+QWEN25_7B = _decoder(
+    "qwen2", layers=28, width=3584, heads=28, kv_heads=4, mlp=18944, vocab=152064, context=131072, eps=1e-6, base=1e6
+)
+# The configs of the instruction-tuned models and the coders give a shorter context than the base model's.
+QWEN25_7B_32K = _resized(QWEN25_7B, context=32768)
+DREAM_7B = {**QWEN25_7B, "model_type": "Dream", "mask_token_id": 151666}
+DREAM_7B_32K = _resized(DREAM_7B, context=32768)
+_QWEN25_SIZES = {"layers": 24, "width": 896, "heads": 14, "kv_heads": 2, "mlp": 4864, "vocab": 151936}
+QWEN25_05B = _resized(QWEN25_7B_32K, **_QWEN25_SIZES, tied=True)
+_QWEN3_SIZES = {"layers": 28, "width": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "mlp": 3072}
+QWEN3_06B = _resized(QWEN25_05B, **_QWEN3_SIZES, context=40960, model_type="qwen3")
+
+LLAMA2_7B = _decoder(
+    "llama", layers=32, width=4096, heads=32, kv_heads=32, mlp=11008, vocab=32000, context=4096, eps=1e-5, base=10000.0
+)
+LLAMA3_8B = _resized(LLAMA2_7B, kv_heads=8, mlp=14336, vocab=128256, context=8192, base=500000.0)
+LLAMA31_8B = _resized(LLAMA3_8B, context=131072, rope_scaling=_scaled_by(8.0))
+LLAMA32_1B = _resized(
+    LLAMA31_8B, layers=16, width=2048, mlp=8192, head_dim=64, rope_scaling=_scaled_by(32.0), tied=True
+)
+LLAMA32_3B = _resized(LLAMA32_1B, layers=28, width=3072, heads=24, head_dim=128)
+TINYLLAMA = _resized(LLAMA2_7B, layers=22, width=2048, kv_heads=4, mlp=5632, context=2048)
+
+
+def _a2d(config: dict[str, Any], mask_token_id: int) -> dict[str, Any]:
+    """The config of a causal model without its causal mask; `mask_token_id` is the next free id of its tokenizer."""
+    return {**config, "model_type": f"a2d-{config['model_type']}", "mask_token_id": mask_token_id}
+
+
+REPOSITORIES: tuple[Repository, ...] = (
+    # Masked diffusion models
+    Repository("llada-8b-base", "GSAI-ML/LLaDA-8B-Base", "config seen", LLADA_8B),
+    Repository("llada-8b-instruct", "GSAI-ML/LLaDA-8B-Instruct", "config seen", LLADA_8B),
+    Repository("llada-1.5", "GSAI-ML/LLaDA-1.5", "name seen", LLADA_8B),
+    Repository("illada-8b-base", "GSAI-ML/iLLaDA-8B-Base", "name seen"),
+    Repository("illada-8b-instruct", "GSAI-ML/iLLaDA-8B-Instruct", "name seen"),
+    Repository("dream-7b-base", "Dream-org/Dream-v0-Base-7B", "name seen", DREAM_7B),
+    Repository("dream-7b-instruct", "Dream-org/Dream-v0-Instruct-7B", "name seen", DREAM_7B),
+    Repository("dream-coder-7b-instruct", "Dream-org/Dream-Coder-v0-Instruct-7B", "config seen", DREAM_7B_32K),
+    Repository("diffucoder-7b-base", "apple/DiffuCoder-7B-Base", "name seen", DREAM_7B),
+    Repository("diffucoder-7b-instruct", "apple/DiffuCoder-7B-Instruct", "name seen", DREAM_7B),
+    Repository("diffucoder-7b-cpgrpo", "apple/DiffuCoder-7B-cpGRPO", "name seen", DREAM_7B),
+    Repository("qwen3-0.6b-mdlm", "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "name seen", _a2d(QWEN3_06B, 151669)),
+    Repository(
+        "qwen2.5-coder-0.5b-instruct-mdlm",
+        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
+        "name seen",
+        _a2d(QWEN25_05B, 151665),
+    ),
+    # dllm trains and samples by blocks of 32 unless told otherwise; neither config nor name says the size.
+    Repository(
+        "qwen3-0.6b-bd3lm",
+        "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1",
+        "name seen",
+        _a2d(QWEN3_06B, 151669),
+        options={"block_size": 32},
+    ),
+    Repository(
+        "qwen2.5-coder-0.5b-instruct-bd3lm",
+        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1",
+        "name seen",
+        _a2d(QWEN25_05B, 151665),
+        options={"block_size": 32},
+    ),
+    *(
+        Repository(
+            f"llada-moe-7b-a1b-{kind.lower()}",
+            f"inclusionAI/LLaDA-MoE-7B-A1B-{kind}",
+            "name seen",
+            options={"mask_token_id": 156895},
+            family="llada_moe",
+        )
+        for kind in ("Base", "Instruct")
+    ),
+    # Its config is Llama-2's; the id of [MASK] is that of the training code.
+    Repository(
+        "diffullama-7b",
+        "diffusionfamily/diffullama",
+        "config seen",
+        LLAMA2_7B,
+        options={"mode": "bidirectional", "mask_token_id": 811},
+    ),
+    *BY_BLOCKS,
+    *DIFFUSION_TRANSFORMERS,
+    # Causal models
+    Repository("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "config seen", QWEN25_05B),
+    Repository("qwen2.5-7b", "Qwen/Qwen2.5-7B", "config seen", QWEN25_7B),
+    Repository("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct", "config seen", QWEN25_7B_32K),
+    Repository("qwen2.5-coder-0.5b-instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", "name seen", QWEN25_05B),
+    Repository("qwen2.5-coder-7b", "Qwen/Qwen2.5-Coder-7B", "name seen", QWEN25_7B_32K),
+    Repository("qwen2.5-coder-7b-instruct", "Qwen/Qwen2.5-Coder-7B-Instruct", "name seen", QWEN25_7B_32K),
+    Repository("qwen3-0.6b", "Qwen/Qwen3-0.6B", "config seen", QWEN3_06B),
+    Repository(
+        "tinyllama-1.1b",
+        "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
+        "config seen",
+        TINYLLAMA,
+        weight_bytes=4,
+    ),
+    Repository("llama-2-7b", "meta-llama/Llama-2-7b-hf", "config seen", LLAMA2_7B),
+    Repository("llama-3-8b", "meta-llama/Meta-Llama-3-8B", "config seen", LLAMA3_8B),
+    Repository("llama-3-8b-instruct", "meta-llama/Meta-Llama-3-8B-Instruct", "config seen", LLAMA3_8B),
+    Repository("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "config seen", LLAMA31_8B),
+    Repository("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", "config seen", LLAMA31_8B),
+    Repository("llama-3.2-1b", "meta-llama/Llama-3.2-1B", "config seen", LLAMA32_1B),
+    Repository("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct", "config seen", LLAMA32_1B),
+    Repository("llama-3.2-3b", "meta-llama/Llama-3.2-3B", "name seen", LLAMA32_3B),
+    Repository("llama-3.2-3b-instruct", "meta-llama/Llama-3.2-3B-Instruct", "name seen", LLAMA32_3B),
+)
+REPO = "nieshen/SMDM"
+TOKENIZER_REPO = "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"
+
+
+# Of the safetensors files, by stem, as far as they were published.
+_SHA256 = {
+    "mdm-170M-100e18": "2d8c9b9a730715f2c772d5bc740e12951fc160e5e8511a16835f3537401ea9bb",
+    "mdm-170M-100e18-rsl-0.01": "0d09fe4ab201025ccf973111ab235f791b86c626e975c0dcb69e0a2a493c663e",
+    "mdm-336M-100e18": "3cd6ec869fc29be1943d0ab2e74f47b59b28d40a2f22314021d60e8ccbb031b2",
+    "mdm-336M-6e18": "7b71fda282a31dddad4ccd769aaa3e50469a881c16be35c9a6be8fd53b020af7",
+    "mdm-472M-100e18": "aa672982e20eecb5fd850b3e22053846638cbc65b73a06e304da6588deb6799d",
+    "mdm-1028M-1600e18": "ce96ce67a051613b6d7feb419c99c0b4db5bfcfaaa0833ed7f7ecbc6632841d6",
+    "mdm-1028M-100e18": "ed7d52165307e231c3d1882566512d93a6fbf35f8487aa9593a2c6e795964ec6",
+    "mdm-1028M-3300e18-rsl-gsm8k": "1e968c26419d5b041adf3b1825e6d2b10887c45cdab76e60ea2d8341df31618f",
+}
+
+
+def _entry(name: str, stem: str, evidence: Evidence, folder: str = "", **more: Any) -> PublishedFile:
+    return PublishedFile(name, stem, evidence, REPO, folder or stem.split("-")[0], _SHA256.get(stem), **more)
+
+
+SMDM = (
+    _entry("smdm-19m", "mdm-19M-10e18", "safetensors seen"),
+    _entry("smdm-34m", "mdm-34M-6e18", "pth seen"),
+    _entry("smdm-48m", "mdm-48M-10e18", "pth seen"),
+    _entry("smdm-113m", "mdm-113M-30e18", "pth seen"),
+    _entry("smdm-113m-10e18", "mdm-113M-10e18", "pth seen"),
+    _entry("smdm-170m", "mdm-170M-100e18", "safetensors seen"),
+    _entry("smdm-170m-rsl-0.01", "mdm-170M-100e18-rsl-0.01", "safetensors seen"),
+    _entry("smdm-231m", "mdm-231M-100e18", "name seen"),
+    _entry("smdm-231m-10e18", "mdm-231M-10e18", "pth seen"),
+    _entry("smdm-336m", "mdm-336M-100e18", "safetensors seen"),
+    _entry("smdm-336m-6e18", "mdm-336M-6e18", "safetensors seen"),
+    _entry("smdm-336m-10e18", "mdm-336M-10e18", "pth seen"),
+    _entry("smdm-472m", "mdm-472M-100e18", "safetensors seen"),
+    _entry("smdm-472m-10e18", "mdm-472M-10e18", "pth seen"),
+    _entry("smdm-551m", "mdm-551M-60e18", "name seen"),
+    _entry("smdm-629m", "mdm-629M-100e18", "name seen"),
+    _entry("smdm-717m", "mdm-717M-60e18", "name seen"),
+    _entry("smdm-831m", "mdm-831M-100e18", "name seen"),
+    _entry("smdm-944m", "mdm-944M-60e18", "name seen"),
+    _entry("smdm-1028m", "mdm-1028M-1600e18", "safetensors seen"),
+    _entry("smdm-1028m-60e18", "mdm-1028M-60e18", "pth seen"),
+    _entry("smdm-1028m-100e18", "mdm-1028M-100e18", "safetensors seen"),
+    _entry("smdm-1028m-rsl-0.01", "mdm-1028M-3300e18-rsl-0.01-bs-1024", "safetensors seen"),
+    _entry(
+        "smdm-1028m-reverse",
+        "mdm-1028M-1600e18-reverse",
+        "safetensors seen",
+        folder="reverse",
+        trained_length=52,  # evaluate_reverse.py of ML-GSAI/SMDM
+    ),
+    _entry("smdm-1028m-gsm8k", "mdm-1028M-3300e18-rsl-gsm8k", "safetensors seen", folder="gsm8k"),
+    _entry("smdm-1028m-sharegpt", "mdm-1028M-1600e18-sharegpt", "safetensors seen", folder="sharegpt"),
+    _entry("smdm-1476m", "mdm-1476M-100e18", "pth seen"),
+    _entry("ar-19m", "ar-19M-10e18", "safetensors seen"),
+    _entry("ar-170m", "ar-170M-100e18", "name seen"),
+    _entry("ar-170m-6e18", "ar-170M-6e18", "name seen"),
+    _entry("ar-717m", "ar-717M-60e18", "pth seen"),
+    _entry("ar-717m-30e18", "ar-717M-30e18", "pth seen"),
+    _entry("ar-831m", "ar-831M-100e18", "pth seen"),
+    _entry("ar-831m-30e18", "ar-831M-30e18", "pth seen"),
+    _entry("ar-831m-60e18", "ar-831M-60e18", "pth seen"),
+    _entry("ar-944m", "ar-944M-60e18", "pth seen"),
+    _entry("ar-1028m", "ar-1028M-100e18", "pth seen"),
+    _entry("ar-1028m-60e18", "ar-1028M-60e18", "pth seen"),
+    _entry("ar-1028m-sharegpt", "ar-1028M-100e18-sharegpt", "name seen", folder="sharegpt"),
+    _entry("ar-1233m", "ar-1233M-60e18", "pth seen"),
+    _entry("ar-1476m", "ar-1476M-100e18", "pth seen"),
+    _entry("ar-1476m-60e18", "ar-1476M-60e18", "pth seen"),
+    _entry("ar-1678m", "ar-1678M-100e18", "pth seen"),
+    _entry("ar-2121m", "ar-2121M-100e18", "safetensors seen"),
+)
+ASSETS = Path(str(files("diffusion_lens.loading") / "assets"))
+BUNDLED: dict[str, BundledModel] = {
+    model.name: model
+    for model in (
+        BundledModel("site-mdm", ASSETS / "site", "bidirectional", "lit_gpt", 32, "site"),
+        BundledModel("site-ar", ASSETS / "site", "causal", "lit_gpt", 32, "site"),
+        BundledModel("tiny-mdm", ASSETS / "tiny", "bidirectional", "lit_gpt", 14, "toy"),
+        BundledModel("tiny-ar", ASSETS / "tiny", "causal", "lit_gpt", 14, "toy"),
+        BundledModel("tiny-block", ASSETS / "tiny-block", "block_causal", "diffusion_lens", 14, "toy"),
+        BundledModel("tiny-uniform", ASSETS / "tiny-uniform", "bidirectional", "diffusion_lens", 14, "toy"),
+    )
+}
+_ENTRIES: tuple[PublishedFile | Repository, ...] = (*SMDM, *REPOSITORIES)
+PUBLISHED: dict[str, PublishedFile | Repository] = {entry.name: entry for entry in _ENTRIES}
+KINDS = {"masked": ("bidirectional", "block_causal"), "causal": ("causal",)}
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """One line of the list.
+
+    Attributes:
+        name: Argument of `from_pretrained`.
+        n_bytes: Size of the weights in bytes, or `None` if it is unknown.
+        sees: Attention direction, "bidirectional", "block_causal" or "causal"; "unknown" until its config is read.
+        family: Family of its checkpoint, or "unknown".
+        trained_length: Trained length of `Published`.
+        evidence: How the entry was verified.
+        source: Path of the checkpoint on the hub or in the package.
+    """
+
+    name: str
+    n_bytes: int | None
+    sees: str
+    family: str
+    trained_length: int | None
+    evidence: str
+    source: str
+
+
+def find_pretrained(
+    text: str | None = None, *, kind: str | None = None, family: str | None = None, max_bytes: int | None = None
+) -> list[ListedModel]:
+    """The names that match all filters. Size, kind and family are unknown for models without a config in the catalogue.
+
+    Args:
+        text: Part of the name or source; case is ignored.
+        kind: "masked" or "causal".
+        family: Family of the checkpoint.
+        max_bytes: Largest size of the weights in bytes.
+
+    Raises:
+        ValueError: The kind or the family does not exist, or no name matches.
+    """
+    models = list(_all_models())
+    families = sorted({model.family for model in models} - {"unknown"})
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is unknown; it must be {' or '.join(KINDS)}")
+    if family is not None and family not in families:
+        near = get_close_matches(family, families, n=1, cutoff=0.0)
+        raise ValueError(f"family={family!r} is unknown; the families are {', '.join(families)} (nearest: {near[0]})")
+    matching = [
+        model
+        for model in models
+        if (text is None or text.lower() in f"{model.name} {model.source}".lower())
+        and (kind is None or model.sees in KINDS[kind])
+        and (family is None or model.family == family)
+        and (max_bytes is None or (model.n_bytes is not None and model.n_bytes <= max_bytes))
+    ]
+    if not matching:
+        raise ValueError(f"none of the {len(models)} models fits all of these filters; leave one out")
+    return matching
+
+
+def as_table(models: Sequence[ListedModel]) -> list[str]:
+    """The models as lines of a table."""
+    rows = [("name", "size", "sees", "evidence", "source")]
+    rows += [(model.name, _readable(model.n_bytes), model.sees, model.evidence, model.source) for model in models]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+
+
+def list_pretrained() -> None:
+    """Print every name that `from_pretrained` takes, with its size, attention direction and source."""
+    for line in as_table(find_pretrained()):
+        sys.stdout.write(f"{line}\n")
+
+
+def unknown_name(name: str) -> ValueError:
+    """The error for a name that is neither published nor a path; the message gives the nearest names."""
+    near = get_close_matches(name.lower(), [*PUBLISHED, *BUNDLED], n=3, cutoff=0.0)
+    return ValueError(
+        f"{name!r} is neither a published name nor a file or folder; nearest names: {', '.join(near)} "
+        "(all of them: diffusion_lens.list_pretrained()). A repository of the hub is 'owner/name'."
+    )
+
+
+def _all_models() -> Iterator[ListedModel]:
+    for name, model in BUNDLED.items():
+        n_bytes, place = model.path.stat().st_size, (model.trained_length, "in the package", model.source)
+        yield ListedModel(name, n_bytes, model.attention_dir, model.family, *place)
+    for entry in PUBLISHED.values():
+        shape = entry.architecture
+        sees, family = ("unknown", "unknown") if shape is None else (shape.attention_dir, shape.family)
+        yield ListedModel(entry.name, entry.n_bytes, sees, family, entry.trained_length, entry.evidence, entry.source)
+
+
+def _readable(n_bytes: int | None) -> str:
+    if n_bytes is None:
+        return "unknown"
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

@@ -1,0 +1,200 @@
+"""The canvas by denoising step: a row for each step, a token in each cell, as a figure or as HTML.
+
+The HTML, a page or a part of one, has no scripts, fonts or downloads.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from diffusion_lens.plots.axes import one_axes, readable
+
+WIDEST = 14  # positions side by side; a longer canvas is drawn in bands, one below the other
+_LONGEST = 11  # characters of a token in a band
+_MASKED, _GIVEN = "0.4", "0.35"  # greys of dots and of the prompt; both have a contrast above 4.5 with white
+
+
+def denoising_grid(
+    words: Sequence[Sequence[str]],
+    hidden: Sequence[Sequence[bool]],
+    revealed_at: Sequence[int],
+    confidence: Sequence[float],
+    first_step: int = 0,
+    *,
+    title: str | None = None,
+    ax: Any = None,
+) -> Any:
+    """The canvas by denoising step: one row per step, each token coloured by its probability when it was revealed.
+
+    A canvas of more than 14 positions is drawn without the given positions at its start, in bands of at most 14
+    positions, one below the other. A band has the steps that change it.
+
+    Args:
+        words: Text of each position, for each canvas of the trajectory.
+        hidden: Whether each position is still masked, for each canvas.
+        revealed_at: Step that revealed each position for good; -1 for positions of the prompt.
+        confidence: Probability of each token when it was revealed.
+        first_step: Number of the step that follows the first canvas.
+    """
+    bands, n_given = _bands(words, hidden, revealed_at)
+    n_columns, n_rows = len(bands[0][0]), sum(len(canvases) + 1 for _, canvases in bands) - 1
+    long = len(bands) > 1 or n_given > 0
+    ax = one_axes(ax, width=0.85 * n_columns + 1.6, height=(0.26 if long else 0.36) * n_rows + 1.0)
+    shade = np.full((n_rows, n_columns), np.nan)
+    ticks: dict[int, str] = {}
+    for i, (positions, canvases) in enumerate(bands):
+        top = sum(len(above) + 1 for _, above in bands[:i])  # with an empty row between bands
+        for row, canvas in enumerate(canvases, top):
+            step = first_step + canvas - 1
+            ticks[row] = f"step {step}" if step >= 0 else "start"
+            for column, pos in enumerate(positions):
+                if 0 <= revealed_at[pos] <= step:
+                    shade[row, column] = confidence[pos]
+                given, masked = revealed_at[pos] < 0, hidden[canvas][pos]
+                text = "·" if masked else readable(words[canvas][pos])
+                ax.text(
+                    column,
+                    row,
+                    f"{text[: _LONGEST - 1]}…" if long and len(text) > _LONGEST else text,
+                    ha="center",
+                    va="center",
+                    fontsize=13 if masked else 8,
+                    color=_MASKED if masked else _GIVEN if given else "black",
+                    fontweight="bold" if 0 <= revealed_at[pos] == step else "normal",
+                    parse_math=False,
+                    in_layout=False,  # It is inside the axes, and to measure all texts takes half of the time.
+                )
+    # The range ends above 1, so that black text can be read on the darkest cell.
+    image = ax.imshow(shade, cmap="YlGn", vmin=0, vmax=1.6, aspect="auto")
+    ax.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+    ax.set_xticks([])
+    ax.tick_params(length=0)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    bar = ax.figure.colorbar(
+        image, ax=ax, boundaries=np.linspace(0, 1, 101), ticks=[0, 0.5, 1], pad=0.01, aspect=max(20, n_rows)
+    )
+    bar.ax.tick_params(labelsize=8)
+    bar.ax.set_title("p(token)", fontsize=8)
+    left_out = f" ({n_given} given positions at the start are not drawn)" if n_given else ""
+    ax.set_title(f"{title or 'The canvas, step by step'}{left_out}", fontsize=10)
+    return ax
+
+
+def _bands(
+    words: Sequence[Sequence[str]], hidden: Sequence[Sequence[bool]], revealed_at: Sequence[int]
+) -> tuple[list[tuple[range, Sequence[int]]], int]:
+    """Neighbouring positions with the canvases that are drawn of them, and the number of given positions left out."""
+    n_canvases, n_pos = len(words), len(revealed_at)
+    if n_pos <= WIDEST:
+        return [(range(n_pos), range(n_canvases))], 0
+    n_given = next((pos for pos in range(n_pos) if revealed_at[pos] >= 0 or hidden[0][pos]), 0)
+    n_bands = -(-(n_pos - n_given) // WIDEST)
+    width = -(-(n_pos - n_given) // n_bands)
+    bands: list[tuple[range, Sequence[int]]] = []
+    for start in range(n_given, n_pos, width):
+        positions = range(start, min(start + width, n_pos))
+        shown = [[(words[i][pos], hidden[i][pos]) for pos in positions] for i in range(n_canvases)]
+        canvases = [i for i in range(n_canvases) if i == 0 or n_bands == 1 or shown[i] != shown[i - 1]]
+        bands.append((positions, canvases))
+    return bands, n_given
+
+
+# Ink and paper of the page, in light and dark mode, and the share of green in a cell, by its probability. Every text
+# has a contrast of at least 4.5 with its cell. A part of another page takes over its ink.
+COLOURS = {"light": ("#222222", "#ffffff"), "dark": ("#e4e4e4", "#181818")}
+GREEN = (60, 160, 80)
+FAINT = 0.75  # opacity of dots, of the prompt and of row labels
+
+
+def tint(confidence: float) -> float:
+    """Opacity of the green behind a token that was revealed with this probability."""
+    return 0.06 + 0.4 * confidence
+
+
+_CANVAS_STYLE = f"""
+.dl-canvas {{ overflow-x: auto; max-width: 100%; }}
+.dl-canvas table {{ border-collapse: collapse; color: inherit; margin: .4em 0; }}
+.dl-canvas th {{ text-align: right; padding: 0 .8em 0 0; font-weight: normal; white-space: nowrap; border: 0; }}
+.dl-canvas td {{ padding: .15em .5em; text-align: center; white-space: pre; border: 1px solid rgba(128,128,128,.35); }}
+.dl-canvas th span, .dl-canvas .given, .dl-canvas .blank {{ opacity: {FAINT}; }}
+.dl-canvas td.new {{ font-weight: bold; outline: 2px solid; outline-offset: -2px; }}
+"""
+_PAGE_STYLE = """
+:root {{ color-scheme: light dark; --ink: {light[0]}; --paper: {light[1]}; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: {dark[0]}; --paper: {dark[1]}; }} }}
+body {{ font: 14px/1.5 system-ui, sans-serif; margin: 1.5rem; color: var(--ink); background: var(--paper); }}
+h1 {{ font-size: 1.3em; overflow-wrap: anywhere; }}
+p {{ max-width: 50em; }}
+.dl-canvas th {{ position: sticky; left: 0; background: var(--paper); }}
+@media (max-width: 500px) {{ body {{ margin: .7rem; }} .dl-canvas td {{ padding: .15em .3em; }} }}
+""".format(**COLOURS)
+_LEGEND = (
+    "The canvas before the first step and after each step. A frame marks the step that revealed a token. A darker "
+    "green means a higher probability at that step (hover to read it). Dots are masked positions."
+)
+
+
+def canvas_table(
+    title: str,
+    canvases: Sequence[Sequence[str]],
+    hidden: Sequence[Sequence[bool]],
+    revealed_at: Sequence[int],
+    confidence: Sequence[float],
+    first_step: int = 0,
+) -> str:
+    """An HTML page with one row per step. A token is coloured by its probability when it was revealed.
+
+    The page follows the dark mode of the browser. A wide canvas scrolls inside its own box.
+
+    Args:
+        title: Title of the page.
+        canvases: Text of each position, for each canvas.
+        hidden, revealed_at, confidence, first_step: As in `denoising_grid`.
+    """
+    fragment = canvas_fragment(canvases, hidden, revealed_at, confidence, first_step)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_PAGE_STYLE}</style></head><body><h1>{escape(title)}</h1><p>{_LEGEND}</p>{fragment}</body></html>"
+    )
+
+
+def canvas_fragment(
+    canvases: Sequence[Sequence[str]],
+    hidden: Sequence[Sequence[bool]],
+    revealed_at: Sequence[int],
+    confidence: Sequence[float],
+    first_step: int = 0,
+) -> str:
+    """The table of `canvas_table` for a page that contains other things, whose colours it takes over.
+
+    The given tokens before the first masked position are written above the table, since they are the same in each row.
+    """
+    n_given = next((pos for pos, step in enumerate(revealed_at) if step >= 0 or hidden[0][pos]), 0)
+    rows = []
+    for row, canvas in enumerate(canvases):
+        step = first_step + row
+        label = "start" if step == 0 else f"after step {step - 1}"
+        columns = list(zip(canvas, hidden[row], revealed_at, confidence, strict=True))
+        cells = [_cell(word, blank, at, p, step) for word, blank, at, p in columns[n_given:]]
+        rows.append(f"<tr><th scope=row><span>{label}</span></th>{''.join(cells)}</tr>")
+    given = escape(" ".join(map(readable, canvases[0][:n_given])))
+    prompt = f'<div><span class="given">given:</span> {given}</div>' if n_given else ""
+    table = f'<div class="dl-canvas" tabindex=0><table>{"".join(rows)}</table></div>'
+    return f"<style>{_CANVAS_STYLE}</style>{prompt}{table}"
+
+
+def _cell(word: str, blank: bool, revealed_at: int, confidence: float, step: int) -> str:
+    if blank:
+        return '<td class="blank">·</td>'
+    text = escape(readable(word))
+    if revealed_at < 0:
+        return f'<td class="given">{text}</td>'
+    if step <= revealed_at:  # The token was revealed here, masked again later and revealed for good after that.
+        return f"<td>{text}</td>"
+    new = ' class="new"' if step == revealed_at + 1 else ""
+    shade = f"background: rgba({', '.join(map(str, GREEN))}, {tint(confidence):.2f})"
+    return f'<td{new} style="{shade}" title="p = {confidence:.3f}">{text}</td>'

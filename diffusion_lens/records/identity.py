@@ -1,0 +1,251 @@
+"""The identity of a model as results record it: its weights, the names of the caller's hooks, and its modules.
+
+Two calls with the same settings and versions give the same numbers only if these three agree. A public call records
+them once: `begins_run` decorates the public functions, `run_of` is the same as a context manager. The record leaves out
+the hooks that the call attaches, the edits that it tries and the public functions that it calls in turn. A plain
+forward pass records nothing.
+
+A hook is identified by its hook point, its direction and its name. The hooks of `interventions` have names with their
+settings, such as "steer(direction=#1f0c22ab, strength=4.0) at steps [3]", in which a tensor is a hash of its values.
+`named` gives any function a name. One without a name is recorded as "my_hook (unnamed)", which says nothing about what
+it does, so `require_named_hooks` refuses it where results are stored for later calls.
+
+Modules are described by one hash of their classes' names, their attributes (such as the eps of a norm) and their
+buffers, and by the class of each module that is neither this library's nor torch's.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from diffusion_lens.hooks.names import hook_pairs, select_names
+from diffusion_lens.interventions import LEFT_OUT, PLAIN, UNNAMED, update_hash
+from diffusion_lens.interventions import name_of as name_of
+from diffusion_lens.model.hook_points import hooked_modules
+from diffusion_lens.settings import check_keywords, keywords_of
+from weight_conversion.files import bytes_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ATTRIBUTES = "attributes"
+_SAME_IN_TRAINING = (nn.ModuleList, nn.Linear, nn.Embedding, nn.Identity)
+_ROW, _ROWS = 1 << 13, 1 << 10  # 8-byte words in a row, which is summed into one; rows summed at once (64 MiB)
+# Bytes of weights below which threads take longer: in the first call, and in later ones.
+_SMALL, _SMALL_KNOWN = 1 << 24, 1 << 30
+
+
+def require_named_hooks(record: Mapping[str, Any], where: str) -> None:
+    """Raise a `ValueError` if a record has a hook without a name."""
+    for point, hooks in record.get("hooks", {}).items():
+        for hook in hooks:
+            if UNNAMED in hook:
+                raise ValueError(
+                    f"{where} stores results that later calls use only under the same hooks, and the hook at {point!r} "
+                    f'has no name: {hook}. Give it one, interventions.named("what it does", fn), or make the call '
+                    "without a folder"
+                )
+
+
+class Identity(NamedTuple):
+    """A model as it was when a public call began: what the functions of these names return."""
+
+    weights_sha256: str
+    hooks: dict[str, list[str]]
+    modules: dict[str, str]
+
+
+# Identities of the models of the public calls in progress, by `id(model)`; `None` until it is first asked for.
+_RECORDED: ContextVar[dict[int, Identity | None]] = ContextVar("_RECORDED", default={})  # noqa: B039
+
+
+def identity_of(model: nn.Module) -> Identity:
+    """The identity that the call in progress recorded; outside any call, the model's identity now."""
+    recorded = _RECORDED.get()
+    identity = recorded.get(id(model)) or _identify(model)
+    if id(model) in recorded:
+        recorded[id(model)] = identity
+    return identity
+
+
+@contextmanager
+def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), at_once: bool = True) -> Iterator[None]:
+    """Record the model's identity, with the caller's hooks that this call is going to attach, until the block ends.
+
+    Inside another call with the same model nothing is recorded: the outer record stays.
+
+    Args:
+        at_once: Whether it is recorded now, and not when it is first asked for. That is enough for a call which asks
+            only while its own hooks are off and the weights are as it found them.
+    """
+    recorded = _RECORDED.get()
+    if id(model) in recorded:
+        yield
+        return
+    token = _RECORDED.set({**recorded, id(model): _identify(model, fwd_hooks) if at_once else None})
+    try:
+        yield
+    finally:
+        _RECORDED.reset(token)
+
+
+def begins_run(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function: each call records the identity of its models (`run_of`).
+
+    They are all models among its arguments, and the `model` of any other argument, such as a `TracedTrajectory`. A call
+    with an unknown keyword is refused first, with the nearest keyword in the `TypeError`.
+    """
+    known = keywords_of(function)
+
+    @functools.wraps(function)
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not kwargs.keys() <= known.keys():
+            check_keywords(function.__name__, kwargs, known)
+        with ExitStack() as records:
+            for argument in (*args, *kwargs.values()):
+                model = argument if isinstance(argument, nn.Module) else getattr(argument, "__dict__", {}).get("model")
+                if isinstance(model, nn.Module) and hasattr(model, "hook_dict"):
+                    records.enter_context(run_of(model))
+            return function(*args, **kwargs)
+
+    return recorded
+
+
+def describe_hooks(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> dict[str, list[str]]:
+    """The hooks on each hook point or other module, as "direction: name", in the order in which they were attached.
+
+    Args:
+        fwd_hooks: Pairs (name or predicate, function) that are to be attached after the present hooks.
+    """
+    hooked = set(hooked_modules(model))
+    if not hooked and not fwd_hooks:
+        return {}
+    points: Mapping[str, Any] = getattr(model, "hook_dict", {})
+    names = {id(point): name for name, point in points.items()}
+    described = {
+        names.get(id(module), path): _attached(module) for path, module in model.named_modules() if module in hooked
+    }
+    for name, hook in hook_pairs(fwd_hooks):
+        for point in select_names(name, points):
+            described.setdefault(point, []).append(f"forward: {name_of(hook)}")
+    return dict(sorted(described.items()))
+
+
+def describe_modules(model: nn.Module) -> dict[str, str]:
+    """The modules of a model without their weights, hooks and config: one hash, and the classes of others' modules."""
+    sha256, described = hashlib.sha256(), {}
+    for path, module in model.named_modules():
+        kind, values = type(module), vars(module)
+        is_own = kind.__module__.startswith("diffusion_lens.")
+        training = None if is_own or isinstance(module, _SAME_IN_TRAINING) else module.training
+        plain, others = [], {}
+        for name in sorted(values.keys() - LEFT_OUT):
+            value = values[name]
+            if type(value) in PLAIN:
+                plain.append((name, value))
+            elif value.__class__ is not dict or value:
+                others[name] = value
+        sha256.update(f"{path}\0{kind.__qualname__}\0{list(module._modules)}\0{training}\0{plain}\0".encode())
+        if others:
+            update_hash(sha256, others, 0)
+        if not is_own and not kind.__module__.startswith("torch.nn."):
+            described[path] = f"{kind.__module__}.{kind.__qualname__}"
+    return {ATTRIBUTES: f"#{sha256.hexdigest()[:8]}", **described}
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """SHA-256 of the current weights: over the name, dtype, shape and SHA-256 of the bytes of each tensor.
+
+    Every call reads every byte, so it notices every edit, however it was made (`.data`, numpy, an optimizer). Large
+    weights are hashed in parallel, one thread per core: a billion float32 weights take 2.3 seconds of processor time on
+    cores with SHA instructions. Later calls take 0.16 seconds: they compare a 128-bit hash of each tensor (XXH3), and
+    compute SHA-256 where it has changed. Weights on an accelerator are fingerprinted there (`fingerprint`), and only
+    those that have changed are copied to the CPU.
+    """
+    weights = dict(model.named_parameters())
+    known: dict[str, tuple[bytes, str]] = model.__dict__.setdefault("_weight_digests", {})
+    digest = functools.partial(_digest, known=known)
+    digests: Iterator[str] = map(digest, weights, weights.values())
+    if sum([weight.nbytes for weight in weights.values()]) >= (_SMALL_KNOWN if known else _SMALL):
+        with ThreadPoolExecutor(_n_cores()) as threads:
+            digests = threads.map(digest, weights, weights.values())
+    sha256 = hashlib.sha256()
+    for (name, weight), of_weight in zip(weights.items(), digests, strict=True):
+        sha256.update(f"{name} {weight.dtype} {list(weight.shape)} {of_weight}\n".encode())
+    return sha256.hexdigest()
+
+
+def fingerprint(weight: Tensor) -> bytes:
+    """A hash of a tensor's bytes, computed on the tensor's device.
+
+    Each 64-bit word w is mixed, w ^ (w >> 29), and multiplied by a random odd number, one for each column; each row is
+    summed modulo 2^64. The mixing copies changes of the upper bits, where the signs are, to lower bits. Without it the
+    highest bit would stay the highest bit under every odd factor, and an even number of changed signs would cancel. Two
+    different rows have the same sum with a probability of at most 2^-33. SHA-256 over the sums makes their order count.
+    """
+    flat = bytes_of(weight.detach())
+    whole = len(flat) - len(flat) % (8 * _ROW)
+    digest = hashlib.sha256(f"{weight.dtype} {list(weight.shape)}".encode())
+    digest.update(flat[whole:].cpu().numpy().data)
+    if whole:
+        factors = _factors().to(flat.device)
+        body = flat[:whole] if flat.data_ptr() % 8 == 0 else flat[:whole].clone()
+        sums = [
+            ((rows ^ ((rows >> 29) & (1 << 35) - 1)) * factors).sum(dim=1)
+            for rows in body.view(torch.int64).view(-1, _ROW).split(_ROWS)
+        ]
+        digest.update(torch.cat(sums).cpu().numpy().data)
+    return digest.digest()
+
+
+def _identify(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> Identity:
+    return Identity(weights_sha256(model), describe_hooks(model, fwd_hooks), describe_modules(model))
+
+
+def _attached(module: nn.Module) -> list[str]:
+    # TransformerLens registers a wrapper with torch; `user_hook` is the caller's function inside it.
+    handles = [*getattr(module, "fwd_hooks", ()), *getattr(module, "bwd_hooks", ())]
+    user_hooks = {handle.hook.id: handle.user_hook for handle in handles}
+    kinds = {
+        "before": module._forward_pre_hooks,
+        "forward": module._forward_hooks,
+        "before backward": module._backward_pre_hooks,
+        "backward": module._backward_hooks,
+    }
+    return [
+        f"{kind}: {name_of(user_hooks.get(hook_id, hook))}"
+        for kind, hooks in kinds.items()
+        for hook_id, hook in hooks.items()
+    ]
+
+
+def _digest(name: str, weight: Tensor, known: dict[str, tuple[bytes, str]]) -> str:
+    """SHA-256 of one tensor's bytes. It is computed, and a tensor on an accelerator is copied, only after a change."""
+    flat = bytes_of(weight.detach())
+    current = xxhash.xxh3_128_digest(flat.numpy().data) if weight.is_cpu else fingerprint(weight)
+    if name not in known or known[name][0] != current:
+        known[name] = current, _sha256(weight.cpu())
+    return known[name][1]
+
+
+def _sha256(weight: Tensor) -> str:
+    return hashlib.sha256(bytes_of(weight.detach()).numpy().data).hexdigest()
+
+
+def _n_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _factors() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (_ROW,), generator=generator) | 1

@@ -1,0 +1,531 @@
+"""Results: saved with a record of the model and the settings that produced them, and shown in notebooks.
+
+Each result is one safetensors file with its tensors and a JSON record in the metadata. Nothing is pickled. A class
+states its table, in tidy long form with a row for each cell, fact or step, and if it has a picture, `plot`. The base
+classes make of these the one line, what a notebook shows (HTML without scripts and without ids, in the colours of the
+page) and the data frame.
+"""
+
+import hashlib
+import math
+import platform
+from abc import ABC, abstractmethod
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from functools import cache
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from diffusion_lens.model.config import DiffusionConfig, name_with_mode
+from diffusion_lens.records.identity import ATTRIBUTES, identity_of, require_named_hooks
+from diffusion_lens.records.identity import weights_sha256 as weights_sha256
+from weight_conversion import as_json, from_json, read_json, restore_numbers, to_json, write_safetensors
+
+D = TypeVar("D")  # a dataclass
+S = TypeVar("S", bound="Saved")
+RECORD = "diffusion_lens"
+PART = "diffusion_lens.part"
+NOT_COMPARED = ("device", "versions", "failed")
+NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
+SHOWN_ROWS = 10
+LONGEST = 60  # characters of a text in the excerpt of a notebook
+_SHOWN_SETTINGS = 10
+_LONGEST = 40  # characters of a setting that is shown
+# Entries of records that say nothing about the computation at a glance.
+_NOT_SHOWN = ("model", "weights_sha256", "tokenizer_sha256", "device", "corpus", "key", "blank", "first_step")
+installed_version = cache(version)  # which reads and parses a file
+_START_AGAIN = "Delete the files in this folder and start again, or name another folder"
+_SHOWN_PARTS = 3
+_CELL = "padding: .1em .6em; border: 0; border-bottom: 1px solid rgba(128, 128, 128, .35); background: none;"
+_TOKENIZERS: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+_PART: ContextVar[str | None] = ContextVar("_PART", default=None)
+
+
+def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
+    """Entries of every record besides the settings: model, weights, tokenizer, hooks, modules, dtype, device, versions.
+
+    Weights, hooks and modules are those at the beginning of the computation (`identity.begins_run`).
+    """
+    identity, clock = identity_of(model), getattr(model, "clock", None)
+    return {
+        "model": cfg.model_name,
+        **({} if cfg.mode is None else {"mode": cfg.mode}),
+        "architecture": cfg.architecture.to_dict(),
+        "weights_sha256": identity.weights_sha256,
+        "tokenizer_sha256": tokenizer_sha256(getattr(model, "tokenizer", None), cfg.default_prepend_bos),
+        "hooks": identity.hooks,
+        "modules": identity.modules,
+        "dtype": str(cfg.dtype).removeprefix("torch."),
+        "device": str(cfg.device),
+        # The time that the network was told in `model.at_time(t)`, without which the numbers cannot be had again.
+        **({} if (time := getattr(clock, "time", None)) is None else {"time": time}),
+        # The open blocks of `model.at_block(start)`.
+        **({} if (origins := getattr(clock, "origins", None)) is None else {"blocks_from": origins.tolist()}),
+        "versions": {
+            "diffusion-lens": installed_version("diffusion-lens"),
+            "transformer-lens": installed_version("transformer-lens"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def shown_model(record: Mapping[str, Any]) -> str:
+    """The name of the model of a record, with its mode, `name@mode`, where one checkpoint is several models."""
+    return name_with_mode(str(record["model"]), record.get("mode"))
+
+
+def network_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a record that identify its network, for the record of a result that builds on this one."""
+    mode = {"mode": record["mode"]} if "mode" in record else {}
+    return {**{name: record.get(name) for name in NETWORK}, **mode}
+
+
+def tokenizer_sha256(tokenizer: Any, prepend_bos: bool) -> str | None:
+    """SHA-256 of a complete fast tokenizer (normaliser and added tokens included) and of `prepend_bos`."""
+    if tokenizer is None:
+        return None
+    # Serialising a large vocabulary takes a tenth of a second, so the hash is cached until tokens are added.
+    cached = _TOKENIZERS.get(tokenizer)
+    if cached is None or cached[0] != len(tokenizer):
+        text = tokenizer.backend_tokenizer.to_str()
+        cached = _TOKENIZERS[tokenizer] = (len(tokenizer), hashlib.sha256(text.encode()).hexdigest())
+    return hashlib.sha256(f"{cached[1]} {prepend_bos}".encode()).hexdigest()
+
+
+class Saved:
+    """A dataclass that is kept in one `.safetensors` file; `diffusion_lens.load` reads any of them."""
+
+    KIND: ClassVar[str]  # what it is, in the file
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to one `.safetensors` file."""
+        return save_fields(path, self.KIND, self)
+
+    @classmethod
+    def load(cls: type[S], path: str | Path) -> S:
+        """Read what `save` wrote."""
+        return load_fields(path, cls.KIND, cls)
+
+
+def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
+    """Write a result in one atomic file; `load_result` is the inverse."""
+    target = Path(path)
+    if target.suffix != ".safetensors":
+        raise ValueError(f"results are safetensors files; {target} should end in .safetensors")
+    part = _PART.get()
+    described = {"kind": kind, **record, **({} if part is None else {PART: part})}
+    write_safetensors(tensors, target, {RECORD: to_json(described)})
+    return target
+
+
+def load_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and record of a saved result; a `ValueError` if the file is incomplete or of another kind."""
+    tensors, record = open_result(path, kind)
+    return {name: tensor.clone() for name, tensor in tensors.items()}, record
+
+
+def open_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Like `load_result`, but the tensors are memory-mapped: they stay on disk until they are used."""
+    with _opened(path, kind) as file:
+        record = _record_of(file)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if record.pop("kind", None) != kind:
+        raise ValueError(f"{path} is not a saved {kind}")
+    record.pop(PART, None)
+    return tensors, record
+
+
+def save_fields(path: str | Path, kind: str, result: Any) -> Path:
+    """Write a dataclass in one atomic file: its tensors as tensors, all other fields in the record."""
+    return save_result(path, kind, *split_fields(result))
+
+
+def load_fields(path: str | Path, kind: str, result_type: type[D]) -> D:
+    """The dataclass that `save_fields` wrote. Fields that only earlier versions had are ignored."""
+    tensors, record = load_result(path, kind)
+    return as_dataclass(result_type, {**tensors, **record})
+
+
+def split_fields(result: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a dataclass and its other fields; `as_dataclass` is the inverse.
+
+    Those of a mapping of tensors are named after field and key, and the record lists the keys in their order.
+    """
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Any] = {}
+    for name, value in vars(result).items():
+        if isinstance(value, Tensor):
+            tensors[name] = value.contiguous()
+        elif isinstance(value, dict) and value and all(isinstance(each, Tensor) for each in value.values()):
+            tensors |= {f"{name}/{key}": each.contiguous() for key, each in value.items()}
+            others[name] = list(value)
+        else:
+            others[name] = value
+    return tensors, others
+
+
+def as_dataclass(result_type: type[D], saved: Mapping[str, Any]) -> D:
+    """An instance with the saved values. JSON stores tuples as lists, and whole numbers that are keys as texts."""
+    given: dict[str, Any] = {}
+    for field in fields(cast(Any, result_type)):
+        if field.type == dict[str, Tensor]:  # Earlier versions list the keys as the `names` of the record.
+            keys = saved.get(field.name) or saved["record"]["names"]
+            given[field.name] = {key: saved[f"{field.name}/{key}"] for key in keys}
+        elif field.name in saved:
+            value, kind = saved[field.name], get_origin(field.type)
+            if kind is dict and get_args(field.type)[0] is int:
+                value = {int(key): each for key, each in dict(value).items()}
+            given[field.name] = tuple(value) if kind is tuple else value
+    return result_type(**given)
+
+
+@contextmanager
+def part_of_run(mark: str) -> Iterator[None]:
+    """Write `mark` into every result that is saved inside. `mark_of` reads it, to match a part with its study."""
+    token = _PART.set(mark)
+    try:
+        yield
+    finally:
+        _PART.reset(token)
+
+
+def mark_of(path: str | Path) -> str | None:
+    """The mark that `part_of_run` wrote into a result; `None` if it was saved without one."""
+    with _opened(path, "result") as file:
+        in_metadata: str | None = (file.metadata() or {}).get(PART)  # as earlier versions wrote it
+        return in_metadata or _record_of(file).get(PART)
+
+
+def kind_of(path: str | Path) -> str:
+    """Kind of a saved result, the name that its class has given it; a `ValueError` if the file is none."""
+    with _opened(path, "result") as file:
+        kind = _record_of(file).get("kind")
+    if not isinstance(kind, str):
+        raise ValueError(f"{path} is not a saved result of diffusion_lens")
+    return kind
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The description of a study or a training run, from the `run.json` of its folder; a `ValueError` without one."""
+    try:
+        run = restore_numbers(read_json(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} does not describe a study or a training run: {error}. {_START_AGAIN}") from error
+    if not isinstance(run, dict):
+        raise ValueError(
+            f"{path} does not describe a study or a training run: it contains {str(run)[:40]} and not a mapping. "
+            f"{_START_AGAIN}"
+        )
+    return run
+
+
+def require_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
+    """Raise a `ValueError` with the differences, unless two records describe the same study or training run.
+
+    Entries in `NOT_COMPARED` may differ; the message says `where` the saved record comes from.
+    """
+    saved, current = {"hooks": {}, **saved}, {"hooks": {}, **current}
+    require_named_hooks(saved, where)
+    compared = [name for name in {**saved, **current} if name not in NOT_COMPARED]
+    if different := "; ".join(differences(saved, current, compared)):
+        raise ValueError(
+            f"{where} was made with other settings, data, weights or hooks ({different}). Continue with the same ones, "
+            "or name another folder"
+        )
+
+
+def require_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Like `require_same_run`, but before the model is loaded: compares only `settings` with what the folder records.
+
+    A folder without `run.json` passes.
+    """
+    record = folder / "run.json"
+    if record.exists():
+        saved = read_run(record)
+        require_same_run(saved, {**saved, **as_json(settings)}, str(folder))
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], compared: Iterable[str]) -> list[str]:
+    """One text for each of the `compared` entries that differs; values of `saved` are "there", of `current` "here".
+
+    Records of earlier versions describe modules otherwise or not at all; then modules are not compared.
+    """
+    if any(ATTRIBUTES not in (record.get("modules") or ()) for record in (saved, current)):
+        compared = [name for name in compared if name != "modules"]
+    return [
+        _difference(name, saved.get(name), current.get(name))
+        for name in compared
+        if saved.get(name) != current.get(name)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Columns of one length.
+
+    Attributes:
+        columns: Values of each column, by its name.
+        most: Column that selects the rows of the excerpt, those with its largest absolute values; by default the
+            excerpt consists of the first rows.
+    """
+
+    columns: Mapping[str, Any]
+    most: str | None = None
+
+    @classmethod
+    def of_cells(cls, axes: Mapping[str, Sequence[Any]], values: Mapping[str, Any], most: str | None = None) -> "Table":
+        """A row for each cell of a grid, the last axis changing fastest.
+
+        Args:
+            axes: Coordinates along each axis of the grid, by the name of the axis.
+            values: Numbers or texts of the cells, by name: a tensor or nested lists that broadcast to the grid.
+            most: The same as in the class.
+        """
+        shape = tuple(map(len, axes.values()))
+        columns = {}
+        for i, (name, coordinates) in enumerate(axes.items()):
+            along = _array(list(coordinates)).reshape([-1 if j == i else 1 for j in range(len(shape))])
+            columns[name] = np.broadcast_to(along, shape).reshape(-1)
+        for name, value in values.items():
+            columns[name] = np.broadcast_to(_array(value), shape).reshape(-1)
+        return cls(columns, most)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def where(self, keep: Any) -> "Table":
+        """The rows at which `keep`, a mask of the rows, is true."""
+        selected = np.asarray(keep, dtype=bool).reshape(-1)
+        return Table({name: _array(column)[selected] for name, column in self.columns.items()}, self.most)
+
+    def frame(self) -> Any:
+        """The table as a `pandas.DataFrame`."""
+        import pandas as pd  # TransformerLens installs it; its import takes half a second.
+
+        return pd.DataFrame({name: _array(column) for name, column in self.columns.items()})
+
+    def to_html(self) -> str:
+        """An HTML table of a few rows, which says how many there are. It takes over the colours of the page."""
+        rows = self._excerpt()
+        numeric = {name: _array(column).dtype.kind in "biuf" for name, column in self.columns.items()}
+        heads = "".join(_cell("th", escape(name), right) for name, right in numeric.items())
+        body = "".join(
+            "<tr>"
+            + "".join(_cell("td", _shown(_array(self.columns[name])[row]), right) for name, right in numeric.items())
+            + "</tr>"
+            for row in rows
+        )
+        return (
+            '<div style="overflow-x: auto; max-width: 100%" tabindex="0">'
+            f'<table style="border-collapse: collapse; color: inherit; margin: .4em 0"><thead><tr>{heads}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div>{self._rest(len(rows))}"
+        )
+
+    def _excerpt(self) -> list[int]:
+        if self.most is None or len(self) <= SHOWN_ROWS:
+            return list(range(min(SHOWN_ROWS, len(self))))
+        sizes = np.nan_to_num(np.abs(_array(self.columns[self.most]).astype(float)), nan=-1.0)
+        rows: list[int] = np.argsort(-sizes, kind="stable")[:SHOWN_ROWS].tolist()
+        return rows
+
+    def _rest(self, n_shown: int) -> str:
+        """Which rows the excerpt has, if it does not have all."""
+        n_more = len(self) - n_shown
+        if not n_more:
+            return ""
+        order = "" if self.most is None else f"The rows with the largest {escape(self.most)}. "
+        rows = "row" if n_more == 1 else "rows"
+        return f"<div>{order}... and {n_more:,} more {rows}: <code>to_dataframe()</code></div>"
+
+
+def shaped(values: Sequence[Any], *shape: int) -> Any:
+    """Texts or numbers as an array of this shape, to be broadcast to the cells of a grid; -1 is the length."""
+    return _array(values).reshape(shape)
+
+
+def texts_of(tokens: Int[Tensor, "*rest"], words: Mapping[int, str]) -> Any:
+    """The text of each token as an array of the same shape; empty where there is no token (-1)."""
+    ids, indices = tokens.unique(return_inverse=True)
+    texts = np.asarray([words.get(int(token), "") for token in ids], object)
+    return texts[indices.numpy()]
+
+
+class Result(ABC):
+    """A result: one line as text, a table as HTML, and all rows of the table as a data frame."""
+
+    record: dict[str, Any]
+
+    @abstractmethod
+    def _table(self) -> Table:
+        """The numbers in long form."""
+
+    def to_dataframe(self) -> Any:
+        """The table as a `pandas.DataFrame`, a row for each cell. The description of the class names the columns."""
+        return self._table().frame()
+
+    def _settings(self) -> Mapping[str, Any]:
+        """The record of model and settings."""
+        return self.record
+
+    def _repr_html_(self) -> str:
+        return self._page("")
+
+    def _page(self, picture: str) -> str:
+        """One line, the settings, a picture and the table as HTML."""
+        settings = say_settings(self._settings())
+        said = f'<div style="opacity: .8">{escape(settings)}</div>' if settings else ""
+        return (
+            f'<div style="color: inherit; max-width: 100%"><div><strong>{escape(repr(self))}</strong></div>{said}'
+            f"{picture}{self._table().to_html()}</div>"
+        )
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+
+class PicturedResult(Result):
+    """A result with a picture."""
+
+    @abstractmethod
+    def plot(self, *args: Any, **settings: Any) -> Any:
+        """Draw the picture; returns the matplotlib axes."""
+
+    def _picture(self) -> Any:
+        """The axes of the picture that stands for the result."""
+        return self.plot()
+
+    def _repr_html_(self) -> str:
+        return str(self._repr_mimebundle_()["text/html"])
+
+    def _repr_png_(self) -> bytes | None:
+        png: bytes | None = self._repr_mimebundle_().get("image/png")
+        return png
+
+    def _repr_mimebundle_(self, **selection: Any) -> dict[str, Any]:
+        """HTML and PNG from one drawing, which is most of the work. A notebook asks for both at once."""
+        from diffusion_lens import plots  # when it is drawn: loading a model should not wait for it
+
+        try:
+            with plots.CELL.unshown():
+                figure = plots.figure_of(self._picture())
+            png = plots.png_of(figure)
+        except Exception as error:  # Without matplotlib, or with nothing to draw. A picture must not hide the table.
+            said = str(error) if isinstance(error, ImportError | ValueError) else f"{type(error).__name__}: {error}"
+            return {"text/html": self._page(f'<div style="opacity: .8">No picture: {escape(said)}</div>')}
+        return {"text/html": self._page(_image(png, plots.css_size(figure)[0], repr(self))), "image/png": png}
+
+
+def one_line(result: Any) -> str:
+    """A result in one line, for `__repr__`: its class, model, numbers, and tensors by axis and size."""
+    record = getattr(result, "record", {})  # The results of one fact have no record.
+    shown = [shown_model(record)] if record.get("model") else []
+    for field in fields(result):
+        value = getattr(result, field.name)
+        if isinstance(value, Tensor):
+            axes = getattr(field.type, "dim_str", "").replace("*", "").split()
+            named = len(axes) == value.dim()
+            sizes = [f"{axis} {size}" for axis, size in zip(axes, value.shape, strict=True)] if named else value.shape
+            shown.append(f"{field.name} [{', '.join(map(str, sizes))}]")
+        elif isinstance(value, float):
+            shown.append(f"{field.name} {value:.3g}")
+    more = ["..."] if len(shown) > _SHOWN_PARTS else []
+    return f"{type(result).__name__}({', '.join(shown[:_SHOWN_PARTS] + more)})"
+
+
+def say_settings(record: Mapping[str, Any]) -> str:
+    """Model, settings and hash of the weights in one line, from a record; empty for an empty record."""
+    model = [shown_model(record)] if record.get("model") else []
+    settings = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in record.items()
+        if name not in _NOT_SHOWN
+        and (isinstance(value, bool | int | float) or (isinstance(value, str) and 0 < len(value) <= _LONGEST))
+    ]
+    weights = [f"weights {record['weights_sha256'][:12]}"] if record.get("weights_sha256") else []
+    return ", ".join([*model, *settings[:_SHOWN_SETTINGS], *weights])
+
+
+@contextmanager
+def _opened(path: str | Path, kind: str) -> Iterator[Any]:
+    source = Path(path)
+    if not source.exists():
+        raise FileNotFoundError(f"there is no saved {kind} at {source}")
+    if source.is_dir():
+        raise ValueError(f"{source} is a folder; name the file of the saved {kind} in it")
+    try:
+        with safe_open(source, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(
+            f"{source} is not a complete safetensors file: {error}. It was truncated or changed: delete it and save "
+            "the result again, or name another file or folder"
+        ) from error
+
+
+def _record_of(file: Any) -> dict[str, Any]:
+    record: dict[str, Any] = from_json((file.metadata() or {}).get(RECORD, "{}"))
+    return record
+
+
+def _difference(name: str, saved: Any, current: Any) -> str:
+    """Text on one entry that differs. For a long mapping, such as facts by id, it names the first keys only."""
+    if not isinstance(saved, dict) or not isinstance(current, dict):
+        return f"{name}: {saved!r} there, {current!r} here"
+    keys = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
+    if name == "hooks":
+        changes = [f"{key} {_hooks(saved.get(key))} there, {_hooks(current.get(key))} here" for key in keys[:3]]
+        return f"hooks: {'; '.join(changes)}{'; ...' if len(keys) > 3 else ''}"
+    if all(not isinstance(mapping.get(key), dict) for key in keys for mapping in (saved, current)):
+        return "; ".join(f"{name}.{key}: {saved.get(key)!r} there, {current.get(key)!r} here" for key in keys)
+    return f"{name}: {len(keys)} differ ({', '.join(map(repr, keys[:3]))}{', ...' if len(keys) > 3 else ''})"
+
+
+def _hooks(attached: Any) -> str:
+    return f"[{', '.join(attached)}]" if attached else "none"
+
+
+def _array(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        plain = values.detach().cpu()
+        return (plain.float() if plain.dtype in (torch.bfloat16, torch.float16) else plain).numpy()
+    if isinstance(values, np.ndarray):
+        return values
+    array = np.asarray(values)
+    mixed = array.dtype.kind == "U" and not all(isinstance(value, str) for value in np.asarray(values, object).flat)
+    return np.asarray(values, object) if mixed else array
+
+
+def _cell(tag: str, text: str, right: bool) -> str:
+    scope = ' scope="col"' if tag == "th" else ""
+    return f'<{tag}{scope} style="{_CELL} text-align: {"right" if right else "left"}; white-space: pre">{text}</{tag}>'
+
+
+def _shown(value: Any) -> str:
+    if value is None or (isinstance(value, float | np.floating) and math.isnan(value)):
+        return "–"
+    if isinstance(value, float | np.floating):
+        return f"{value:.4g}"
+    text = str(value)
+    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return escape("".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
+
+
+def _image(png: bytes, width: int, text: str) -> str:
+    """An image in the page itself, of this width in pixels or as wide as the page."""
+    return (
+        f'<img alt="Picture of {escape(text)}" src="data:image/png;base64,{b64encode(png).decode("ascii")}" '
+        f'style="background: white; width: {width}px; max-width: 100%; height: auto; display: block">'
+    )
