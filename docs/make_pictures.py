@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from snippets import LONG, blocks, run_python
+from snippets import LONG, blocks, run_python, same_output
 from sphinx.application import Sphinx
 from sphinx.util.logging import getLogger
 
@@ -45,7 +45,7 @@ def make_pictures(page: Path) -> list[Path]:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 for block, output in run_python(page):
-                    if output != (block.output or ""):
+                    if not same_output(output, block.output or ""):
                         logger.warning(
                             "the page shows another output than its code prints:\n%s",
                             output,

@@ -394,7 +394,8 @@ def measures_three_signatures(printed: str) -> None:
         routing = [pair for name in ("Q", "K") for pair in cosines[f"cosine {name}"]]
         ((head, head_shuffled),) = cosines["cosine head"]
         ((predicted, measured),) = re.findall(r"loss by (\S+); measured: (\S+)$", text, re.MULTILINE)
-        assert float(predicted) == pytest.approx(float(measured), rel=0.02, abs=5e-7)
+        # A loss of a few nats has a last place of 2e-7 in float32, and the measured change is the difference of two.
+        assert float(predicted) == pytest.approx(float(measured), rel=0.02, abs=1e-6)
         assert reuse[0] == 1
         if model == "site-mdm":
             assert percentile[3] > 0.96 > 0.9 > max(percentile[:3] + percentile[4:])

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 # Pages whose Python takes longest. The build of the site runs it, and `make test` does not.
@@ -65,3 +66,21 @@ def run_python(page: Path) -> Iterator[tuple[Block, str]]:
             with redirect_stdout(io.StringIO()) as said:
                 exec(code, namespace)
             yield block, said.getvalue()
+
+
+_DECIMAL = re.compile(r" *-?\d+\.\d+(?:e[+-]\d+)?")
+
+
+def same_output(printed: str, shown: str) -> bool:
+    """Whether a page shows what its code prints: the same text, and decimal numbers to one unit of their last place.
+
+    Sums are rounded otherwise on another CPU, and so a few last places, and the sign of a zero.
+    """
+    if _DECIMAL.sub("#", printed) != _DECIMAL.sub("#", shown):
+        return False
+    for one, other in zip(_DECIMAL.findall(printed), _DECIMAL.findall(shown), strict=True):
+        ours, theirs = Decimal(one.strip()), Decimal(other.strip())
+        unit = max(number.as_tuple().exponent for number in (ours, theirs))
+        if abs(ours - theirs) > Decimal(1).scaleb(unit):
+            return False
+    return True

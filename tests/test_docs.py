@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from snippets import LONG, blocks, run_python
+from snippets import LONG, blocks, run_python, same_output
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +39,7 @@ def test_python_runs_and_prints_what_the_page_says(page: str, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     for block, said in run_python(DOCS / page):
         told = block.output or ""
-        assert said == told, f"{page}, line {block.line}, prints\n{said}\nand the page says\n{told}"
+        assert same_output(said, told), f"{page}, line {block.line}, prints\n{said}\nand the page says\n{told}"
 
 
 def test_the_pages_that_teach_have_python_to_run() -> None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from snippets import blocks, run_python
+from snippets import blocks, run_python, same_output
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "diffusion_lens"
@@ -22,7 +22,7 @@ def test_python_runs_in_order(page: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     for block, said in run_python(ROOT / page):
         told = said if block.output is None else block.output  # a model card need not show what it prints
-        assert said == told, f"{page}, line {block.line}, prints\n{said}\nand the page says\n{told}"
+        assert same_output(said, told), f"{page}, line {block.line}, prints\n{said}\nand the page says\n{told}"
 
 
 def test_the_readme_has_twenty_lines_of_python_and_is_read_in_one_sitting() -> None:

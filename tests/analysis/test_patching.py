@@ -150,7 +150,7 @@ def test_the_stream_after_a_block_is_the_stream_before_the_next(grids):
     close(grids["resid_post"].scores[:-1], grids["resid_pre"].scores[1:])
     last = grids["resid_post"].scores[-1]
     close(last[-1], grids["resid_post"].clean)
-    assert (last[:-1] == grids["resid_post"].corrupted).all()
+    close(last[:-1], grids["resid_post"].corrupted.expand(len(last) - 1))
 
 
 @every_noise

@@ -141,7 +141,7 @@ def test_a_cluster_of_dask_says_what_its_workers_are(tmp_path: Path, monkeypatch
         def __exit__(self, *error: object) -> None:
             connected.append("closed")
 
-        def submit(self, fn: Any, pure: bool) -> Any:
+        def submit(self, fn: Any, *args: Any, pure: bool) -> Any:
             return pool.submit(lambda: "cuda")
 
         def nthreads(self) -> dict[str, int]:

@@ -353,7 +353,11 @@ def test_a_canvas_of_one_token(tiny):
     other = TaughtCanvas(torch.tensor([mask]), 0, 6, 0)
     found = reversal_signatures(tiny, [TaughtPair(canvas, canvas), TaughtPair(other, other)])
     assert found.cuts.isnan().all()
-    torch.testing.assert_close(found.cosines[:, :, 0], torch.ones_like(found.cosines[:, :, 0]))
+    # The one weight of the pattern is 1 whatever the scores are: gradients of queries and keys are zero, or rounding.
+    of_scores = [name.endswith((".attn.q.weight", ".attn.k.weight")) for name in found.parameters]
+    cosines = found.cosines[:, ~torch.tensor(of_scores), 0]
+    assert any(of_scores)
+    torch.testing.assert_close(cosines, torch.ones_like(cosines))
 
 
 def test_a_pair_costs_what_the_plan_says(tiny, pairs, token_layers):
