@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.data.fact_files import JsonLineError, read_json_lines
+from diffusion_lens.data.download import read_json_lines
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.loading import save_tokenizer, write_trained_length
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -200,11 +200,8 @@ def _answers(
 def _lines(path: Path) -> Iterator[tuple[str, object]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file of training data at {path}")
-    try:
-        for number, row in read_json_lines(path):
-            yield f"{path.name}, line {number}", row
-    except JsonLineError as error:
-        raise ValueError(f"{path}, line {error.line}, {error.reason}. {SHAPE}") from None
+    for number, row in read_json_lines(path, SHAPE):
+        yield f"{path.name}, line {number}", row
 
 
 def _completion(name: str, row: object) -> Completion:
