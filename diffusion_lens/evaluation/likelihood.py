@@ -28,10 +28,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -148,7 +148,7 @@ def chain_rule_nll(
     canvases, scored = answer_canvases(model, question)
     n = len(question.answer)
     shares = torch.linspace(1, 1 / n, n, device=canvases.device)[: len(canvases)]
-    return _surprisals(model, question, NoisyCanvases(canvases, scored, shares), cfg_scale, max_batch).sum()
+    return _surprisals(model, question, canvases, scored, shares, cfg_scale, max_batch).sum()
 
 
 @begins_run
@@ -179,8 +179,8 @@ def monte_carlo_nll(
         batch_size: Number of samples that cover the range of p evenly (see `loss.hide`).
         seed: Seed of the noise, or a `torch.Generator` to take the seed from.
         noisy: Canvases to use instead of sampled ones: prompt and answer, with some positions of the answer masked, or
-            under uniform noise replaced.
-            Their rows count as independent samples; `samples`, `batch_size` and `seed` are then ignored.
+            under uniform noise replaced. Their rows count as independent samples; `samples`, `batch_size` and `seed`
+            are then ignored.
         p_mask: Probability with which each position of `noisy` was masked or replaced. The network is told that of the
             answer's first.
         progress: Whether to show a progress bar.
@@ -217,15 +217,14 @@ def monte_carlo_nll(
         record |= {"noise": "sampled", "seed": noise_seed, "batch_size": batch_size}
     if model.cfg.rewrites:
         scored = (torch.arange(len(question.tokens), device=noisy.device) >= len(question.prompt)).expand_as(noisy)
-    chances, term = p_mask[:, len(question.prompt)], bound_term(model)
-    canvases = NoisyCanvases(noisy, scored, chances)
-    losses = _surprisals(model, question, canvases, cfg_scale, max_batch, term.term, progress)
+    chances, bound = p_mask[:, len(question.prompt)], bound_term(model)
+    losses = _surprisals(model, question, noisy, scored, chances, cfg_scale, max_batch, bound.term, progress)
     estimates = torch.zeros(len(noisy), dtype=torch.float64)
-    weighted = losses.cpu().double() * term.weight(p_mask[scored].cpu().double())
+    weighted = losses.cpu().double() * bound.weight(p_mask[scored].cpu().double())
     estimates.index_add_(0, scored.nonzero()[:, 0].cpu(), weighted)
-    if term.reconstructs:
-        clean = NoisyCanvases(question.tokens[None], scored[:1], torch.zeros_like(chances[:1]))
-        estimates += _surprisals(model, question, clean, cfg_scale, max_batch).sum().cpu().double()
+    if bound.reconstructs:
+        clean, never = question.tokens[None], torch.zeros_like(chances[:1])
+        estimates += _surprisals(model, question, clean, scored[:1], never, cfg_scale, max_batch).sum().cpu().double()
     return NLLEstimate(
         value=estimates.mean().item(),
         standard_error=_standard_error(estimates, batches),
@@ -269,12 +268,13 @@ class AnswerRanks(Result, Saved):
 
     def to_text(self) -> str:
         """The table that TransformerLens's `test_prompt` prints."""
+        line = "Logit: {:5.2f} Prob: {:6.2%} Token: |{}|".format
         lines = [f"Tokenized prompt: {self.prompt}", f"Tokenized answer: {self.answer}"]
         for i, token in enumerate(self.answer):
-            own = _numbers(self.logit[i], self.probability[i], token)
+            own = line(self.logit[i].item(), self.probability[i].item(), token)
             lines += ["Performance on answer token:", f"Rank: {int(self.rank[i]):<8} {own}"]
-            ranked = zip(self.top_logit[i], self.top_probability[i], self.top[i], strict=True)
-            lines += [f"Top {rank}th token. {_numbers(*numbers)}" for rank, numbers in enumerate(ranked)]
+            ranked = zip(self.top_logit[i].tolist(), self.top_probability[i].tolist(), self.top[i], strict=True)
+            lines += [f"Top {rank}th token. {line(*numbers)}" for rank, numbers in enumerate(ranked)]
         ranks = [(token, int(rank)) for token, rank in zip(self.answer, self.rank, strict=True)]
         return "\n".join([*lines, f"Ranks of the answer tokens: {ranks}"])
 
@@ -345,10 +345,6 @@ def rank_answer(
             **provenance(model, model.cfg),
         },
     )
-
-
-def _numbers(logit: Tensor, probability: Tensor, token: str) -> str:
-    return f"Logit: {logit.item():5.2f} Prob: {probability.item():6.2%} Token: |{token}|"
 
 
 @dataclass(frozen=True)
@@ -426,29 +422,12 @@ def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tens
 MOST = 1 - 1e-6
 
 
-@dataclass(frozen=True)
-class BoundTerm:
+class BoundTerm(NamedTuple):
     """A loss at each position, its weight by p, and whether the surprisal of the clean answer at time 0 is added."""
 
     term: LossTerm
     weight: Callable[[Float[Tensor, "*rest"]], Float[Tensor, "*rest"]]
     reconstructs: bool = False
-
-
-@dataclass(frozen=True)
-class NoisyCanvases:
-    """Canvases of a text under noise, the positions whose own token is scored, and the chance of noise on each canvas.
-
-    A network that listens is told the time by that chance.
-    """
-
-    tokens: Int[Tensor, "sample pos"]
-    scored: PosMask
-    chances: Float[Tensor, "sample"]
-
-    def rows(self, rows: slice | Bool[Tensor, "sample"]) -> "NoisyCanvases":
-        """Some of the canvases."""
-        return NoisyCanvases(self.tokens[rows], self.scored[rows], self.chances[rows])
 
 
 def bound_term(model: DiffusionTransformer) -> BoundTerm:
@@ -475,15 +454,19 @@ def sigma_of_chance(p: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
 def _surprisals(
     model: DiffusionTransformer,
     question: Question,
-    noisy: NoisyCanvases,
+    canvases: Int[Tensor, "sample pos"],
+    scored: PosMask,
+    chances: Float[Tensor, "sample"],
     cfg_scale: float,
     max_batch: int,
     term: LossTerm | None = None,
     progress: bool = False,
 ) -> Float[Tensor, "selected"]:
-    """-log p of the question's own token, or another loss, at every scored position, in reading order."""
-    noisy = noisy.rows(noisy.scored.any(dim=1))
-    canvases, scored, chances = noisy.tokens, noisy.scored, noisy.chances
+    """-log p of the question's own token, or another loss, at every scored position, in reading order.
+
+    `chances` are the chances of noise on each canvas, by which a network that listens is told the time.
+    """
+    canvases, scored, chances = (of_canvas[scored.any(dim=1)] for of_canvas in (canvases, scored, chances))
     targets = question.tokens.expand_as(canvases)
     dtype = torch.promote_types(model.cfg.dtype, torch.float32)
     surprisals = [torch.zeros(0, device=canvases.device, dtype=dtype)]
@@ -495,15 +478,14 @@ def _surprisals(
         beside |= told(model, chances[rows])
         logits = model(canvases[rows], attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
         if cfg_scale and model.cfg.has_mask:
-            unprompted = canvases[rows].clone()
-            unprompted[:, : len(question.prompt)] = model.cfg.blank
+            in_prompt = torch.arange(canvases.shape[1], device=canvases.device) < len(question.prompt)
+            unprompted = canvases[rows].masked_fill(in_prompt, model.cfg.blank)
             if "clean" in beside:
-                beside["clean"] = beside["clean"].clone()
-                beside["clean"][:, : len(question.prompt)] = model.cfg.blank
+                beside["clean"] = beside["clean"].masked_fill(in_prompt, model.cfg.blank)
             unconditional = model(unprompted, attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
             logits = guide(logits, unconditional, cfg_scale)
         require_logits(logits, scored[rows])
-        p = chances[rows, None].expand_as(scored[rows])[scored[rows]].double()
+        p = chances[rows].repeat_interleave(scored[rows].sum(dim=1)).double()
         at = (targets[rows][scored[rows]], canvases[rows][scored[rows]], p, sigma_of_chance(p))
         if term is None:
             surprisals.append(CleanCrossEntropy(model.head)(logits, *at))
