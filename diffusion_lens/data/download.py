@@ -34,8 +34,7 @@ def fetch_from_hub(
     """Path of a data set's file, from the cache of the hub or downloaded into it.
 
     Args:
-        repo: "owner/name" of the data set.
-        file: Path in the repository.
+        repo, file: "owner/name" of the data set, and path in its repository.
         revision: Commit of the repository. (The content of a branch may change.)
         by_hand: Advice for the error message on how to use a copy downloaded by hand, such as "pass folder='...'".
         sha256: Expected SHA-256 of the file.

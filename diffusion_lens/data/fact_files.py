@@ -77,14 +77,25 @@ def _read(path: Path) -> Iterator[tuple[Fact, str]]:
     if path.suffix not in SHAPE:
         kind = f"a {path.suffix!r} file" if path.suffix else "a file without an ending"
         raise ValueError(f"{path} is {kind}; a file of facts should end in {', '.join(SHAPE)}. {SHAPE['.jsonl']}")
-    records = list(_READERS[path.suffix](path))
-    if not records:
-        raise ValueError(f"{path} contains no facts. {SHAPE[path.suffix]}")
-    first = records[0][1]
-    rome = [read for field, read in ROME.items() if isinstance(first, Mapping) and field in first]
-    facts = rome[0](path) if rome and path.suffix == ".json" else [_fact(*record, path) for record in records]
+    try:
+        records = list(_READERS[path.suffix](path))
+        if not records:
+            raise ValueError(f"{path} contains no facts. {SHAPE[path.suffix]}")
+        first = records[0][1]
+        rome = [read for field, read in ROME.items() if isinstance(first, Mapping) and field in first]
+        facts = rome[0](path) if rome and path.suffix == ".json" else [_fact(*record) for record in records]
+    except _LineError as error:
+        raise ValueError(f"{path}, line {error.line}{error}. {SHAPE[path.suffix]}") from None
     for (line, _), fact in zip(records, facts, strict=True):
         yield fact, f"{path}, line {line}"
+
+
+class _LineError(Exception):
+    """A line that is not as it should be, and the problem, which continues "line 3"."""
+
+    def __init__(self, line: int, problem: str) -> None:
+        super().__init__(problem)
+        self.line = line
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -92,20 +103,20 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
     text = read_text(path)
     start = _skip(text, 0)
     if text[start : start + 1] != "[":
-        raise ValueError(f"{path}, line {_line(text, start)}: there is no list. {SHAPE['.json']}")
+        raise _LineError(_line(text, start), ": there is no list")
     start = _skip(text, start + 1)
     while text[start : start + 1] != "]":
         try:
             record, end = decode_json(text, start)
         except JsonError as error:
-            raise _refused(path, _line(text, error.offset), error.reason) from None
+            raise _LineError(_line(text, error.offset), f" {error.reason}") from None
         yield _line(text, start), record
         start = _skip(text, end)
         if text[start : start + 1] not in (",", "]"):
-            raise _refused(path, _line(text, start), "is not valid JSON: a comma or a closing bracket is missing")
+            raise _LineError(_line(text, start), " is not valid JSON: a comma or a closing bracket is missing")
         start = _skip(text, start + (text[start] == ","))
     if (rest := _skip(text, start + 1)) < len(text):
-        raise _refused(path, _line(text, rest), "is not valid JSON: text follows the end of the list")
+        raise _LineError(_line(text, rest), " is not valid JSON: text follows the end of the list")
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:
@@ -113,30 +124,25 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
     header_line = text.split("\n", 1)[0]
     delimiter = max(DELIMITERS, key=header_line.count)
     if line := _line_with_space_before_quotation(text, delimiter):
-        raise ValueError(
-            f"{path}, line {line}: a cell has a space before its quotation mark, so that the mark would be part of the "
-            f"text; begin the cell with the mark. {SHAPE['.csv']}"
-        )
+        problem = "a cell has a space before its quotation mark, so that the mark would be part of the text"
+        raise _LineError(line, f": {problem}; begin the cell with the mark")
     rows = csv.reader(StringIO(text, newline=""), strict=True, delimiter=delimiter)
     try:
         header = [name.strip() for name in next(rows, [])]
         if missing := [name for name in NEEDED if name not in header]:
-            raise ValueError(f"{path}, line 1: the header lacks {', '.join(missing)}. {SHAPE['.csv']}")
+            raise _LineError(1, f": the header lacks {', '.join(missing)}")
         if repeated := [name for name in header if name and header.count(name) > 1]:
-            problem = f"the header names the column {repeated[0]!r} twice; keep one"
-            raise ValueError(f"{path}, line 1: {problem}. {SHAPE['.csv']}")
+            raise _LineError(1, f": the header names the column {repeated[0]!r} twice; keep one")
         line = rows.line_num + 1
         for row in rows:
             if len(row) > len(header):
-                raise ValueError(
-                    f"{path}, line {line}: {len(row)} cells in a row with {len(header)} columns; put texts with commas "
-                    f"in quotation marks. {SHAPE['.csv']}"
-                )
+                problem = f": {len(row)} cells in a row with {len(header)} columns"
+                raise _LineError(line, f"{problem}; put texts with commas in quotation marks")
             if any(row):
                 yield line, {name: cell for name, cell in zip(header, row, strict=False) if cell or name in NEEDED}
             line = rows.line_num + 1
     except csv.Error as error:
-        raise ValueError(f"{path}, line {rows.line_num}: this is not CSV ({error}). {SHAPE['.csv']}") from None
+        raise _LineError(rows.line_num, f": this is not CSV ({error})") from None
 
 
 def _line_with_space_before_quotation(text: str, delimiter: str) -> int:
@@ -154,9 +160,9 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
 }
 
 
-def _fact(line: int, record: Any, path: Path) -> Fact:
+def _fact(line: int, record: Any) -> Fact:
     if (problem := _problem(record)) is not None:
-        raise ValueError(f"{path}, line {line}: {problem}. {SHAPE[path.suffix]}")
+        raise _LineError(line, f": {problem}")
     values = dict(record)
     if "subject_start" in values:
         values["subject_start"] = int(values["subject_start"])
@@ -185,10 +191,6 @@ def _problem(record: Any) -> str | None:
         elif name in NEEDED and not value.strip():
             return f"{name} is empty"
     return None
-
-
-def _refused(path: Path, line: int, problem: str) -> ValueError:
-    return ValueError(f"{path}, line {line} {problem}. {SHAPE[path.suffix]}")
 
 
 def _line(text: str, offset: int) -> int:

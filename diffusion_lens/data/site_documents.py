@@ -31,22 +31,16 @@ LATER_ADVERB = 0.3  # Probability of an adverb in a clause after the first.
 
 @dataclass(frozen=True)
 class Documents:
-    """Random documents in a given mixture.
-
-    Attributes:
-        world: People whom the documents are about.
-        description: Probability that a document is a description.
-        tag: Probability that another document is a tag.
-        second_person: Probability that a document of attributes mentions a second person.
+    """Random documents about the people of a world, in a given mixture.
 
     Raises:
         ValueError: A probability is not between 0 and 1.
     """
 
     world: SiteFacts
-    description: float
-    tag: float
-    second_person: float
+    description: float  # Probability that a document is a description.
+    tag: float  # Probability that another document is a tag.
+    second_person: float  # Probability that a document of attributes mentions a second person.
 
     def __post_init__(self) -> None:
         for name, share in vars(self).items():

@@ -101,7 +101,10 @@ class Person(toy_facts.Person):
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """People of one seed, grouped by the direction of their descriptions, and questions about them."""
+    """People of one seed, grouped by the direction of their descriptions, and questions about them.
+
+    A method that takes a fact raises a `ValueError` if that is no question of this world, or asks for something else.
+    """
 
     people: tuple[Person, ...]
     seed: int
@@ -115,7 +118,7 @@ class SiteFacts:
             kind: "attribute" asks for the value of a relation, and the answer is one token. "description" asks for the
                 description of a person, or for the name by the description; the answer ends with its full stop.
             trained: Direction of the descriptions of the selected people. `None` selects all.
-            asked: Direction of a question about descriptions. `None` selects both. Attributes have no directions, and
+            asked: Direction of a question about descriptions. `None` selects both. Attributes have no directions:
                 documents state them about every person, so their facts have neither `trained` nor `asked`.
             held_out: Whether to use the five held-out templates, or the others, which occur in documents.
 
@@ -137,22 +140,14 @@ class SiteFacts:
         ]
 
     def paraphrases(self, fact: Fact) -> list[Fact]:
-        """The same question in the other held-out templates, and about an attribute with its other verb too.
-
-        Raises:
-            ValueError: The fact is not one of this world.
-        """
+        """The same question in the other held-out templates, and about an attribute with its other verb too."""
         i, way, _, _ = self._place(fact)
         ways = RELATION_OF[way].verbs if way in RELATION_OF else (way,)
         same = [self._question(i, way, True, k) for way in ways for k in range(len(_templates(way, True)))]
         return [other for other in same if other.prompt != fact.prompt]
 
     def neighbours(self, fact: Fact) -> list[Fact]:
-        """The same question about the other people with the same value, whose answers an edit should not change.
-
-        Raises:
-            ValueError: The fact is not an attribute of this world.
-        """
+        """An attribute's question about the other people with this value, whose answers an edit should not change."""
         i, verb, held_out, k = self._place(fact)
         if verb not in RELATION_OF:
             raise ValueError(f"{fact.id!r} asks for a description or a name; give a fact of facts('attribute')")
@@ -164,9 +159,6 @@ class SiteFacts:
         """The same question about other people with one of the two names, at either place, whatever their answer.
 
         Of a description, only people whose documents state it in this direction are asked.
-
-        Raises:
-            ValueError: The fact is not a question of this world that names a person.
         """
         i, way, held_out, k = self._about_a_person(fact)
         names = [set(person.name.split()) for person in self.people]
@@ -178,9 +170,6 @@ class SiteFacts:
         """The person's other attributes, in the same template with the corresponding verb.
 
         Of a description, these are all attributes of the person, with the first verb and the template of this number.
-
-        Raises:
-            ValueError: The fact is not a question of this world that names a person.
         """
         i, way, held_out, k = self._about_a_person(fact)
         own = RELATION_OF.get(way)
@@ -190,12 +179,7 @@ class SiteFacts:
     def reverse_question(self, fact: Fact, description: str) -> Fact:
         """The question about the name by a description, in the template of a question about the description.
 
-        Args:
-            fact: A question of `facts("description", asked="p2d")`.
-            description: Description to ask with, which need not be the person's. The answer is the person's name.
-
-        Raises:
-            ValueError: The fact is not such a question.
+        The description need not be the person's; the answer is the person's name.
         """
         i, way, held_out, k = self._place(fact)
         if way != "p2d":

@@ -70,15 +70,13 @@ Text = str | Tensor
 
 @dataclass(frozen=True, repr=False)
 class NLLEstimate(Result):
-    """A Monte-Carlo estimate of a negative log-likelihood, in nats.
+    """A Monte-Carlo estimate of a negative log-likelihood, in nats: the mean of `samples`.
 
     Columns of the data frame: value, standard_error, samples.
 
     Attributes:
-        value: Mean of the samples.
         standard_error: Standard error of `value`. Samples of one batch share their stratification, so batches are the
             independent units, and the scatter of their means gives the error. NaN when there is only one batch.
-        samples: Number of samples.
         record: Prompt and answer, noise, guidance, seed, model, weights' hash, versions.
     """
 
@@ -111,8 +109,8 @@ def chain_rule_nll(
 
     On a masked diffusion model each answer token is scored on its own canvas, where this token and all that follow are
     masked. Hooks see these canvases as rows of one batch. On a causal model one teacher-forced pass scores all tokens.
-    A network that is told the time is told, for each canvas, that at which the share of the answer that is masked there
-    is the chance of a mask: 1 for the first token, 1/n for the last of n.
+    A network that is told the time is told, for each canvas, that at which the chance of a mask is the share of the
+    answer that is masked there: 1 for the first token, 1/n for the last of n.
 
     A model by blocks is scored as it is trained: blocks are counted from the first token of the text, and every row is
     read in place. Where the loop counts them from the end of the prompt (`cfg.counts_from_prompt`), and reads the first
@@ -132,7 +130,6 @@ def chain_rule_nll(
         ValueError: The answer is empty, contains a token that the model never writes, or is merged into the prompt;
             both together exceed the context; a setting is out of range; or a causal model is given guidance.
     """
-    not_negative("cfg_scale", cfg_scale)
     at_least(1, "max_batch", max_batch)
     if model.cfg.rewrites:
         raise ValueError(
@@ -140,11 +137,7 @@ def chain_rule_nll(
             "revealed, and there is no chain rule: monte_carlo_nll estimates the bound under uniform noise"
         )
     question = question_of(model, prompt, answer)
-    if model.cfg.grows and cfg_scale:
-        raise ValueError(
-            f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]; "
-            "use cfg_scale=0 for an autoregressive model"
-        )
+    _check_guidance(model, cfg_scale)
     canvases, scored = answer_canvases(model, question)
     n = len(question.answer)
     shares = torch.linspace(1, 1 / n, n, device=canvases.device)[: len(canvases)]
@@ -188,18 +181,13 @@ def monte_carlo_nll(
     Raises:
         ValueError: `chain_rule_nll` would refuse an argument, the noise does not fit, or the model is causal.
     """
-    not_negative("cfg_scale", cfg_scale)
     for name, count in (("samples", samples), ("batch_size", batch_size), ("max_batch", max_batch)):
         at_least(1, name, count)
     if model.cfg.grows:
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
         )
-    if model.cfg.rewrites and cfg_scale:
-        raise ValueError(
-            f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]: use "
-            "cfg_scale=0 under uniform noise"
-        )
+    _check_guidance(model, cfg_scale)
     question, noise = question_of(model, prompt, answer), model.head.noise
     assert noise is not None
     record: dict[str, Any] = {"prompt": question.prompt.tolist(), "answer": question.answer.tolist()}
@@ -241,15 +229,11 @@ class AnswerRanks(Result, Saved):
     token of the answer.
 
     Attributes:
-        prompt: Text of each token of the prompt.
-        answer: Text of each token of the answer.
-        rank: Int[answer], rank of each token among all that the model can write, that is, without [MASK]: the number
+        prompt, answer: Text of each token.
+        rank: Rank of each token of the answer among all that the model can write, that is, without [MASK]: the number
             of strictly likelier tokens.
-        logit: Float[answer], logit of each token.
-        probability: Float[answer], probability of each token.
-        top: Text of the likeliest tokens, for each token of the answer.
-        top_logit: Float[answer top], their logits.
-        top_probability: Float[answer top], their probabilities.
+        logit, probability: Those of each token of the answer.
+        top, top_logit, top_probability: Text, logits and probabilities of the likeliest tokens in its place.
         record: Tokens of prompt and answer, number of masks (`None` on a model that reads none), top_k, model, hash of
             the weights, hooks, versions.
     """
@@ -409,6 +393,15 @@ def answer_canvases(
     return canvases, scored
 
 
+def _check_guidance(model: DiffusionTransformer, cfg_scale: float) -> None:
+    if not_negative("cfg_scale", cfg_scale) and not model.cfg.has_mask:
+        kind = "for an autoregressive model" if model.cfg.grows else "under uniform noise"
+        raise ValueError(
+            f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]: use "
+            f"cfg_scale=0 {kind}"
+        )
+
+
 def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tensor, "pos"]:
     tokens = tokens[0] if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
     if tokens.dim() != 1:
@@ -477,7 +470,7 @@ def _surprisals(
         beside: dict[str, Any] = {} if model.cfg.causal_block is None else {"clean": targets[rows]}
         beside |= told(model, chances[rows])
         logits = model(canvases[rows], attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
-        if cfg_scale and model.cfg.has_mask:
+        if cfg_scale:
             in_prompt = torch.arange(canvases.shape[1], device=canvases.device) < len(question.prompt)
             unprompted = canvases[rows].masked_fill(in_prompt, model.cfg.blank)
             if "clean" in beside:

@@ -101,8 +101,7 @@ class PublishedNumber:
         model: Name of the model that was measured.
         cell: Trained direction and queried direction.
         steps: Number of denoising steps; `None` for models that write from left to right.
-        score: "contained" for accuracies, "character_bleu" for BLEU. This is how SMDM's numbers are computed; for the
-            other models it is not known.
+        score: "contained" or "character_bleu", as SMDM's numbers are computed; for other models that is not known.
         value: Share between 0 and 1.
         certainty: "verified" (read in the source) or "second-hand" (another public text quotes it).
     """
@@ -164,27 +163,19 @@ def published_rows(cell: DirectionPair, score: str) -> dict[str, dict[int | None
     return rows
 
 
-LEFT_TO_RIGHT = "left to right"
-_WIDTH = 15
-
-
 class Share(NamedTuple):
-    """The mean of a score over the questions of a cell, the ends of its interval, and the numbers behind them.
-
-    Attributes:
-        units: Number of people that were resampled for the interval, or of questions if they do not name people.
-    """
+    """The mean of a score over the questions of a cell, the ends of its interval, and the numbers behind them."""
 
     mean: float
     low: float
     high: float
     questions: int
-    units: int
+    units: int  # People that were resampled for the interval, or questions if they do not name people.
 
 
 def steps_label(steps: int | None) -> str:
     """The head of a column."""
-    return LEFT_TO_RIGHT if steps is None else f"{steps} step{'s' * (steps > 1)}"
+    return "left to right" if steps is None else f"{steps} step{'s' * (steps > 1)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +216,7 @@ class Reply(Saved):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Recall(StudyResult[Reply]):
-    """The texts that a model wrote for its facts, and their scores.
+    """The texts that a model wrote for its facts, and their scores, see `evaluation.scores`.
 
     Columns of the data frame: fact, steps, trained, asked, prompt, answer, written, contained, exact,
     character_bleu.
@@ -234,9 +225,6 @@ class Recall(StudyResult[Reply]):
         ids: The fact of each row.
         steps: Number of denoising steps of each column; `None` is from left to right, one step per token.
         written: Texts after the prompt by fact and number of steps, without special tokens.
-        contained: Bool[fact step], whether the text contains the answer.
-        exact: Bool[fact step], whether the text is the answer.
-        character_bleu: Float[fact step], SMDM's BLEU of the text.
         record: Settings, all facts of the study by id, those whose answer is longer than its canvas (`too_long`), those
             that the model cannot be queried for (`set_aside`), model, weights' hash, versions.
     """
@@ -282,10 +270,7 @@ class Recall(StudyResult[Reply]):
         return cells
 
     def scores(self, score: str = "contained") -> Float[Tensor, "fact step"]:
-        """A score of every text, between 0 and 1.
-
-        Args:
-            score: "contained", "exact", "character_bleu", or "word_bleu", which needs the extra `eval`.
+        """A score of every text, between 0 and 1: a key of `SCORES`, of which "word_bleu" needs the extra `eval`.
 
         Raises:
             ValueError: There is no such score.
@@ -437,7 +422,7 @@ def _by_person(scores: Float[Tensor, "entry step"], people: Sequence[str]) -> Fl
 
 
 def _line(name: str, entries: Sequence[str]) -> str:
-    return f"  {name:<26}{''.join(f'{entry:>{_WIDTH}}' for entry in entries)}".rstrip()
+    return f"  {name:<26}{''.join(f'{entry:>15}' for entry in entries)}".rstrip()
 
 
 def _interval(share: Share) -> str:

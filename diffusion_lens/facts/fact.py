@@ -59,18 +59,14 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """One test of an edit.
-
-    Attributes:
-        query: The query whose answer should be the more probable after the edit.
-        rival: The same query with the answer that should lose; `None` where there is no such answer.
+    """One test of an edit: its query's answer should be more probable than the rival's, if there is one.
 
     Raises:
         ValueError: The two answers have the same tokens, so that neither can win.
     """
 
     query: Query
-    rival: Query | None = None
+    rival: Query | None = None  # The same query with the answer that should lose.
 
     def __post_init__(self) -> None:
         if self.rival is not None and self.rival.answer_tokens == self.query.answer_tokens:

@@ -127,11 +127,9 @@ class TaughtCanvas:
 
 @dataclass(frozen=True, eq=False)
 class TaughtPair:
-    """A sentence as trained and the reverse question about it, on one model's canvas.
+    """A sentence as trained (`forward`) and the reverse question about it, on one model's canvas.
 
     Attributes:
-        forward: The sentence as trained.
-        reverse: The reverse question.
         id: Name for records.
         group: Person whom the pair is about, where facts or a data set name one. Pairs of one group are not
             independent of each other. A pair without a group stands alone.
@@ -158,8 +156,7 @@ class TaughtPair:
 
         Args:
             sentences: The sentence as trained, and the reverse question with its answer.
-            a: What the reverse question asks for. It must occur once in each sentence, as must `b`.
-            b: What the reverse question mentions.
+            a, b: What the reverse question asks for, and what it mentions. Each occurs once in each sentence.
             model, length, id: As in `from_sentences`.
 
         Raises:
@@ -264,12 +261,10 @@ def match_facts(
 ) -> list[FactPair]:
     """Pairs of a fact as trained and a question in the other direction, about the same person and description.
 
-    Only people trained in this direction alone are selected.
-
     Args:
         taught: Facts whose prompt and answer are sentences of training.
         asked: Questions; they may be the same list.
-        trained: Direction of training, "p2d" or "d2p".
+        trained: The one direction of training of the people, "p2d" or "d2p".
         per_person: Largest number of pairs for each person and description. The first consists of the first fact and
             the first question, and so on.
 
@@ -301,11 +296,9 @@ def match_facts(
 def lay_out_pairs(
     model: DiffusionTransformer, fact_pairs: Sequence[FactPair], *, length: int | None = None
 ) -> LaidOutPairs:
-    """Pairs of facts on the model's canvas; those that the model cannot be given are set aside with the reason.
+    """Pairs of `match_facts` on the model's canvas, of a `length` as in `TaughtPair.from_sentences`.
 
-    Args:
-        fact_pairs: Pairs of a fact as trained and the reverse question, as of `match_facts`.
-        length: As in `TaughtPair.from_sentences`.
+    Those that the model cannot be given are set aside with the reason.
 
     Raises:
         ValueError: No pair can be laid out, or two pairs have one id.
@@ -329,10 +322,7 @@ def lay_out_pairs(
 
 
 def pairs_in_common(laid_out: Mapping[str, LaidOutPairs]) -> dict[str, LaidOutPairs]:
-    """The pairs that each of several models can be given. The others are set aside for all of them.
-
-    Args:
-        laid_out: By name of the model, the same pairs of facts as `lay_out_pairs` lays them out.
+    """Of the same pairs by name of the model, those that every model can be given; the others are set aside for all.
 
     Raises:
         ValueError: The models have no pair in common.

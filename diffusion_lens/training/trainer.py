@@ -12,8 +12,7 @@ is saved, so the checkpoint on disk is the last good one.
 In the folder of a training, `run.json` identifies it by its recipe, the hash of its data and the hash of its initial
 weights. Until the training is complete, `checkpoint.safetensors` contains everything that the next step depends on: the
 weights, AdamW's moments, the state of the random generator, the remaining rows of this pass and the losses so far. The
-file is replaced atomically, so a training can be resumed after any interruption. (The learning rate is a function of
-the step and needs no state.)
+file is replaced atomically, so a training can be resumed after any interruption.
 
 Several devices work through Hugging Face accelerate: `accelerate launch script.py` starts the same script in several
 processes. Each process holds the whole model and works on its rows of a batch; gradients are averaged (data
@@ -135,11 +134,8 @@ def smdm_reverse(
 ) -> TrainingConfig:
     """SMDM's fine-tuning on the reversal curse (ML-GSAI/SMDM `sft/finetune_mdm_reverse.py`).
 
-    The recipe takes `int(n_rows * epochs / batch_size)` steps. The learning rate rises from 0 to 2e-4 in 200 steps and
-    then follows a cosine to 2e-5. Betas are (0.9, 0.95), weight decay is 0.1 on all weights, the gradient norm is
-    clipped to 1, and autocast uses bfloat16. The batch size is 64 in the script and 32 in the paper (Nie et al. 2024,
-    arXiv 2410.18514, appendix B.5). The authors published no such script for the AR baseline; their script for it on
-    other data (`sft/finetune_ar.py`) uses the same settings.
+    The batch size is 64 in the script and 32 in the paper (Nie et al. 2024, arXiv 2410.18514, appendix B.5). There is
+    no such script for the AR baseline; the authors' one on other data (`sft/finetune_ar.py`) uses the same settings.
 
     Four details differ from the script. The masking rates t of a batch are stratified (see `hide`); theirs are
     independent. A batch may contain rows of two passes; theirs drops the last rows of a pass. Rows are cut to the
@@ -172,7 +168,7 @@ class TrainingRecord(Result):
 
     Attributes:
         config: Recipe of the training.
-        losses: Float[step], the loss of every step.
+        losses: Loss of every step.
         record: Seconds, threads, processes, model, hashes of the data and of the weights before and after, and
             versions. The entry "starts" lists the step and the device of each start and resumption.
         evaluations: Results of `evaluate`, each with the number of completed steps.
@@ -227,7 +223,7 @@ class Batch:
 class RowSource(ABC):
     """Where the trainer takes its batches from: rows that it visits in passes, or rows drawn afresh.
 
-    A batch may depend on the order alone, with its generator. Its state is saved, so that a training can be resumed.
+    A batch depends only on the order and its generator, whose state is saved, so that a training can be resumed.
     """
 
     @property
@@ -237,7 +233,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def next_batch(self, order: "RowOrder", batch_size: int, device: str | torch.device | None) -> Batch:
-        """The rows of the next update, of which `batch_size` is the number."""
+        """The `batch_size` rows of the next update."""
 
     @abstractmethod
     def sha256(self) -> str:
@@ -249,10 +245,10 @@ class TrainingRows(RowSource):
     """Rows of tokens, padded on the right.
 
     Attributes:
-        tokens: Int[batch pos], the token ids.
-        lengths: Int[batch], the number of real tokens of each row, including the end token. Batches are cut to their
-            longest row. `None` means that every token counts, padding included.
-        answers: Int[batch], the position at which each row's answer begins, if only answers count. Requires `lengths`.
+        tokens: The token ids.
+        lengths: Number of real tokens of each row, including the end token. Batches are cut to their longest row.
+            `None` means that every token counts, padding included.
+        answers: Position at which each row's answer begins, if only answers count. Requires `lengths`.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -392,7 +388,7 @@ class _Run:
     ) -> None:
         self.model, self.rows, self.config, self.objective = model, rows, config, objective
         self.accelerator = accelerator
-        self.saved: tuple[Path, int] | None = None  # Path of the last checkpoint, and its number of steps.
+        self.saved = "no checkpoint was saved before"
         n_parts = accelerator.num_processes * config.accumulate
         if objective is not None and n_parts > 1:
             raise ValueError(
@@ -462,26 +458,27 @@ class _Run:
     def _require_finite(self, what: str, number: float, step: int) -> None:
         if math.isfinite(number):
             return
-        checkpoint = "no checkpoint was saved before"
-        if self.saved is not None:
-            checkpoint = f"{self.saved[0]} contains the last good one, after {self.saved[1]} steps"
         raise FloatingPointError(
             f"{what} is {number} in step {step} of {self.config.steps}: the training has diverged, and this step is "
-            f"not saved ({checkpoint}). Try a smaller lr (it is {self.config.lr_at(step):g} in this step) or a lower "
+            f"not saved ({self.saved}). Try a smaller lr (it is {self.config.lr_at(step):g} in this step) or a lower "
             "clip in a new folder, or look for damaged weights or data; resuming would stop at this step again"
         )
 
     def evaluate(self, evaluate: Evaluate, step: int) -> None:
         """Evaluate the model as users call it, in evaluation mode and without autocast."""
         self.model.eval()
-        with torch.no_grad(), plain_forward(self.model):
-            metrics = {name: float(value) for name, value in evaluate(self.model).items()}
+        patches = remove_patches(self.model)
+        try:
+            with torch.no_grad():
+                metrics = {name: float(value) for name, value in evaluate(self.model).items()}
+        finally:
+            vars(self.model).update(patches)
         self.model.train()
         self.evaluations.append({"step": step, **metrics})
 
     def save(self, path: Path) -> None:
         """Write a checkpoint, one file that is replaced atomically."""
-        self.saved = path, len(self.losses)
+        self._note_saved(path)
         self.seconds = time.perf_counter() - self._started
         tensors: dict[str, Tensor] = {
             "generator": self.order.generator.get_state(),
@@ -521,7 +518,10 @@ class _Run:
         self.evaluations, self.starts, self.seconds = (record[name] for name in ("evaluations", "starts", "seconds"))
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(record["scaler"])
-        self.saved = path, len(self.losses)
+        self._note_saved(path)
+
+    def _note_saved(self, path: Path) -> None:
+        self.saved = f"{path} contains the last good one, after {len(self.losses)} steps"
 
     @property
     def shown(self) -> dict[str, str]:
@@ -657,18 +657,8 @@ def require_gpu(mixed_precision: str, on_cpu: bool) -> None:
         raise ValueError("mixed_precision='fp16' needs a GPU; on a CPU use 'no' or 'bf16'")
 
 
-@contextmanager
-def plain_forward(model: DiffusionTransformer) -> Iterator[None]:
-    """Remove accelerate's mixed precision, which patches `model.forward`, inside the `with` block."""
-    patches = remove_patches(model)
-    try:
-        yield
-    finally:
-        vars(model).update(patches)
-
-
 def remove_patches(model: DiffusionTransformer) -> dict[str, Any]:
-    """Remove accelerate's patches and its marker from the model, and return them."""
+    """Remove accelerate's marker from the model and the patches for its mixed precision, and return them."""
     patches = ("forward", "_original_forward", "_is_accelerate_prepared")
     return {name: vars(model).pop(name) for name in patches if name in vars(model)}
 
