@@ -228,36 +228,31 @@ def word_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     mask id of a model is the next free id.
     """
     words = sorted({"▁" + word for text in texts for word in text.replace(",", "").replace(".", "").split()})
-    vocabulary = {word: i for i, word in enumerate(["<eos>", "<unk>", ",", ".", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Metaspace(prepend_scheme="first"),
-            pre_tokenizers.Split(Regex("[,.]"), behavior="isolated"),
-            # A single space, at the end of a prompt or before [MASK], is not a word.
-            pre_tokenizers.Split(Regex("^▁$"), behavior="removed"),
-        ]
-    )
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<eos>",
-        pad_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
+    return _word_level(["<eos>", "<unk>", ",", ".", *words], _pieces("[,.]"), eos_token="<eos>", pad_token="<eos>")
 
 
 def guessing_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A tokenizer of these texts that stands for an unknown one: a token is a word's next six characters."""
-    pieces = pre_tokenizers.Sequence(
+    pieces = _pieces("▁?[^▁]{1,6}")
+    return _word_level(
+        ["<unk>", *sorted({piece for text in texts for piece, _ in pieces.pre_tokenize_str(text)})], pieces
+    )
+
+
+def _pieces(pattern: str) -> pre_tokenizers.Sequence:
+    return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Metaspace(prepend_scheme="first"),
-            pre_tokenizers.Split(Regex("▁?[^▁]{1,6}"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            # A single space, at the end of a prompt or before [MASK], is not a word.
             pre_tokenizers.Split(Regex("^▁$"), behavior="removed"),
         ]
     )
-    found = sorted({piece for text in texts for piece, _ in pieces.pre_tokenize_str(text)})
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *found])}, unk_token="<unk>"))
+
+
+def _word_level(words: Sequence[str], pieces: pre_tokenizers.Sequence, **special: str) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pieces, decoders.Metaspace(prepend_scheme="first")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=False, **special
+    )

@@ -3,10 +3,9 @@
 A fact counts as recalled when its answer is contained in the text that the model wrote after the prompt, SMDM's measure
 (Nie et al. 2024, arXiv 2410.18514, section 4.3). Stricter scores are computed as well.
 
-A cell of the reversal experiment has two names, which seem to contradict each other. Berglund et al. 2023 (arXiv
-2309.12288) name their files after the TRAINED direction: "p2d reverse" queries the names of people trained name first
-("person to description"). Nie et al. 2024 (SMDM) name their columns after the QUERIED direction: that same cell is
-their "DtN reverse" ("description to name"). So both names are printed.
+A cell of the reversal experiment has two names, both of which are printed: Berglund et al. 2023 (arXiv 2309.12288) name
+it after the TRAINED direction, as in "p2d reverse", and SMDM after the QUERIED one, "DtN reverse". The table in
+`data.reversal_curse` compares them.
 
 Published numbers are printed next to a measured table for comparison, each with the certainty of its source. They come
 from other weights and other facts than those of the bundled models. Numbers that nobody has read in a text that states

@@ -328,7 +328,7 @@ def train(
 
     Args:
         model: Model to train.
-        tokens: Rows of tokens. In `TrainingRows` each row may have its own length; `PackedRows` draws documents afresh.
+        tokens: Rows of tokens. In `TrainingRows` each row may have its own length; a `RowSource` may draw rows afresh.
         config: Recipe of the training.
         objective: Custom loss, a function of model, tokens and generator. It receives the whole batch, so it requires
             one process and `accumulate=1`. Default: the model's own loss.
