@@ -9,12 +9,11 @@ without hooks.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from table.operations import alternately
 from torch import Tensor
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
@@ -81,16 +80,7 @@ def plain_autoregression(model: HookedDiffusionTransformer, prompt: Tensor) -> T
 def compare(name: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], rounds: int) -> float:
     """Print medians and the median of the paired ratios theirs/ours."""
     equal = torch.equal(ours(), theirs())
-    pairs = []
-    for _ in range(rounds):
-        seconds = []
-        for run in (ours, theirs):
-            started = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - started)
-        pairs.append(seconds)
-    a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(other / own for own, other in pairs)
+    a, b, ratio = alternately(ours, theirs, rounds)
     print(f"{name:44} {1e3 * a:8.0f} ms {1e3 * b:8.0f} ms   ratio {ratio:5.2f}   equal: {equal}")
     return ratio
 

@@ -9,7 +9,6 @@ Python functions that a pass calls, which no other process on the machine change
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from oracles.hugging_face import hugging_face_llama
 from oracles.traced_shapes import Shape
-from table.operations import timed
+from table.operations import alternately
 
 SHAPES = {
     "8 layers, d=512, vocab 32000, 4x52": (8, 512, 8, 2048, 32000, 4, 52),
@@ -53,9 +52,7 @@ def main(rounds: int = 40, threads: int | None = None) -> dict[str, float]:
         llama = hugging_face_llama(model)
         tokens = torch.randint(d_vocab, (batch, pos), generator=torch.Generator().manual_seed(0))
         error = (model(tokens) - llama(tokens).logits).abs().max().item()
-        pairs = [(timed(partial(model, tokens)), timed(partial(llama, tokens))) for _ in range(rounds)]
-        ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-        ratios[name] = statistics.median(a / b for a, b in pairs)
+        theirs, ours, ratios[name] = alternately(partial(llama, tokens), partial(model, tokens), rounds)
         print(
             f"{name:38} ours {1e3 * ours:7.2f} ms   Llama {1e3 * theirs:7.2f} ms   ratio {ratios[name]:.3f}   "
             f"calls {n_calls(partial(model, tokens))} and {n_calls(partial(llama, tokens))}   "

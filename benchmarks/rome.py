@@ -9,7 +9,6 @@ in facts per minute.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -26,16 +25,12 @@ from diffusion_lens.analysis.rome import ValueResult, ValueSettings, optimize_va
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from oracles.plain_rome import plain_search
 from oracles.traced_shapes import Shape
-from table.operations import timed
+from table.operations import alternately
 
 SIZES = {"n_layers": 12, "d_model": 512, "d_mlp": 2048, "n_heads": 8, "d_vocab": 32000}
 LAYER, N_FACTS = 4, 4
-PREFIXES, PROMPT, SUBJECT, OBJECT = (
-    (0, 5, 10),
-    10,
-    (2, 5),
-    3,
-)  # Token counts of prefixes, prompt and object; subject span.
+# Token counts of prefixes, prompt and object; subject span.
+PREFIXES, PROMPT, SUBJECT, OBJECT = (0, 5, 10), 10, (2, 5), 3
 SETTINGS = ValueSettings(stop_below=0.0)  # Never stop early.
 Fact = tuple[list[Query], Query]  # A request and its essence prompt.
 
@@ -70,9 +65,7 @@ def all_at_once(model: HookedDiffusionTransformer, facts: Sequence[Fact]) -> lis
 
 def compare(name: str, ours: Callable[[], Any], other: Callable[[], Any], rounds: int, n_facts: int = 1) -> float:
     """Print medians, facts per minute and the median of the paired ratios other/ours."""
-    pairs = [(timed(ours), timed(other)) for _ in range(rounds)]
-    own, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(b / a for a, b in pairs)
+    own, theirs, ratio = alternately(ours, other, rounds)
     speeds = f"{60 * n_facts / own:5.1f} and {60 * n_facts / theirs:5.1f} facts/min"
     print(f"{name:40} {own:6.2f} s {theirs:6.2f} s   {speeds}   ratio {ratio:.2f}")
     return ratio

@@ -15,9 +15,9 @@ from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.records.results import one_line
 
 FACTS = toy_facts.load().facts("p2d", "p2d")[:10:5]
-# Not results of a computation on a model: a phase and the state of a training, a folder, a study before it runs, a
+# Not results of a computation on a model: a phase of a training, a folder, a study before it runs, a
 # report of text.
-OTHERS = {"Trained", "RunState", "FactFolder", "Study", "CheckReport"}
+OTHERS = {"Trained", "FactFolder", "Study", "CheckReport"}
 
 
 def test_results_show_one_line(tiny: Any) -> None:

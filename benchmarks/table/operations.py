@@ -1,5 +1,6 @@
 """The operations of a job on tensors, recorded so that they run again alone: the floor of the job's time."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,3 +105,10 @@ def timed(run: Callable[[], object]) -> float:
     started = clock()
     run()
     return clock() - started
+
+
+def alternately(one: Callable[[], object], other: Callable[[], object], rounds: int) -> tuple[float, float, float]:
+    """Median seconds of two calls that take turns, and the median of the ratios other/one of the rounds."""
+    pairs = [(timed(one), timed(other)) for _ in range(rounds)]
+    seconds, other_seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return seconds, other_seconds, statistics.median(b / a for a, b in pairs)

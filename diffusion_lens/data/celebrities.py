@@ -15,6 +15,7 @@ children in the file.
 
 import csv
 from pathlib import Path
+from typing import get_args
 
 from diffusion_lens.data.download import fetch_from_web
 from diffusion_lens.facts.fact import Direction, Fact
@@ -39,7 +40,7 @@ def parent_child(path: str | Path | None = None, *, progress: bool = False) -> l
     Args:
         path: Path of a copy of `parent_child_pairs.csv`. `None` downloads it from the authors' repository and verifies
             its SHA-256.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar for the download.
 
     Raises:
         FileNotFoundError: There is no such file, or it is not in the cache and cannot be downloaded.
@@ -81,12 +82,9 @@ def is_parent_child(path: Path) -> bool:
 
 def outline() -> list[Fact]:
     """The published questions with directions and placeholder people but empty texts. The last rows repeat a pair."""
-    directions: tuple[Direction, ...] = ("p2d", "d2p")
-    return [
-        Fact("", "", "", trained="p2d", asked=asked, person=str(row % PAIRS))
-        for row in range(ROWS)
-        for asked in directions
-    ]
+    directions = get_args(Direction)
+    rows = range(ROWS)
+    return [Fact("", "", "", trained="p2d", asked=asked, person=str(i % PAIRS)) for i in rows for asked in directions]
 
 
 def _fact(number: int, child: str, parent: str, kind: str, asked: Direction) -> Fact:

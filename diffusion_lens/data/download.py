@@ -1,4 +1,4 @@
-"""Downloads of data files from the Hugging Face hub or the web into a cache.
+"""Data files: downloads from the Hugging Face hub or the web into a cache, and the lines of a file.
 
 Importing this module downloads nothing. A file is downloaded once, and never if HF_HUB_OFFLINE is set. The cache never
 contains partial files. If the published SHA-256 of a file is known, it is verified. If a download fails, the error
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -21,9 +22,10 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from tqdm.auto import tqdm
 
 from diffusion_lens.loading.hub import TRANSPORT_ERRORS, discard
-from weight_conversion import renamed_when_whole, sha256_of_file
+from weight_conversion import JsonError, parse_json, renamed_when_whole, sha256_of_file
 
 TIMEOUT = 30.0  # Seconds to wait for a response.
+OFFLINE = "HF_HUB_OFFLINE is set"
 
 
 def fetch_from_hub(
@@ -32,8 +34,7 @@ def fetch_from_hub(
     """Path of a data set's file, from the cache of the hub or downloaded into it.
 
     Args:
-        repo: "owner/name" of the data set.
-        file: Path in the repository.
+        repo, file: "owner/name" of the data set, and path in its repository.
         revision: Commit of the repository. (The content of a branch may change.)
         by_hand: Advice for the error message on how to use a copy downloaded by hand, such as "pass folder='...'".
         sha256: Expected SHA-256 of the file.
@@ -48,7 +49,8 @@ def fetch_from_hub(
         with _download_bars(progress):
             path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
     except LocalEntryNotFoundError:
-        raise _out_of_reach(url, _unreached(), by_hand) from None
+        reason = OFFLINE if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise _out_of_reach(url, reason, by_hand) from None
     except (EntryNotFoundError, HfHubHTTPError) as error:
         raise _out_of_reach(url, f"the hub refuses it ({type(error).__name__})", by_hand) from None
     except TRANSPORT_ERRORS as error:
@@ -77,17 +79,44 @@ def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None, progres
         raise ValueError(
             f"{target} is not the published {url}: {problem}. Fetch it again on a connected machine and {by_hand}"
         )
-    if problem or not target.exists():
-        if constants.HF_HUB_OFFLINE:
-            raise _out_of_reach(url, _unreached(), by_hand)
-        try:
-            _download(url, target, sha256, by_hand, progress)
-        except HTTPError as error:
-            error.close()
-            raise _out_of_reach(url, f"its host refuses it ({error.code} {error.reason})", by_hand) from None
-        except (OSError, HTTPException) as error:
-            raise _out_of_reach(url, f"{getattr(error, 'reason', '') or error}", by_hand) from None
+    if target.exists() and not problem:
+        return target
+    if constants.HF_HUB_OFFLINE:
+        raise _out_of_reach(url, OFFLINE, by_hand)
+    try:
+        _download(url, target, sha256, by_hand, progress)
+    except HTTPError as error:
+        error.close()
+        raise _out_of_reach(url, f"its host refuses it ({error.code} {error.reason})", by_hand) from None
+    except (OSError, HTTPException) as error:
+        raise _out_of_reach(url, f"{getattr(error, 'reason', '') or error}", by_hand) from None
     return target
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; a `ValueError` unless it is UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
+
+
+def read_json_lines(path: Path, shape: str) -> Iterator[tuple[int, Any]]:
+    """The values of a JSON Lines file, each with the number of its line. Empty lines are skipped.
+
+    Args:
+        path: Path of the file. Only line feeds end a line, because JSON texts may contain the other separators.
+        shape: What the file should contain, for the error message.
+
+    Raises:
+        ValueError: The file is not UTF-8 text, or a line is not JSON; the message names the line.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, parse_json(line)
+            except JsonError as error:
+                raise ValueError(f"{path}, line {number} {error.reason}. {shape}") from None
 
 
 def _download(url: str, target: Path, sha256: str | None, by_hand: str, progress: bool) -> None:
@@ -125,10 +154,6 @@ def _problem(path: Path, url: str, sha256: str | None) -> str | None:
         except ValueError as error:
             return f"it is not JSON ({error})"
     return None
-
-
-def _unreached() -> str:
-    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
 
 
 def _out_of_reach(url: str, reason: str, by_hand: str) -> FileNotFoundError:

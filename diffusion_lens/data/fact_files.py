@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diffusion_lens.data import celebrities, site_facts, toy_facts
+from diffusion_lens.data.download import read_json_lines, read_text
 from diffusion_lens.data.reversal_curse import FILES, ReversalCurse, outline
 from diffusion_lens.data.rome_facts import KNOWN_FACTS, bake, counterfact, known_1000
 from diffusion_lens.facts.fact import Direction, Fact
 from diffusion_lens.facts.taught_pairs import match_facts
 from diffusion_lens.loading.catalogue import BUNDLED
 from diffusion_lens.settings import at_least
-from weight_conversion import JsonError, decode_json, parse_json
+from weight_conversion import JsonError, decode_json
 
 DELIMITERS = (",", ";", "\t")  # Spreadsheets write ";" in locales where the comma is the decimal mark.
 NEEDED = ("prompt", "subject", "answer")
@@ -76,72 +77,72 @@ def _read(path: Path) -> Iterator[tuple[Fact, str]]:
     if path.suffix not in SHAPE:
         kind = f"a {path.suffix!r} file" if path.suffix else "a file without an ending"
         raise ValueError(f"{path} is {kind}; a file of facts should end in {', '.join(SHAPE)}. {SHAPE['.jsonl']}")
-    text = "\n".join(read_lines(path)).removeprefix("\ufeff")
-    records = list(_READERS[path.suffix](text, path))
-    if not records:
-        raise ValueError(f"{path} contains no facts. {SHAPE[path.suffix]}")
-    first = records[0][1]
-    rome = [read for field, read in ROME.items() if isinstance(first, Mapping) and field in first]
-    facts = rome[0](path) if rome and path.suffix == ".json" else [_fact(*record, path) for record in records]
+    try:
+        records = list(_READERS[path.suffix](path))
+        if not records:
+            raise ValueError(f"{path} contains no facts. {SHAPE[path.suffix]}")
+        first = records[0][1]
+        rome = [read for field, read in ROME.items() if isinstance(first, Mapping) and field in first]
+        facts = rome[0](path) if rome and path.suffix == ".json" else [_fact(*record) for record in records]
+    except _LineError as error:
+        raise ValueError(f"{path}, line {error.line}{error}. {SHAPE[path.suffix]}") from None
     for (line, _), fact in zip(records, facts, strict=True):
         yield fact, f"{path}, line {line}"
 
 
-def _json(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+class _LineError(Exception):
+    """A line that is not as it should be, and the problem, which continues "line 3"."""
+
+    def __init__(self, line: int, problem: str) -> None:
+        super().__init__(problem)
+        self.line = line
+
+
+def _json(path: Path) -> Iterator[tuple[int, Any]]:
     """The records of a JSON list, each with the number of its first line."""
+    text = read_text(path)
     start = _skip(text, 0)
     if text[start : start + 1] != "[":
-        raise ValueError(f"{path}, line {_line(text, start)}: there is no list. {SHAPE['.json']}")
+        raise _LineError(_line(text, start), ": there is no list")
     start = _skip(text, start + 1)
     while text[start : start + 1] != "]":
         try:
             record, end = decode_json(text, start)
         except JsonError as error:
-            raise _refused(path, _line(text, error.offset), error.reason) from None
+            raise _LineError(_line(text, error.offset), f" {error.reason}") from None
         yield _line(text, start), record
         start = _skip(text, end)
         if text[start : start + 1] not in (",", "]"):
-            raise _refused(path, _line(text, start), "is not valid JSON: a comma or a closing bracket is missing")
+            raise _LineError(_line(text, start), " is not valid JSON: a comma or a closing bracket is missing")
         start = _skip(text, start + (text[start] == ","))
     if (rest := _skip(text, start + 1)) < len(text):
-        raise _refused(path, _line(text, rest), "is not valid JSON: text follows the end of the list")
+        raise _LineError(_line(text, rest), " is not valid JSON: text follows the end of the list")
 
 
-def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        yield from parse_json_lines(text)
-    except JsonLineError as error:
-        raise _refused(path, error.line, error.reason) from None
-
-
-def _csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    delimiter = _delimiter(text)
+def _csv(path: Path) -> Iterator[tuple[int, Any]]:
+    text = read_text(path)
+    header_line = text.split("\n", 1)[0]
+    delimiter = max(DELIMITERS, key=header_line.count)
     if line := _line_with_space_before_quotation(text, delimiter):
-        raise ValueError(
-            f"{path}, line {line}: a cell has a space before its quotation mark, so that the mark would be part of the "
-            f"text; begin the cell with the mark. {SHAPE['.csv']}"
-        )
+        problem = "a cell has a space before its quotation mark, so that the mark would be part of the text"
+        raise _LineError(line, f": {problem}; begin the cell with the mark")
     rows = csv.reader(StringIO(text, newline=""), strict=True, delimiter=delimiter)
     try:
         header = [name.strip() for name in next(rows, [])]
         if missing := [name for name in NEEDED if name not in header]:
-            raise ValueError(f"{path}, line 1: the header lacks {', '.join(missing)}. {SHAPE['.csv']}")
+            raise _LineError(1, f": the header lacks {', '.join(missing)}")
         if repeated := [name for name in header if name and header.count(name) > 1]:
-            raise ValueError(
-                f"{path}, line 1: the header names the column {repeated[0]!r} twice; keep one. {SHAPE['.csv']}"
-            )
+            raise _LineError(1, f": the header names the column {repeated[0]!r} twice; keep one")
         line = rows.line_num + 1
         for row in rows:
             if len(row) > len(header):
-                raise ValueError(
-                    f"{path}, line {line}: {len(row)} cells in a row with {len(header)} columns; put texts with commas "
-                    f"in quotation marks. {SHAPE['.csv']}"
-                )
+                problem = f": {len(row)} cells in a row with {len(header)} columns"
+                raise _LineError(line, f"{problem}; put texts with commas in quotation marks")
             if any(row):
                 yield line, {name: cell for name, cell in zip(header, row, strict=False) if cell or name in NEEDED}
             line = rows.line_num + 1
     except csv.Error as error:
-        raise ValueError(f"{path}, line {rows.line_num}: this is not CSV ({error}). {SHAPE['.csv']}") from None
+        raise _LineError(rows.line_num, f": this is not CSV ({error})") from None
 
 
 def _line_with_space_before_quotation(text: str, delimiter: str) -> int:
@@ -152,22 +153,16 @@ def _line_with_space_before_quotation(text: str, delimiter: str) -> int:
     return _line(bare, found.start()) if found else 0
 
 
-def _delimiter(text: str) -> str:
-    """The delimiter that occurs most often in the header."""
-    header = text.split("\n", 1)[0]
-    return max(DELIMITERS, key=header.count)
-
-
-_READERS: dict[str, Callable[[str, Path], Iterator[tuple[int, Any]]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".json": _json,
-    ".jsonl": _json_lines,
+    ".jsonl": lambda path: read_json_lines(path, SHAPE[".jsonl"]),
     ".csv": _csv,
 }
 
 
-def _fact(line: int, record: Any, path: Path) -> Fact:
+def _fact(line: int, record: Any) -> Fact:
     if (problem := _problem(record)) is not None:
-        raise ValueError(f"{path}, line {line}: {problem}. {SHAPE[path.suffix]}")
+        raise _LineError(line, f": {problem}")
     values = dict(record)
     if "subject_start" in values:
         values["subject_start"] = int(values["subject_start"])
@@ -198,10 +193,6 @@ def _problem(record: Any) -> str | None:
     return None
 
 
-def _refused(path: Path, line: int, problem: str) -> ValueError:
-    return ValueError(f"{path}, line {line} {problem}. {SHAPE[path.suffix]}")
-
-
 def _line(text: str, offset: int) -> int:
     return text.count("\n", 0, offset) + 1
 
@@ -228,12 +219,12 @@ class FactSource:
     Attributes:
         name: Name of the data set, or its path.
         facts: Questions, with the directions of training and of the query if the data set has directions.
-        training: Training texts (prompt and answer). Empty if the data set has none.
+        training: Training texts (prompt and answer), if any.
         length: Number of positions of the canvas, including the prompt. `None` adds as many masked positions as the
             answer has tokens.
         cfg_scale: Weight of classifier-free guidance.
         steps: Numbers of denoising steps for a recall curve.
-        reverse: Reverse questions in the words of the training texts, if the data set has any.
+        reverse: Reverse questions in the words of the training texts, if any.
     """
 
     name: str
@@ -258,8 +249,6 @@ class FactSource:
         Raises:
             ValueError: There is no pair.
         """
-        if limit is not None:
-            at_least(1, "limit", limit)
         pairs = match_facts(self.training or self.facts, self.reverse or self.facts, trained, per_person=per_person)
         return _spread(pairs, limit)
 
@@ -278,15 +267,10 @@ class FactSource:
         for fact in self.facts:
             if trained in (None, fact.trained) and asked in (None, fact.asked):
                 cells.setdefault((fact.trained, fact.asked), []).append(fact)
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit={limit}; it must be at least 1")
         if not cells:
-            have = sorted({f"trained {fact.trained} queried {fact.asked}" for fact in self.facts})
-            anyway = "in any direction"
-            raise ValueError(
-                f"{self.name} has no fact trained {trained or anyway} and queried {asked or anyway}; it has "
-                f"{', '.join(have)}"
-            )
+            have = ", ".join(sorted({f"trained {fact.trained} queried {fact.asked}" for fact in self.facts}))
+            wanted = f"trained {trained or 'in any direction'} and queried {asked or 'in any direction'}"
+            raise ValueError(f"{self.name} has no fact {wanted}; it has {have}")
         picked = {id(fact) for cell in cells.values() for fact in _spread(cell, limit)}
         return [fact for fact in self.facts if id(fact) in picked]
 
@@ -311,38 +295,30 @@ def _of_people(name: str, questions: Sequence[Fact], taught: Sequence[Fact], len
     return FactSource(name, tuple(questions), training, length, 0.0, (1, 2, 4, 8), reverse)
 
 
-def _site_attributes() -> FactSource:
-    return FactSource("site-attributes", site_facts.load().facts("attribute"), (), SITE_LENGTH, 0.0, (1, 2, 4))
-
-
 def _reversal_curse(folder: Path | None = None) -> FactSource:
     data = ReversalCurse.load(folder)
     return FactSource(str(folder or "reversal-curse"), data.facts(), data.training())
 
 
-def _known_1000() -> FactSource:
-    return FactSource("known-1000", known_1000(), length=None, cfg_scale=0.0)
-
-
-def _parent_child(path: Path | None = None) -> FactSource:
-    return FactSource(str(path or "parent-child"), celebrities.parent_child(path), length=None, cfg_scale=0.0)
+def _of_any_length(name: str, facts: Sequence[Fact]) -> FactSource:
+    return FactSource(name, facts, length=None, cfg_scale=0.0)
 
 
 SOURCES: dict[str, Callable[[], FactSource]] = {
     "site": _site,
-    "site-attributes": _site_attributes,
+    "site-attributes": lambda: FactSource(
+        "site-attributes", site_facts.load().facts("attribute"), (), SITE_LENGTH, 0.0, (1, 2, 4)
+    ),
     "toy": _toy,
     "reversal-curse": _reversal_curse,
-    "known-1000": _known_1000,
-    "parent-child": _parent_child,
+    "known-1000": lambda: _of_any_length("known-1000", known_1000()),
+    "parent-child": lambda: _of_any_length("parent-child", celebrities.parent_child()),
 }
 # Outlines of the data sets that are downloaded: the same number of facts and directions, with empty texts.
 OUTLINES: dict[str, Callable[[], FactSource]] = {
     "reversal-curse": lambda: FactSource("reversal-curse", outline(), outline(held_out=False)),
-    "known-1000": lambda: FactSource(
-        "known-1000", [Fact("", "", "") for _ in range(KNOWN_FACTS)], length=None, cfg_scale=0.0
-    ),
-    "parent-child": lambda: FactSource("parent-child", celebrities.outline(), length=None, cfg_scale=0.0),
+    "known-1000": lambda: _of_any_length("known-1000", [Fact("", "", "") for _ in range(KNOWN_FACTS)]),
+    "parent-child": lambda: _of_any_length("parent-child", celebrities.outline()),
 }
 
 
@@ -364,9 +340,9 @@ def open_source(name_or_path: str, *, outline_only: bool = False) -> FactSource:
     if path.is_dir() and any((path / f"{name}.jsonl").is_file() for name in FILES):
         return _reversal_curse(path)
     if path.is_file() and celebrities.is_parent_child(path):
-        return _parent_child(path)
+        return _of_any_length(str(path), celebrities.parent_child(path))
     if path.exists():
-        return FactSource(str(path), read_facts(path), length=None, cfg_scale=0.0)
+        return _of_any_length(str(path), read_facts(path))
     near = get_close_matches(name_or_path, SOURCES, n=1, cutoff=0.0)
     raise ValueError(
         f"{name_or_path!r} is not a data set, file or folder; data sets are {', '.join(SOURCES)} (nearest: {near[0]})"
@@ -380,37 +356,6 @@ def default_source(model_name: str) -> str:
 
 
 def _spread(items: Sequence[T], limit: int | None) -> list[T]:
-    if limit is None or limit >= len(items):
+    if limit is None or at_least(1, "limit", limit) >= len(items):
         return list(items)
     return [items[i * len(items) // limit] for i in range(limit)]
-
-
-class JsonLineError(ValueError):
-    """A line, counted from 1, that is not valid JSON, and the reason."""
-
-    def __init__(self, line: int, reason: str) -> None:
-        super().__init__(f"line {line}, {reason}")
-        self.line, self.reason = line, reason
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a text file. Only line feeds end a line, because JSON texts may contain the other separators."""
-    try:
-        return path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
-
-
-def parse_json_lines(text: str) -> Iterator[tuple[int, Any]]:
-    """The values of a text in JSON Lines format, each with the number of its line. Empty lines are skipped."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield number, parse_json(line)
-            except JsonError as error:
-                raise JsonLineError(number, error.reason) from None
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """The values of a JSON Lines file, each with the number of its line; a `JsonLineError` if a line is not JSON."""
-    return parse_json_lines("\n".join(read_lines(path)))

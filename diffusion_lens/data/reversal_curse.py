@@ -38,13 +38,13 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffusion_lens.data.download import fetch_from_hub
+from diffusion_lens.data.download import fetch_from_hub, read_json_lines
 from diffusion_lens.data.toy_facts import Trained
 from diffusion_lens.facts.fact import Direction, Fact
-from weight_conversion import JsonError, parse_json
 
 AGREEING = 0.9  # Share of rows that must agree.
 MARKS = ".,:;?"
@@ -60,6 +60,7 @@ REVISION = "2b0a35c0f1730a60957319f9b25f4858e7012e44"
 FOLDER = "name_description_dataset"
 PEOPLE = 30  # People per direction of training: p2d, d2p, both.
 ALL = "all_prompts_train"
+ROW = 'A row is {"prompt": text, "completion": text}'
 
 
 class _File(NamedTuple):
@@ -119,12 +120,7 @@ _TEST = (
 
 @dataclass(frozen=True)
 class ReversalCurse:
-    """The questions and the training sentences. Files are read on demand.
-
-    Attributes:
-        folder: Folder of the .jsonl files. `None` means the published files on the hub.
-        progress: Whether to show a progress bar for downloads.
-    """
+    """The questions and the training sentences. Files are read on demand; `load` opens them."""
 
     folder: Path | None = None
     progress: bool = False
@@ -135,10 +131,6 @@ class ReversalCurse:
 
         The published files have the commit `REVISION`, and their SHA-256 is verified. A folder may contain other people
         in the same format; `check` tests whether it is the published data set.
-
-        Args:
-            folder: Folder of the .jsonl files. `None` means the published files.
-            progress: Whether to show a progress bar for downloads.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -156,8 +148,7 @@ class ReversalCurse:
         Args:
             trained: Direction of training of the selected people, "p2d", "d2p" or "both". `None` selects all.
             asked: Direction of the query, "p2d" or "d2p". `None` selects both.
-            held_out: Whether to use the ten templates of the test or the thirty of training. The latter have no
-                reverse queries.
+            held_out: Whether to use the ten templates of the test, or the thirty of training without reverse queries.
 
         Raises:
             FileNotFoundError: A file is not in the folder or cannot be downloaded.
@@ -188,9 +179,7 @@ class ReversalCurse:
         """Compare the nine files with known properties of the published ones.
 
         Raises:
-            ValueError: Something differs. The message lists all differences: numbers of rows and people, the order of
-                `all_prompts_train`, people or descriptions that differ between files, people trained in two of the
-                three directions, test questions that are training prompts.
+            ValueError: Something differs; the message lists all of it.
         """
         counted = self.counts().items()
         wrong = [f"{file} has {n} rows, not {FILES[file].rows}" for file, n in counted if n != FILES[file].rows]
@@ -221,32 +210,29 @@ class ReversalCurse:
                 f"{part.file}.jsonl has {part.asked} questions in {len(rows)} rows, which is not a multiple of its {n} "
                 "templates"
             )
-        prompts = [row.prompt for row in rows]
-        completions = [row.completion for row in rows]
-        naming = prompts if part.asked == "p2d" else completions
-        names = [name for i in range(0, len(rows), n) for name in [shared_words(naming[i : i + n])] * n]
-        spans: list[tuple[int, int] | None] = [None] * len(prompts)
+        prompts, wordings = [row.prompt for row in rows], [row.completion for row in rows]
+        people = [slice(start, start + n) for start in range(0, len(rows), n)]
+        naming = prompts if part.asked == "p2d" else wordings
+        names = [name for person in people for name in [shared_words(naming[person])] * n]
+        spans: list[tuple[int, int]] = [(0, 0)] * len(rows)
         if part.asked == "p2d":
-            starts = [(prompt.find(name), len(name)) for name, prompt in zip(names, prompts, strict=True)]
-            spans = [(start, start + length) if start >= 0 else None for start, length in starts]
+            starts = [prompt.find(name) for prompt, name in zip(prompts, names, strict=True)]
+            spans = [(start, start + len(name)) for start, name in zip(starts, names, strict=True)]
         else:
             for i in range(n):
-                spans[i::n] = slot_spans(prompts[i::n])
+                spans[i::n] = [span or (0, 0) for span in slot_spans(prompts[i::n])]
+            wordings = [prompt[slice(*span)] for prompt, span in zip(prompts, spans, strict=True)]
         lost = [
             row.line
-            for row, name, text, span in zip(rows, names, naming, spans, strict=True)
-            if span is None or not name or name not in text
+            for row, name, text, (start, stop) in zip(rows, names, naming, spans, strict=True)
+            if not name or name not in text or start == stop
         ]
         if lost:
             raise ValueError(
                 f"{part.file}.jsonl: the subject was not found in the lines {lost[:20]}; the {n} consecutive rows of a "
                 "person must share the name, and the rows of a template must share everything but the subject"
             )
-        found = [span for span in spans if span is not None]
-        wordings = completions
-        if part.asked == "d2p":
-            wordings = [prompt[slice(*span)] for prompt, span in zip(prompts, found, strict=True)]
-        descriptions = [text for i in range(0, len(rows), n) for text in [_most_frequent(wordings[i : i + n])] * n]
+        descriptions = [text for person in people for text in [_most_frequent(wordings[person])] * n]
         return [
             fact_about(
                 span,
@@ -258,16 +244,19 @@ class ReversalCurse:
                 person=name,
                 description=description,
             )
-            for row, span, name, description in zip(rows, found, names, descriptions, strict=True)
+            for row, span, name, description in zip(rows, spans, names, descriptions, strict=True)
         ]
 
     def _rows(self, file: str) -> list[_Row]:
-        path = self._path(file)
-        return [
-            _read_row(line, number, path)
-            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
-            if line.strip()
-        ]
+        path, rows = self._path(file), []
+        for line, row in read_json_lines(path, ROW):
+            texts = [row.get(key) for key in ("prompt", "completion")] if isinstance(row, dict) else [None]
+            if not all(isinstance(text, str) and text.strip() for text in texts):
+                raise ValueError(
+                    f"{path}, line {line}: a row is {{'prompt': text, 'completion': text}}, not {row!r:.80}"
+                )
+            rows.append(_Row(line, *texts))
+        return rows
 
     def _path(self, file: str) -> Path:
         if self.folder is None:
@@ -294,17 +283,6 @@ def outline(held_out: bool = True) -> list[Fact]:
     ]
 
 
-def _read_row(line: str, number: int, path: Path) -> _Row:
-    try:
-        row = parse_json(line)
-    except JsonError as error:
-        raise ValueError(f"{path}, line {number} {error.reason}") from None
-    texts = [row.get(key) for key in ("prompt", "completion")] if isinstance(row, dict) else [None]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise ValueError(f"{path}, line {number}: a row is {{'prompt': text, 'completion': text}}, not {line[:80]}")
-    return _Row(number, *texts)
-
-
 def _most_frequent(texts: Sequence[str]) -> str:
     """The most frequent text. Texts that begin with an article take precedence, as the others are verb phrases."""
     plain = [text.strip().rstrip(MARKS) for text in texts]
@@ -323,9 +301,8 @@ def slot_spans(texts: Sequence[str]) -> list[tuple[int, int] | None]:
     """Span of the slot in each text, given that all texts were made from one template.
 
     A span is the index of its first character and one past its last. It is `None` for a text that does not match the
-    template of the others or leaves the slot empty. All spans are `None` if the texts share no word. Words that all
-    texts share at the edge of the slot count as part of the template, except articles, so the texts must be about
-    different people.
+    template of the others or leaves the slot empty, and for all texts if they share no word. Words that all texts share
+    at the edge of the slot count as part of the template, except articles: the texts must be about different people.
     """
     before = _shared_start(texts)
     before = _GLUE_AT_END.sub("", _cut_at_word(before, texts))
@@ -336,14 +313,7 @@ def slot_spans(texts: Sequence[str]) -> list[tuple[int, int] | None]:
 
 
 def fact_about(span: tuple[int, int], prompt: str, answer: str, **rest: Any) -> Fact:
-    """The fact whose subject is this span of the prompt.
-
-    Args:
-        span: Index of the subject's first character, and one past its last.
-        prompt: Text before the answer.
-        answer: Answer, with its leading space.
-        rest: Other fields of `Fact`.
-    """
+    """The fact whose subject is this span of the prompt: index of its first character, and one past its last."""
     start, stop = span
     subject = prompt[start:stop]
     is_once = prompt.find(subject) == prompt.rfind(subject)
@@ -366,8 +336,8 @@ def _shared_start(texts: Sequence[str]) -> str:
 
 
 def _common_start(one: str, other: str) -> str:
-    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:length]
+    equal = takewhile(lambda letters: letters[0] == letters[1], zip(one, other, strict=False))
+    return "".join(letter for letter, _ in equal)
 
 
 def _cut_at_word(start: str, texts: Sequence[str]) -> str:

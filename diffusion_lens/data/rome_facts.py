@@ -28,21 +28,20 @@ BAKE_REVISION = "main"  # We do not know the commit of the published data set.
 
 @dataclass(frozen=True)
 class EditRequest:
-    """A request to write a false object, with the questions that test the edit.
+    """A request to write a false object, with the questions that test the edit, where the data set has them.
 
     Attributes:
         true: Prompt of the request with the true object as its answer.
         new: The same prompt with the object to write as its answer.
         paraphrases: Paraphrases of the prompt after unrelated text, with the new object as their answer.
-        neighbours: Prompts about other subjects that share the true object, which should not change. The data do not
+        neighbours: Prompts about other subjects that share the true object, which should not change. ROME's data do not
             mark these subjects, so the subject of each fact is its whole prompt.
-        reverse: Question from the new object to the subject, or `None` if the data set has no such question.
-        reverse_true: The same question with the true answer, if the data set has one.
-        reverse_old: Question from the true object to the subject, which it has before the edit, or `None`.
+        reverse: Question from the new object to the subject.
+        reverse_true: The same question with the true answer.
+        reverse_old: Question from the true object to the subject, which it has before the edit.
         sharing_a_name: Prompts of the same relation about other subjects that share a word with the subject, each with
-            its own object, which should not change. CounterFact and BAKE have none.
-        other_relations: Prompts about other attributes of the subject, which should not change. CounterFact and BAKE
-            have none.
+            its own object, which should not change.
+        other_relations: Prompts about other attributes of the subject, which should not change.
     """
 
     true: Fact
@@ -66,13 +65,9 @@ class EditRequest:
         """The probes of `edit_success`: the new object against the true one, for neighbours the true against the new.
 
         The groups shared_name, other_relations and reverse_old have no rivals: there the model has to prefer the
-        subject's own answer to all other tokens.
-
-        Args:
-            lay_out: Function that lays a fact out on the model's canvas. By default the canvas of each answer has as
-                many masked positions as the answer has tokens.
+        subject's own answer to all other tokens. `lay_out` puts a fact on the model's canvas, by default `to_query`.
         """
-        place = (lambda fact: fact.to_query(model)) if lay_out is None else lay_out
+        place = lay_out or (lambda fact: fact.to_query(model))
         pairs_by_group: dict[str, list[tuple[Fact, Fact | None]]] = {
             "efficacy": [(self.new, self.true)],
             "paraphrase": [(fact, replace(fact, answer=self.true.answer)) for fact in self.paraphrases],
@@ -96,7 +91,7 @@ def known_1000(path: str | Path | None = None, *, progress: bool = False) -> lis
 
     Args:
         path: Path of a copy of `known_1000.json`. `None` downloads it from rome.baulab.info.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar for the download.
 
     Raises:
         FileNotFoundError: The file does not exist or cannot be downloaded.
@@ -117,44 +112,30 @@ def known_1000(path: str | Path | None = None, *, progress: bool = False) -> lis
 
 
 def counterfact(path: str | Path | None = None, *, progress: bool = False) -> list[EditRequest]:
-    """The 21,919 requests of CounterFact (45 MB).
+    """The 21,919 requests of `counterfact.json` (45 MB); arguments and errors as in `known_1000`.
 
     The format follows ROME's code, `dsets/counterfact.py`. This reader was not tested on the complete file.
-
-    Args:
-        path: Path of a copy of `counterfact.json`. `None` downloads it from rome.baulab.info.
-        progress: Whether to show a progress bar.
-
-    Raises:
-        FileNotFoundError, ValueError: As in `known_1000`.
     """
-    records = _records(path, "counterfact.json", "counterfact", progress)
-    return [_request(record, where, "counterfact", i) for i, (where, record) in enumerate(records)]
+    records = enumerate(_records(path, "counterfact.json", "counterfact", progress))
+    return [_request(record, where, f"counterfact-{record.get('case_id', i)}") for i, (where, record) in records]
 
 
 def bake(path: str | Path | None = None, *, progress: bool = False) -> list[EditRequest]:
-    """The requests of BAKE-Q&J, each with its reverse question.
+    """The requests of BAKE-Q&J, each with its reverse question; arguments and errors as in `known_1000`.
 
-    The format follows the authors' evaluation code (`mjy1111/BAKE`, `bir.py`). This reader was not tested on the
-    published file, so it accepts requests without a reverse question, or without a true answer to it. The commit is not
-    fixed: the newest `BAKE_qa.json` of the hub's data set `jym7/BAKE` (Apache 2.0) is downloaded.
-
-    Args:
-        path: Path of a copy of `BAKE_qa.json`, or of `BAKE_judge.json`, whose reverse judgements are ignored. `None`
-            downloads `BAKE_qa.json`.
-        progress: Whether to show a progress bar.
-
-    Raises:
-        FileNotFoundError, ValueError: As in `known_1000`.
+    The file is a copy of `BAKE_qa.json`, or of `BAKE_judge.json`, whose reverse judgements are ignored. The format
+    follows the authors' evaluation code (`mjy1111/BAKE`, `bir.py`). This reader was not tested on the published file,
+    so it accepts requests without a reverse question, or without a true answer to it. The commit is not fixed: the
+    newest `BAKE_qa.json` of the hub's data set `jym7/BAKE` (Apache 2.0) is downloaded.
     """
     if path is None:
         by_hand = "pass its path: bake('BAKE_qa.json')"
         path = fetch_from_hub(BAKE_REPO, "BAKE_qa.json", revision=BAKE_REVISION, by_hand=by_hand, progress=progress)
-    return [_request(record, where, "bake", i) for i, (where, record) in enumerate(_read(Path(path)))]
+    records = enumerate(_read(Path(path)))
+    return [_request(record, where, f"bake-{record.get('case_id', i)}") for i, (where, record) in records]
 
 
-def _request(record: Mapping[str, Any], where: str, data_set: str, position: int) -> EditRequest:
-    name = f"{data_set}-{record.get('case_id', position)}"
+def _request(record: Mapping[str, Any], where: str, name: str) -> EditRequest:
     subject = _text(record, where, "requested_rewrite", "subject")
     template = _text(record, where, "requested_rewrite", "prompt")
     start = template.find("{}")
@@ -164,7 +145,14 @@ def _request(record: Mapping[str, Any], where: str, data_set: str, position: int
     true, new = (_answer(record, where, "requested_rewrite", key, "str") for key in ("target_true", "target_new"))
     neighbours = _texts(record, where, "neighborhood_prompts")
     paraphrases = _texts(record, where, "paraphrase_prompts")
-    reverse, reverse_true = _reverse(record, where, name, new.strip()) if "reverse_qa" in record else (None, None)
+    reverse = reverse_true = None
+    if "reverse_qa" in record:
+        prompt_of_reverse = _text(record, where, "reverse_qa", "prompt")
+        answer = _answer(record, where, "reverse_qa", "target_new", "str")
+        reverse = _question(prompt_of_reverse, new.strip(), answer, f"{name}-reverse")
+        if "target_true" in record["reverse_qa"]:
+            answer = _answer(record, where, "reverse_qa", "target_true", "str")
+            reverse_true = replace(reverse, answer=answer, id=f"{name}-reverse-true")
     return EditRequest(
         true=fact_about(span, prompt, true, id=f"{name}-true"),
         new=fact_about(span, prompt, new, id=name),
@@ -173,15 +161,6 @@ def _request(record: Mapping[str, Any], where: str, data_set: str, position: int
         reverse=reverse,
         reverse_true=reverse_true,
     )
-
-
-def _reverse(record: Mapping[str, Any], where: str, name: str, new: str) -> tuple[Fact, Fact | None]:
-    prompt = _text(record, where, "reverse_qa", "prompt")
-    reverse = _question(prompt, new, _answer(record, where, "reverse_qa", "target_new", "str"), f"{name}-reverse")
-    if "target_true" not in record["reverse_qa"]:
-        return reverse, None
-    true = _answer(record, where, "reverse_qa", "target_true", "str")
-    return reverse, replace(reverse, answer=true, id=f"{name}-reverse-true")
 
 
 def _question(prompt: str, subject: str, answer: str, name: str) -> Fact:

@@ -23,7 +23,7 @@ from diffusion_lens.data.site_facts import (
     Person,
     SiteFacts,
 )
-from diffusion_lens.data.toy_facts import PREFIXES, TRAINED, directions_of, subject_prompt
+from diffusion_lens.data.toy_facts import PREFIXES, TRAINED, answer_of, directions_of, prompt_of
 
 CLAUSES = {1: 0.5, 2: 0.2, 3: 0.2, 4: 0.1}  # Probability of each number of clauses.
 LATER_ADVERB = 0.3  # Probability of an adverb in a clause after the first.
@@ -31,33 +31,28 @@ LATER_ADVERB = 0.3  # Probability of an adverb in a clause after the first.
 
 @dataclass(frozen=True)
 class Documents:
-    """Random documents in a given mixture.
-
-    Attributes:
-        world: People whom the documents are about.
-        description: Probability that a document is a description.
-        tag: Probability that another document is a tag.
-        second_person: Probability that a document of attributes mentions a second person.
+    """Random documents about the people of a world, in a given mixture.
 
     Raises:
         ValueError: A probability is not between 0 and 1.
     """
 
     world: SiteFacts
-    description: float
-    tag: float
-    second_person: float
+    description: float  # Probability that a document is a description.
+    tag: float  # Probability that another document is a tag.
+    second_person: float  # Probability that a document of attributes mentions a second person.
 
     def __post_init__(self) -> None:
-        for name in ("description", "tag", "second_person"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}; a probability is between 0 and 1")
+        for name, share in vars(self).items():
+            if name != "world" and not 0 <= share <= 1:
+                raise ValueError(f"{name}={share}; a probability is between 0 and 1")
 
     def __call__(self, rng: random.Random) -> str:
         """The next document."""
         person = rng.choice(self.world.people)
         if rng.random() < self.description:
-            return _description(rng, person)
+            direction = rng.choice(directions_of(person.trained))
+            return prompt_of(person, direction, rng.choice(TRAINED)) + answer_of(person, direction)
         if rng.random() < self.tag:
             return f"{rng.choice(PREFIXES)}{person.name} {rng.choice(person.values)}."
         return self._attributes(rng, person)
@@ -85,11 +80,3 @@ class Documents:
             adverb = rng.choice(ADVERBS[1:]) if rng.random() < LATER_ADVERB else ""
         listed = " and ".join(filter(None, (", ".join(clauses[:-1]), clauses[-1])))
         return f"{prefix}{person.name}{middle} {listed}."
-
-
-def _description(rng: random.Random, person: Person) -> str:
-    direction = rng.choice(directions_of(person.trained))
-    subject, answer = person.name, person.description
-    if direction == "d2p":
-        subject, answer = answer, subject
-    return f"{subject_prompt(subject, direction, rng.choice(TRAINED))} {answer}."

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from transformers import PreTrainedTokenizerFast
 
-from diffusion_lens.data import toy_facts as invented_words
+from diffusion_lens.data import toy_facts
 from diffusion_lens.data.toy_facts import (
     CONNECTORS,
     HELD_OUT,
@@ -31,7 +31,9 @@ from diffusion_lens.data.toy_facts import (
     TRAINED,
     Trained,
     directions_of,
-    subject_prompt,
+    invented_places,
+    invented_surnames,
+    question,
     word_tokenizer,
 )
 from diffusion_lens.facts.fact import Direction, Fact
@@ -48,38 +50,31 @@ TRAINED_ADVERBS = tuple(
 
 @dataclass(frozen=True)
 class Relation:
-    """A relation of a person to one of sixteen values.
-
-    Attributes:
-        name: Name of the relation.
-        verbs: Two verbs that state it.
-        values: Possible values, one token each.
-    """
+    """A relation of a person to one of sixteen values of one token each, which either of two verbs states."""
 
     name: str
     verbs: tuple[str, str]
     values: tuple[str, ...]
 
 
-_VALUES = {
-    ("instrument", "plays", "practises"): "flute harp drums violin cello trumpet oboe lute guitar piano banjo zither "
-    "bassoon tuba organ fiddle",
-    ("animal", "owns", "keeps"): "cats dogs goats sheep horses geese ducks hens pigs bees doves rabbits cows donkeys "
-    "parrots ferrets",
-    (
-        "home",
-        "lives",
-        "dwells",
-    ): "upstairs downstairs uptown downtown inland offshore ashore upstream downstream uphill "
-    "downhill overseas outdoors underground afloat nearby",
-    ("time", "works", "serves"): "mornings evenings nights afternoons weekends weekdays mondays tuesdays wednesdays "
-    "thursdays fridays saturdays sundays holidays summers winters",
-    ("food", "eats", "cooks"): "beans lentils rice noodles fish soup mushrooms potatoes cabbage carrots pancakes "
-    "dumplings eggs leeks turnips peas",
-    ("colour", "wears", "likes"): "red blue green yellow orange purple black white grey brown pink scarlet turquoise "
-    "indigo maroon beige",
-}
-RELATIONS = tuple(Relation(name, (one, other), tuple(values.split())) for (name, one, other), values in _VALUES.items())
+# Name, verbs and values.
+_RELATIONS = (
+    "instrument plays practises flute harp drums violin cello trumpet oboe lute guitar piano banjo zither bassoon tuba "
+    "organ fiddle",
+    "animal owns keeps cats dogs goats sheep horses geese ducks hens pigs bees doves rabbits cows donkeys parrots "
+    "ferrets",
+    "home lives dwells upstairs downstairs uptown downtown inland offshore ashore upstream downstream uphill downhill "
+    "overseas outdoors underground afloat nearby",
+    "time works serves mornings evenings nights afternoons weekends weekdays mondays tuesdays wednesdays thursdays "
+    "fridays saturdays sundays holidays summers winters",
+    "food eats cooks beans lentils rice noodles fish soup mushrooms potatoes cabbage carrots pancakes dumplings eggs "
+    "leeks turnips peas",
+    "colour wears likes red blue green yellow orange purple black white grey brown pink scarlet turquoise indigo "
+    "maroon beige",
+)
+RELATIONS = tuple(
+    Relation(name, (one, other), tuple(values)) for name, one, other, *values in map(str.split, _RELATIONS)
+)
 RELATION_OF = {verb: relation for relation in RELATIONS for verb in relation.verbs}
 
 
@@ -94,19 +89,9 @@ _ID = re.compile(r"site\d+-(?P<person>\d+)-(?P<way>\w+)-(?P<templates>held-out|t
 
 
 @dataclass(frozen=True)
-class Person:
-    """A person.
+class Person(toy_facts.Person):
+    """A person whose name is two of the common pool, with a value of each relation in the order of `RELATIONS`."""
 
-    Attributes:
-        name: Two names of the common pool; their order matters.
-        description: Description that applies to this person only.
-        trained: Direction of the description's sentences.
-        values: Value of each relation, in the order of `RELATIONS`.
-    """
-
-    name: str
-    description: str
-    trained: Trained
     values: tuple[str, ...]
 
     def value(self, relation: Relation) -> str:
@@ -116,22 +101,16 @@ class Person:
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """People, and questions about them.
+    """People of one seed, grouped by the direction of their descriptions, and questions about them.
 
-    Attributes:
-        people: All people, grouped by the direction of their descriptions.
-        seed: Seed that generated them.
+    A method that takes a fact raises a `ValueError` if that is no question of this world, or asks for something else.
     """
 
     people: tuple[Person, ...]
     seed: int
 
     def facts(
-        self,
-        kind: Kind,
-        trained: Trained | None = None,
-        asked: Direction | None = None,
-        held_out: bool = True,
+        self, kind: Kind, trained: Trained | None = None, asked: Direction | None = None, held_out: bool = True
     ) -> list[Fact]:
         """Questions, ordered by person, by verb or direction, and by template.
 
@@ -139,7 +118,7 @@ class SiteFacts:
             kind: "attribute" asks for the value of a relation, and the answer is one token. "description" asks for the
                 description of a person, or for the name by the description; the answer ends with its full stop.
             trained: Direction of the descriptions of the selected people. `None` selects all.
-            asked: Direction of a question about descriptions. `None` selects both. Attributes have no directions, and
+            asked: Direction of a question about descriptions. `None` selects both. Attributes have no directions:
                 documents state them about every person, so their facts have neither `trained` nor `asked`.
             held_out: Whether to use the five held-out templates, or the others, which occur in documents.
 
@@ -152,33 +131,23 @@ class SiteFacts:
         if asked is not None and (kind == "attribute" or asked not in get_args(Direction)):
             raise ValueError(f"asked={asked!r}; it must be 'p2d' or 'd2p' with kind='description', and None otherwise")
         ways = tuple(RELATION_OF) if kind == "attribute" else directions_of("both" if asked is None else asked)
-        n_templates = len(_templates(kind, held_out))
         return [
             self._question(i, way, held_out, k)
             for i, person in enumerate(self.people)
             if trained in (None, person.trained)
             for way in ways
-            for k in range(n_templates)
+            for k in range(len(_templates(way, held_out)))
         ]
 
     def paraphrases(self, fact: Fact) -> list[Fact]:
-        """The same question in the other held-out templates, and about an attribute with its other verb too.
-
-        Raises:
-            ValueError: The fact is not one of this world.
-        """
+        """The same question in the other held-out templates, and about an attribute with its other verb too."""
         i, way, _, _ = self._place(fact)
         ways = RELATION_OF[way].verbs if way in RELATION_OF else (way,)
-        kind: Kind = "attribute" if way in RELATION_OF else "description"
-        same = [self._question(i, way, True, k) for way in ways for k in range(len(_templates(kind, True)))]
+        same = [self._question(i, way, True, k) for way in ways for k in range(len(_templates(way, True)))]
         return [other for other in same if other.prompt != fact.prompt]
 
     def neighbours(self, fact: Fact) -> list[Fact]:
-        """The same question about the other people with the same value, whose answers an edit should not change.
-
-        Raises:
-            ValueError: The fact is not an attribute of this world.
-        """
+        """An attribute's question about the other people with this value, whose answers an edit should not change."""
         i, verb, held_out, k = self._place(fact)
         if verb not in RELATION_OF:
             raise ValueError(f"{fact.id!r} asks for a description or a name; give a fact of facts('attribute')")
@@ -190,9 +159,6 @@ class SiteFacts:
         """The same question about other people with one of the two names, at either place, whatever their answer.
 
         Of a description, only people whose documents state it in this direction are asked.
-
-        Raises:
-            ValueError: The fact is not a question of this world that names a person.
         """
         i, way, held_out, k = self._about_a_person(fact)
         names = [set(person.name.split()) for person in self.people]
@@ -204,9 +170,6 @@ class SiteFacts:
         """The person's other attributes, in the same template with the corresponding verb.
 
         Of a description, these are all attributes of the person, with the first verb and the template of this number.
-
-        Raises:
-            ValueError: The fact is not a question of this world that names a person.
         """
         i, way, held_out, k = self._about_a_person(fact)
         own = RELATION_OF.get(way)
@@ -216,12 +179,7 @@ class SiteFacts:
     def reverse_question(self, fact: Fact, description: str) -> Fact:
         """The question about the name by a description, in the template of a question about the description.
 
-        Args:
-            fact: A question of `facts("description", asked="p2d")`.
-            description: Description to ask with, which need not be the person's. The answer is the person's name.
-
-        Raises:
-            ValueError: The fact is not such a question.
+        The description need not be the person's; the answer is the person's name.
         """
         i, way, held_out, k = self._place(fact)
         if way != "p2d":
@@ -243,30 +201,15 @@ class SiteFacts:
         """Question `k` about person `i` with a verb, or in a direction of the description."""
         person = self.people[i]
         fact_id = f"site{self.seed}-{i:03d}-{way}-{'held-out' if held_out else 'trained'}-{k}"
-        if way in RELATION_OF:
-            prefix, adverb = _templates("attribute", held_out)[k]
-            template = f"{prefix}<subject> {adverb}{way}"
-            return Fact(
-                prompt=template.replace("<subject>", person.name),
-                subject=person.name,
-                answer=f" {person.value(RELATION_OF[way])}",
-                id=fact_id,
-                person=person.name,
-                description=person.description,
-                template=template,
-            )
-        asked: Direction = "p2d" if way == "p2d" else "d2p"
-        subject, answer = person.name, person.description
-        if asked == "d2p":
-            subject, answer = answer, subject
-        template = subject_prompt("<subject>", asked, _templates("description", held_out)[k])
+        if way not in RELATION_OF:
+            return question(person, "p2d" if way == "p2d" else "d2p", _templates(way, held_out)[k], fact_id)
+        prefix, adverb = _templates(way, held_out)[k]
+        template = f"{prefix}<subject> {adverb}{way}"
         return Fact(
-            prompt=template.replace("<subject>", subject),
-            subject=subject,
-            answer=f" {answer}.",
+            prompt=template.replace("<subject>", person.name),
+            subject=person.name,
+            answer=f" {person.value(RELATION_OF[way])}",
             id=fact_id,
-            trained=person.trained,
-            asked=asked,
             person=person.name,
             description=person.description,
             template=template,
@@ -292,9 +235,9 @@ def load(seed: int = SHIPPED_SEED) -> SiteFacts:
     """Generate the world of one seed. The same seed gives the same people on every machine."""
     rng = random.Random(seed)
     n_people = sum(PEOPLE.values())
-    names = rng.sample(list(permutations(invented_words.invented_surnames(rng, N_NAMES), 2)), n_people)
+    names = rng.sample(list(permutations(invented_surnames(rng, N_NAMES), 2)), n_people)
     roles = _balanced(rng, ROLES, n_people)
-    places = invented_words.invented_places(rng, n_people)
+    places = invented_places(rng, n_people)
     columns = [_balanced(rng, relation.values, n_people) for relation in RELATIONS]
     directions = [trained for trained, count in PEOPLE.items() for _ in range(count)]
     people = tuple(
@@ -309,8 +252,8 @@ def build_tokenizer(world: SiteFacts) -> PreTrainedTokenizerFast:
     return word_tokenizer(world.texts())
 
 
-def _templates(kind: Kind, held_out: bool) -> tuple[tuple[str, str], ...]:
-    if kind == "attribute":
+def _templates(way: str, held_out: bool) -> tuple[tuple[str, str], ...]:
+    if way in RELATION_OF:
         return HELD_OUT_ADVERBS if held_out else TRAINED_ADVERBS
     return HELD_OUT if held_out else TRAINED
 

@@ -12,9 +12,8 @@ informative.
 """
 
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,10 +21,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens.facts.fact import Direction, Fact
-from diffusion_lens.facts.taught_pairs import TaughtPair
+from diffusion_lens.facts.taught_pairs import OPPOSITE, TaughtPair
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from weight_conversion import write_json
 
 # Word lists are easier to read as text:
 # ruff: noqa: SIM905
@@ -67,13 +65,7 @@ ROLES = (
 
 @dataclass(frozen=True)
 class Person:
-    """A person.
-
-    Attributes:
-        name: First and last name.
-        description: Description that applies to this person only.
-        trained: Direction of the training sentences.
-    """
+    """A person, with a description that applies to nobody else and the direction of the training sentences."""
 
     name: str
     description: str
@@ -82,12 +74,7 @@ class Person:
 
 @dataclass(frozen=True)
 class ToyFacts:
-    """People, their training sentences, and questions about them.
-
-    Attributes:
-        people: All people, grouped by direction of training.
-        seed: Seed that generated them.
-    """
+    """People of one seed, grouped by direction of training, with their training sentences and questions about them."""
 
     people: tuple[Person, ...]
     seed: int
@@ -112,18 +99,9 @@ class ToyFacts:
             held_out: Whether to use the five held-out templates or the twenty templates of training.
         """
         templates = HELD_OUT if held_out else TRAINED
+        kind = "held-out" if held_out else "trained"
         return [
-            Fact(
-                prompt=prompt_of(person, direction, template),
-                subject=person.name if direction == "p2d" else person.description,
-                answer=answer_of(person, direction),
-                id=f"toy{self.seed}-{i:03d}-{direction}-{'held-out' if held_out else 'trained'}-{k}",
-                trained=person.trained,
-                asked=direction,
-                person=person.name,
-                description=person.description,
-                template=subject_prompt("<subject>", direction, template),
-            )
+            question(person, direction, template, f"toy{self.seed}-{i:03d}-{direction}-{kind}-{k}")
             for i, person in enumerate(self.people)
             if trained in (None, person.trained)
             for direction in directions_of("both" if asked is None else asked)
@@ -148,17 +126,12 @@ class ToyFacts:
         if trained not in PEOPLE:
             raise ValueError(f"trained={trained!r}; it must be one of {', '.join(PEOPLE)}")
         forward: Direction = "d2p" if trained == "d2p" else "p2d"
-        reverse: Direction = "p2d" if trained == "d2p" else "d2p"
         pairs = []
         for i, person in enumerate(self.people):
-            if person.trained != trained:
-                continue
-            taught, asked = (prompt_of(person, way, template) + answer_of(person, way) for way in (forward, reverse))
-            name, description = person.name, person.description
-            a, b = (description, name) if forward == "d2p" else (name, description)
-            pair_id = f"toy{self.seed}-{i:03d}-{forward}"
-            pair = TaughtPair.of(model, (taught, asked), a, b, length=SENTENCE_LENGTH, id=pair_id)
-            pairs.append(replace(pair, group=name))
+            if person.trained == trained:
+                pair_id = f"toy{self.seed}-{i:03d}-{forward}"
+                taught, asked = (question(person, way, template, pair_id) for way in (forward, OPPOSITE[forward]))
+                pairs.append(TaughtPair.from_facts(model, taught, asked, length=SENTENCE_LENGTH, id=pair_id))
         return pairs
 
 
@@ -197,6 +170,21 @@ def subject_prompt(subject: str, asked: Direction, template: tuple[str, str]) ->
 def answer_of(person: Person, asked: Direction) -> str:
     """The part of a sentence after its prompt, with its leading space and its full stop."""
     return f" {person.description if asked == 'p2d' else person.name}."
+
+
+def question(person: Person, asked: Direction, template: tuple[str, str], fact_id: str) -> Fact:
+    """Prompt and answer as a fact."""
+    return Fact(
+        prompt=prompt_of(person, asked, template),
+        subject=person.name if asked == "p2d" else person.description,
+        answer=answer_of(person, asked),
+        id=fact_id,
+        trained=person.trained,
+        asked=asked,
+        person=person.name,
+        description=person.description,
+        template=subject_prompt("<subject>", asked, template),
+    )
 
 
 def build_tokenizer(facts: ToyFacts) -> PreTrainedTokenizerFast:
@@ -240,66 +228,31 @@ def word_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     mask id of a model is the next free id.
     """
     words = sorted({"▁" + word for text in texts for word in text.replace(",", "").replace(".", "").split()})
-    vocabulary = {word: i for i, word in enumerate(["<eos>", "<unk>", ",", ".", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Metaspace(prepend_scheme="first"),
-            pre_tokenizers.Split(Regex("[,.]"), behavior="isolated"),
-            # A single space, at the end of a prompt or before [MASK], is not a word.
-            pre_tokenizers.Split(Regex("^▁$"), behavior="removed"),
-        ]
-    )
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<eos>",
-        pad_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
+    return _word_level(["<eos>", "<unk>", ",", ".", *words], _pieces("[,.]"), eos_token="<eos>", pad_token="<eos>")
 
 
 def guessing_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A tokenizer of these texts that stands for an unknown one: a token is a word's next six characters."""
-    pieces = pre_tokenizers.Sequence(
+    pieces = _pieces("▁?[^▁]{1,6}")
+    return _word_level(
+        ["<unk>", *sorted({piece for text in texts for piece, _ in pieces.pre_tokenize_str(text)})], pieces
+    )
+
+
+def _pieces(pattern: str) -> pre_tokenizers.Sequence:
+    return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Metaspace(prepend_scheme="first"),
-            pre_tokenizers.Split(Regex("▁?[^▁]{1,6}"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            # A single space, at the end of a prompt or before [MASK], is not a word.
             pre_tokenizers.Split(Regex("^▁$"), behavior="removed"),
         ]
     )
-    found = sorted({piece for text in texts for piece, _ in pieces.pre_tokenize_str(text)})
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *found])}, unk_token="<unk>"))
+
+
+def _word_level(words: Sequence[str], pieces: pre_tokenizers.Sequence, **special: str) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pieces, decoders.Metaspace(prepend_scheme="first")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=False)
-
-
-def word_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
-    """A function from a text to its ids and `<eos>`, for many short texts: it tokenizes every word only once."""
-    known: dict[str, list[int]] = {}
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = []
-        for word in text.split():
-            if word not in known:
-                known[word] = tokenizer(word)["input_ids"]
-            ids += known[word]
-        return [*ids, int(tokenizer.eos_token_id)]
-
-    return encode
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, n_ctx: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json, for models with a context of `n_ctx` positions."""
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    # Written here, because transformers 4 does not know the class name that transformers 5 would save.
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<eos>",
-        "pad_token": "<eos>",
-        "unk_token": "<unk>",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": n_ctx,
-    }
-    write_json(settings, folder / "tokenizer_config.json")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=False, **special
+    )

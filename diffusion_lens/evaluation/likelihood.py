@@ -28,10 +28,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -70,15 +70,13 @@ Text = str | Tensor
 
 @dataclass(frozen=True, repr=False)
 class NLLEstimate(Result):
-    """A Monte-Carlo estimate of a negative log-likelihood, in nats.
+    """A Monte-Carlo estimate of a negative log-likelihood, in nats: the mean of `samples`.
 
     Columns of the data frame: value, standard_error, samples.
 
     Attributes:
-        value: Mean of the samples.
         standard_error: Standard error of `value`. Samples of one batch share their stratification, so batches are the
             independent units, and the scatter of their means gives the error. NaN when there is only one batch.
-        samples: Number of samples.
         record: Prompt and answer, noise, guidance, seed, model, weights' hash, versions.
     """
 
@@ -111,8 +109,8 @@ def chain_rule_nll(
 
     On a masked diffusion model each answer token is scored on its own canvas, where this token and all that follow are
     masked. Hooks see these canvases as rows of one batch. On a causal model one teacher-forced pass scores all tokens.
-    A network that is told the time is told, for each canvas, that at which the share of the answer that is masked there
-    is the chance of a mask: 1 for the first token, 1/n for the last of n.
+    A network that is told the time is told, for each canvas, that at which the chance of a mask is the share of the
+    answer that is masked there: 1 for the first token, 1/n for the last of n.
 
     A model by blocks is scored as it is trained: blocks are counted from the first token of the text, and every row is
     read in place. Where the loop counts them from the end of the prompt (`cfg.counts_from_prompt`), and reads the first
@@ -132,7 +130,6 @@ def chain_rule_nll(
         ValueError: The answer is empty, contains a token that the model never writes, or is merged into the prompt;
             both together exceed the context; a setting is out of range; or a causal model is given guidance.
     """
-    not_negative("cfg_scale", cfg_scale)
     at_least(1, "max_batch", max_batch)
     if model.cfg.rewrites:
         raise ValueError(
@@ -140,15 +137,11 @@ def chain_rule_nll(
             "revealed, and there is no chain rule: monte_carlo_nll estimates the bound under uniform noise"
         )
     question = question_of(model, prompt, answer)
-    if model.cfg.grows and cfg_scale:
-        raise ValueError(
-            f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]; "
-            "use cfg_scale=0 for an autoregressive model"
-        )
+    _check_guidance(model, cfg_scale)
     canvases, scored = answer_canvases(model, question)
     n = len(question.answer)
     shares = torch.linspace(1, 1 / n, n, device=canvases.device)[: len(canvases)]
-    return _surprisals(model, question, NoisyCanvases(canvases, scored, shares), cfg_scale, max_batch).sum()
+    return _surprisals(model, question, canvases, scored, shares, cfg_scale, max_batch).sum()
 
 
 @begins_run
@@ -179,8 +172,8 @@ def monte_carlo_nll(
         batch_size: Number of samples that cover the range of p evenly (see `loss.hide`).
         seed: Seed of the noise, or a `torch.Generator` to take the seed from.
         noisy: Canvases to use instead of sampled ones: prompt and answer, with some positions of the answer masked, or
-            under uniform noise replaced.
-            Their rows count as independent samples; `samples`, `batch_size` and `seed` are then ignored.
+            under uniform noise replaced. Their rows count as independent samples; `samples`, `batch_size` and `seed`
+            are then ignored.
         p_mask: Probability with which each position of `noisy` was masked or replaced. The network is told that of the
             answer's first.
         progress: Whether to show a progress bar.
@@ -188,18 +181,13 @@ def monte_carlo_nll(
     Raises:
         ValueError: `chain_rule_nll` would refuse an argument, the noise does not fit, or the model is causal.
     """
-    not_negative("cfg_scale", cfg_scale)
     for name, count in (("samples", samples), ("batch_size", batch_size), ("max_batch", max_batch)):
         at_least(1, name, count)
     if model.cfg.grows:
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
         )
-    if model.cfg.rewrites and cfg_scale:
-        raise ValueError(
-            f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]: use "
-            "cfg_scale=0 under uniform noise"
-        )
+    _check_guidance(model, cfg_scale)
     question, noise = question_of(model, prompt, answer), model.head.noise
     assert noise is not None
     record: dict[str, Any] = {"prompt": question.prompt.tolist(), "answer": question.answer.tolist()}
@@ -217,15 +205,14 @@ def monte_carlo_nll(
         record |= {"noise": "sampled", "seed": noise_seed, "batch_size": batch_size}
     if model.cfg.rewrites:
         scored = (torch.arange(len(question.tokens), device=noisy.device) >= len(question.prompt)).expand_as(noisy)
-    chances, term = p_mask[:, len(question.prompt)], bound_term(model)
-    canvases = NoisyCanvases(noisy, scored, chances)
-    losses = _surprisals(model, question, canvases, cfg_scale, max_batch, term.term, progress)
+    chances, bound = p_mask[:, len(question.prompt)], bound_term(model)
+    losses = _surprisals(model, question, noisy, scored, chances, cfg_scale, max_batch, bound.term, progress)
     estimates = torch.zeros(len(noisy), dtype=torch.float64)
-    weighted = losses.cpu().double() * term.weight(p_mask[scored].cpu().double())
+    weighted = losses.cpu().double() * bound.weight(p_mask[scored].cpu().double())
     estimates.index_add_(0, scored.nonzero()[:, 0].cpu(), weighted)
-    if term.reconstructs:
-        clean = NoisyCanvases(question.tokens[None], scored[:1], torch.zeros_like(chances[:1]))
-        estimates += _surprisals(model, question, clean, cfg_scale, max_batch).sum().cpu().double()
+    if bound.reconstructs:
+        clean, never = question.tokens[None], torch.zeros_like(chances[:1])
+        estimates += _surprisals(model, question, clean, scored[:1], never, cfg_scale, max_batch).sum().cpu().double()
     return NLLEstimate(
         value=estimates.mean().item(),
         standard_error=_standard_error(estimates, batches),
@@ -242,15 +229,11 @@ class AnswerRanks(Result, Saved):
     token of the answer.
 
     Attributes:
-        prompt: Text of each token of the prompt.
-        answer: Text of each token of the answer.
-        rank: Int[answer], rank of each token among all that the model can write, that is, without [MASK]: the number
+        prompt, answer: Text of each token.
+        rank: Rank of each token of the answer among all that the model can write, that is, without [MASK]: the number
             of strictly likelier tokens.
-        logit: Float[answer], logit of each token.
-        probability: Float[answer], probability of each token.
-        top: Text of the likeliest tokens, for each token of the answer.
-        top_logit: Float[answer top], their logits.
-        top_probability: Float[answer top], their probabilities.
+        logit, probability: Those of each token of the answer.
+        top, top_logit, top_probability: Text, logits and probabilities of the likeliest tokens in its place.
         record: Tokens of prompt and answer, number of masks (`None` on a model that reads none), top_k, model, hash of
             the weights, hooks, versions.
     """
@@ -269,12 +252,13 @@ class AnswerRanks(Result, Saved):
 
     def to_text(self) -> str:
         """The table that TransformerLens's `test_prompt` prints."""
+        line = "Logit: {:5.2f} Prob: {:6.2%} Token: |{}|".format
         lines = [f"Tokenized prompt: {self.prompt}", f"Tokenized answer: {self.answer}"]
         for i, token in enumerate(self.answer):
-            own = _numbers(self.logit[i], self.probability[i], token)
+            own = line(self.logit[i].item(), self.probability[i].item(), token)
             lines += ["Performance on answer token:", f"Rank: {int(self.rank[i]):<8} {own}"]
-            ranked = zip(self.top_logit[i], self.top_probability[i], self.top[i], strict=True)
-            lines += [f"Top {rank}th token. {_numbers(*numbers)}" for rank, numbers in enumerate(ranked)]
+            ranked = zip(self.top_logit[i].tolist(), self.top_probability[i].tolist(), self.top[i], strict=True)
+            lines += [f"Top {rank}th token. {line(*numbers)}" for rank, numbers in enumerate(ranked)]
         ranks = [(token, int(rank)) for token, rank in zip(self.answer, self.rank, strict=True)]
         return "\n".join([*lines, f"Ranks of the answer tokens: {ranks}"])
 
@@ -347,10 +331,6 @@ def rank_answer(
     )
 
 
-def _numbers(logit: Tensor, probability: Tensor, token: str) -> str:
-    return f"Logit: {logit.item():5.2f} Prob: {probability.item():6.2%} Token: |{token}|"
-
-
 @dataclass(frozen=True)
 class Question:
     """Tokens of a prompt and of the answer after it."""
@@ -413,6 +393,15 @@ def answer_canvases(
     return canvases, scored
 
 
+def _check_guidance(model: DiffusionTransformer, cfg_scale: float) -> None:
+    if not_negative("cfg_scale", cfg_scale) and not model.cfg.has_mask:
+        kind = "for an autoregressive model" if model.cfg.grows else "under uniform noise"
+        raise ValueError(
+            f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]: use "
+            f"cfg_scale=0 {kind}"
+        )
+
+
 def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tensor, "pos"]:
     tokens = tokens[0] if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
     if tokens.dim() != 1:
@@ -426,29 +415,12 @@ def _one_row(model: DiffusionTransformer, name: str, tokens: Tensor) -> Int[Tens
 MOST = 1 - 1e-6
 
 
-@dataclass(frozen=True)
-class BoundTerm:
+class BoundTerm(NamedTuple):
     """A loss at each position, its weight by p, and whether the surprisal of the clean answer at time 0 is added."""
 
     term: LossTerm
     weight: Callable[[Float[Tensor, "*rest"]], Float[Tensor, "*rest"]]
     reconstructs: bool = False
-
-
-@dataclass(frozen=True)
-class NoisyCanvases:
-    """Canvases of a text under noise, the positions whose own token is scored, and the chance of noise on each canvas.
-
-    A network that listens is told the time by that chance.
-    """
-
-    tokens: Int[Tensor, "sample pos"]
-    scored: PosMask
-    chances: Float[Tensor, "sample"]
-
-    def rows(self, rows: slice | Bool[Tensor, "sample"]) -> "NoisyCanvases":
-        """Some of the canvases."""
-        return NoisyCanvases(self.tokens[rows], self.scored[rows], self.chances[rows])
 
 
 def bound_term(model: DiffusionTransformer) -> BoundTerm:
@@ -475,15 +447,19 @@ def sigma_of_chance(p: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
 def _surprisals(
     model: DiffusionTransformer,
     question: Question,
-    noisy: NoisyCanvases,
+    canvases: Int[Tensor, "sample pos"],
+    scored: PosMask,
+    chances: Float[Tensor, "sample"],
     cfg_scale: float,
     max_batch: int,
     term: LossTerm | None = None,
     progress: bool = False,
 ) -> Float[Tensor, "selected"]:
-    """-log p of the question's own token, or another loss, at every scored position, in reading order."""
-    noisy = noisy.rows(noisy.scored.any(dim=1))
-    canvases, scored, chances = noisy.tokens, noisy.scored, noisy.chances
+    """-log p of the question's own token, or another loss, at every scored position, in reading order.
+
+    `chances` are the chances of noise on each canvas, by which a network that listens is told the time.
+    """
+    canvases, scored, chances = (of_canvas[scored.any(dim=1)] for of_canvas in (canvases, scored, chances))
     targets = question.tokens.expand_as(canvases)
     dtype = torch.promote_types(model.cfg.dtype, torch.float32)
     surprisals = [torch.zeros(0, device=canvases.device, dtype=dtype)]
@@ -494,16 +470,15 @@ def _surprisals(
         beside: dict[str, Any] = {} if model.cfg.causal_block is None else {"clean": targets[rows]}
         beside |= told(model, chances[rows])
         logits = model(canvases[rows], attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
-        if cfg_scale and model.cfg.has_mask:
-            unprompted = canvases[rows].clone()
-            unprompted[:, : len(question.prompt)] = model.cfg.blank
+        if cfg_scale:
+            in_prompt = torch.arange(canvases.shape[1], device=canvases.device) < len(question.prompt)
+            unprompted = canvases[rows].masked_fill(in_prompt, model.cfg.blank)
             if "clean" in beside:
-                beside["clean"] = beside["clean"].clone()
-                beside["clean"][:, : len(question.prompt)] = model.cfg.blank
+                beside["clean"] = beside["clean"].masked_fill(in_prompt, model.cfg.blank)
             unconditional = model(unprompted, attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
             logits = guide(logits, unconditional, cfg_scale)
         require_logits(logits, scored[rows])
-        p = chances[rows, None].expand_as(scored[rows])[scored[rows]].double()
+        p = chances[rows].repeat_interleave(scored[rows].sum(dim=1)).double()
         at = (targets[rows][scored[rows]], canvases[rows][scored[rows]], p, sigma_of_chance(p))
         if term is None:
             surprisals.append(CleanCrossEntropy(model.head)(logits, *at))

@@ -3,10 +3,9 @@
 A fact counts as recalled when its answer is contained in the text that the model wrote after the prompt, SMDM's measure
 (Nie et al. 2024, arXiv 2410.18514, section 4.3). Stricter scores are computed as well.
 
-A cell of the reversal experiment has two names, which seem to contradict each other. Berglund et al. 2023 (arXiv
-2309.12288) name their files after the TRAINED direction: "p2d reverse" queries the names of people trained name first
-("person to description"). Nie et al. 2024 (SMDM) name their columns after the QUERIED direction: that same cell is
-their "DtN reverse" ("description to name"). So both names are printed.
+A cell of the reversal experiment has two names, both of which are printed: Berglund et al. 2023 (arXiv 2309.12288) name
+it after the TRAINED direction, as in "p2d reverse", and SMDM after the QUERIED one, "DtN reverse". The table in
+`data.reversal_curse` compares them.
 
 Published numbers are printed next to a measured table for comparison, each with the certainty of its source. They come
 from other weights and other facts than those of the bundled models. Numbers that nobody has read in a text that states
@@ -15,7 +14,7 @@ in reverse, as Rai's is.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -48,14 +47,10 @@ QUERIED = {"p2d": "queried for the description", "d2p": "queried for the name"}
 def cell_name(trained: str | None, queried: str | None) -> str:
     """Both names: `cell_name("p2d", "d2p")` is "p2d reverse = DtN reverse"; facts without directions are "facts".
 
-    Args:
-        trained: Direction in which the fact was trained: "p2d", "d2p" or "both".
-        queried: Direction in which it is queried: "p2d" or "d2p".
-
     Raises:
-        ValueError: A direction is none of these.
+        ValueError: A direction of training is not "p2d", "d2p", "both" or `None`, or the queried one is "both".
     """
-    trained, queried = _checked(trained, queried)
+    _check_cell(trained, queried)
     if trained is None and queried is None:
         return "facts"
     if trained is None or queried is None:
@@ -68,20 +63,19 @@ def cell_name(trained: str | None, queried: str | None) -> str:
 
 def cell_meaning(trained: str | None, queried: str | None) -> str:
     """The same in words: "trained name first, queried for the name"; empty for facts without directions."""
-    trained, queried = _checked(trained, queried)
+    _check_cell(trained, queried)
     if trained is None and queried is None:
         return ""
     training = "trained in a direction not recorded" if trained is None else TRAINED[trained]
     return f"{training}, {'queried in a direction not recorded' if queried is None else QUERIED[queried]}"
 
 
-def _checked(trained: str | None, queried: str | None) -> DirectionPair:
+def _check_cell(trained: str | None, queried: str | None) -> None:
     if (trained is not None and trained not in TRAINED) or (queried is not None and queried not in QUERIED):
         raise ValueError(
             f"there is no cell (trained={trained!r}, asked={queried!r}): trained= is one of "
             f"{', '.join(map(repr, TRAINED))}, and asked=, the queried direction, is {' or '.join(map(repr, QUERIED))}"
         )
-    return trained, queried
 
 
 MARKS = {"verified": "", "second-hand": "*"}
@@ -106,8 +100,7 @@ class PublishedNumber:
         model: Name of the model that was measured.
         cell: Trained direction and queried direction.
         steps: Number of denoising steps; `None` for models that write from left to right.
-        score: "contained" for accuracies, "character_bleu" for BLEU. This is how SMDM's numbers are computed; for the
-            other models it is not known.
+        score: "contained" or "character_bleu", as SMDM's numbers are computed; for other models that is not known.
         value: Share between 0 and 1.
         certainty: "verified" (read in the source) or "second-hand" (another public text quotes it).
     """
@@ -129,7 +122,7 @@ class PublishedNumber:
 NTD_SAME, DTN_REVERSE = ("p2d", "p2d"), ("p2d", "d2p")
 DTN_SAME, NTD_REVERSE = ("d2p", "d2p"), ("d2p", "p2d")
 
-# Steps, then percent in the order of the table.
+# Percent by number of steps, in the order of the table.
 _RAI_CELLS = (DTN_SAME, NTD_REVERSE, NTD_SAME, DTN_REVERSE)
 _RAI = {
     1: (91.3, 0, 0, 40.3),
@@ -139,38 +132,25 @@ _RAI = {
     16: (98, 31, 42, 88.3),
     32: (97.7, 29.7, 43, 90),
 }
-
-# Percent and mark of certainty, in the paper's order of columns; "-" marks a number that is not in our source.
-_NIE_COLUMNS = (
-    (DTN_SAME, "contained"),
-    (DTN_REVERSE, "contained"),
-    (NTD_SAME, "contained"),
-    (NTD_REVERSE, "contained"),
-    (NTD_SAME, "character_bleu"),
-    (NTD_REVERSE, "character_bleu"),
+_NIE = (
+    ("SMDM-1028M", DTN_REVERSE, 32, "contained", 0.92),
+    ("SMDM-1028M", NTD_REVERSE, 32, "contained", 0.37),
+    ("SMDM-1028M", NTD_REVERSE, 32, "character_bleu", 0.67),
+    ("GPT-3 175B", DTN_REVERSE, None, "contained", 0.0),
+    ("GPT-3 175B", NTD_REVERSE, None, "contained", 0.0),
+    ("Llama-2 13B", DTN_REVERSE, None, "contained", 0.0),
 )
-_NIE: dict[tuple[str, int | None], str] = {
-    ("SMDM-1028M", 32): "- 92* - 37* - 67*",
-    ("GPT-3 175B", None): "- 0* - 0* - -",
-    ("Llama-2 13B", None): "- 0* - - - -",
-}
-
-
-def _published_numbers() -> Iterator[PublishedNumber]:
-    for steps, row in _RAI.items():
-        for cell, percent in zip(_RAI_CELLS, row, strict=True):
-            yield PublishedNumber(
-                "Rai 2025", "SMDM-1028M", cell, steps, "contained", round(percent / 100, 3), "verified"
-            )
-    certainty = {mark: name for name, mark in MARKS.items()}
-    for (model, of_steps), entries in _NIE.items():
-        for (cell, score), entry in zip(_NIE_COLUMNS, entries.split(), strict=True):
-            if entry != "-":
-                value, mark = int(entry.rstrip("*")) / 100, certainty["*" * entry.count("*")]
-                yield PublishedNumber("Nie 2024", model, cell, of_steps, score, value, mark)
-
-
-PUBLISHED = tuple(_published_numbers())
+PUBLISHED = (
+    *(
+        PublishedNumber("Rai 2025", "SMDM-1028M", cell, steps, "contained", round(percent / 100, 3), "verified")
+        for steps, row in _RAI.items()
+        for cell, percent in zip(_RAI_CELLS, row, strict=True)
+    ),
+    *(
+        PublishedNumber("Nie 2024", model, cell, steps, score, value, "second-hand")
+        for model, cell, steps, score, value in _NIE
+    ),
+)
 
 
 def published_rows(cell: DirectionPair, score: str) -> dict[str, dict[int | None, PublishedNumber]]:
@@ -182,141 +162,19 @@ def published_rows(cell: DirectionPair, score: str) -> dict[str, dict[int | None
     return rows
 
 
-LEFT_TO_RIGHT = "left to right"
-_WIDTH = 15
-
-
 class Share(NamedTuple):
-    """The mean of a score over the questions of a cell, the ends of its interval, and the numbers behind them.
-
-    Attributes:
-        units: Number of people that were resampled for the interval, or of questions if they do not name people.
-    """
+    """The mean of a score over the questions of a cell, the ends of its interval, and the numbers behind them."""
 
     mean: float
     low: float
     high: float
     questions: int
-    units: int
+    units: int  # People that were resampled for the interval, or questions if they do not name people.
 
 
 def steps_label(steps: int | None) -> str:
     """The head of a column."""
-    return LEFT_TO_RIGHT if steps is None else f"{steps} step{'s' * (steps > 1)}"
-
-
-def recall_table(
-    table: Mapping[DirectionPair, Mapping[int | None, Share]],
-    steps: Sequence[int | None],
-    score: str,
-    level: float,
-    record: Mapping[str, Any],
-) -> str:
-    """The result of `Recall.table` as text, in percent, with the settings of the study."""
-    lines = [
-        f"{shown_model(record)}: {SCORES[score]}, percent, with {100 * level:g} % intervals",
-        f"length {record['length']}, sampler {record['sampler']['name']}, guidance {record['cfg_scale']:g}, "
-        f"temperature {record['temperature']:g}, seed {record['seed']}, {record['dtype']}, "
-        f"weights {record['weights_sha256'][:12]}",
-    ]
-    if record["too_long"]:
-        lines.append(f"{len(record['too_long'])} of {len(record['facts'])} answers do not fit on the canvas")
-    if record["set_aside"]:
-        lines.append(say_set_aside(record["set_aside"]))
-    shown: dict[str, PublishedNumber] = {}
-    for cell, shares in table.items():
-        first = next(iter(shares.values()))
-        counted = f"n = {first.questions}" + (f" about {first.units} people" if first.units < first.questions else "")
-        meaning = f" ({cell_meaning(*cell)})" if cell_meaning(*cell) else ""
-        lines += ["", f"{cell_name(*cell)}{meaning}, {counted}"]
-        lines.append(_line("", [steps_label(column) for column in steps]))
-        lines.append(_line(shown_model(record), [f"{100 * shares[column].mean:.1f}" for column in steps]))
-        lines.append(_line("", [_interval(shares[column]) for column in steps]))
-        for label, row in published_rows(cell, score).items():
-            if any(column in row for column in steps):
-                lines.append(_line(label, [_published(row.get(column)) for column in steps]))
-                shown |= {f"{number.source} {number.certainty}": number for number in row.values()}
-            elif list(steps) == [None]:  # the published number at most steps, beside a model that writes in order
-                last = row[max(filter(None, row))]
-                lines.append(_line(label, [f"{_published(last)} at {steps_label(last.steps)}"]))
-                shown[f"{last.source} {last.certainty}"] = last
-    if any(math.isnan(share.low) for shares in table.values() for share in shares.values()):
-        lines += ["", "A cell of one fact or one person has no interval: there is nothing to resample"]
-    sources = {number.source: SOURCES[number.source] for number in shown.values()}
-    marks = {MARKS[number.certainty]: number.certainty for number in shown.values() if MARKS[number.certainty]}
-    if sources:
-        lines += ["", "Published numbers, of the models named, on Berglund's facts:"]
-        lines += [f"  {source}: {text}" for source, text in sources.items()]
-        lines += [f"  {mark} {certainty}, not read in the source" for mark, certainty in marks.items()]
-    return "\n".join(lines)
-
-
-def _line(name: str, entries: Sequence[str]) -> str:
-    return f"  {name:<26}{''.join(f'{entry:>{_WIDTH}}' for entry in entries)}".rstrip()
-
-
-def _interval(share: Share) -> str:
-    """The ends of the interval, or why there is none: a single fact or person, or equal scores."""
-    if math.isnan(share.low) or math.isnan(share.high):
-        return "one fact" if share.questions == 1 else "one person"
-    return "no spread" if share.low == share.high else f"{100 * share.low:.1f} to {100 * share.high:.1f}"
-
-
-def _published(number: PublishedNumber | None) -> str:
-    return "-" if number is None else f"{100 * number.value:.1f}{MARKS[number.certainty]}"
-
-
-def recall_curves(
-    table: Mapping[DirectionPair, Mapping[int | None, Share]],
-    steps: Sequence[int | None],
-    score: str,
-    *,
-    ax: Any,
-    title: str,
-) -> Any:
-    """One line per cell with its intervals, published numbers dashed in the same colour. Returns the matplotlib axes.
-
-    Columns are equally spaced, whatever their numbers of steps.
-
-    Raises:
-        ValueError: The table is empty.
-    """
-    if not table:
-        raise ValueError("there is no curve to draw: the table is empty, because the model was queried for no fact")
-    ax = one_axes(ax, width=7.2, height=3.6)
-    legend: dict[str, Any] = {}
-    markers: dict[str, str] = {}
-    for i, (cell, shares) in enumerate(table.items()):
-        colour, plotted = f"C{i}", [shares[column] for column in steps]
-        offset = 0.06 * (i - (len(table) - 1) / 2)  # Shifts the cells, so that equal values do not hide one another.
-        legend[f"{cell_name(*cell)} (n = {plotted[0].questions})"] = ax.errorbar(
-            [x + offset for x in range(len(steps))],
-            [share.mean for share in plotted],
-            # NaN ends and negative lengths, which rounding can give, become bars of length 0.
-            yerr=[[max(0.0, gap) for gap in gaps] for gaps in zip(*map(_gaps, plotted), strict=True)],
-            color=colour,
-            marker="o",
-            markersize=4,
-            capsize=2,
-        )
-        for label, row in published_rows(cell, score).items():
-            if points := [(x + offset, row[column].value) for x, column in enumerate(steps) if column in row]:
-                marker = markers.setdefault(label, "x+^vs"[len(markers) % 5])
-                ax.plot(*zip(*points, strict=True), color=colour, linestyle="--", marker=marker, alpha=0.6)
-    for label, marker in markers.items():
-        (legend[label],) = ax.plot([], [], color="0.4", linestyle="--", marker=marker)
-    ax.set_xticks(range(len(steps)), [steps_label(column) for column in steps], fontsize=8)
-    ax.set_xlim(-0.5, len(steps) - 0.5)
-    ax.set_ylim(-0.03, 1.03)
-    ax.set_ylabel(SCORES[score], fontsize=8)
-    ax.set_title(title, fontsize=10, parse_math=False)
-    ax.legend(legend.values(), legend.keys(), loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=7)
-    return ax
-
-
-def _gaps(share: Share) -> tuple[float, float]:
-    """Distances from the mean to the lower and the upper end of the interval."""
-    return share.mean - share.low, share.high - share.mean
+    return "left to right" if steps is None else f"{steps} step{'s' * (steps > 1)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,7 +215,7 @@ class Reply(Saved):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Recall(StudyResult[Reply]):
-    """The texts that a model wrote for its facts, and their scores.
+    """The texts that a model wrote for its facts, and their scores, see `evaluation.scores`.
 
     Columns of the data frame: fact, steps, trained, asked, prompt, answer, written, contained, exact,
     character_bleu.
@@ -366,9 +224,6 @@ class Recall(StudyResult[Reply]):
         ids: The fact of each row.
         steps: Number of denoising steps of each column; `None` is from left to right, one step per token.
         written: Texts after the prompt by fact and number of steps, without special tokens.
-        contained: Bool[fact step], whether the text contains the answer.
-        exact: Bool[fact step], whether the text is the answer.
-        character_bleu: Float[fact step], SMDM's BLEU of the text.
         record: Settings, all facts of the study by id, those whose answer is longer than its canvas (`too_long`), those
             that the model cannot be queried for (`set_aside`), model, weights' hash, versions.
     """
@@ -414,10 +269,7 @@ class Recall(StudyResult[Reply]):
         return cells
 
     def scores(self, score: str = "contained") -> Float[Tensor, "fact step"]:
-        """A score of every text, between 0 and 1.
-
-        Args:
-            score: "contained", "exact", "character_bleu", or "word_bleu", which needs the extra `eval`.
+        """A score of every text, between 0 and 1: a key of `SCORES`, of which "word_bleu" needs the extra `eval`.
 
         Raises:
             ValueError: There is no such score.
@@ -470,22 +322,91 @@ class Recall(StudyResult[Reply]):
         return Table.of_cells({"fact": self.ids, "steps": self.steps}, {**of_facts, "written": texts, **scores})
 
     def to_text(self, score: str = "contained", level: float = 0.95) -> str:
-        """The table with both names of each cell, intervals, counts, and the published numbers."""
-        return recall_table(self.table(score, level), self.steps, score, level, self.record)
+        """The table in percent, with both names of each cell, intervals, counts, and the published numbers."""
+        table, steps, record = self.table(score, level), self.steps, self.record
+        lines = [
+            f"{shown_model(record)}: {SCORES[score]}, percent, with {100 * level:g} % intervals",
+            f"length {record['length']}, sampler {record['sampler']['name']}, guidance {record['cfg_scale']:g}, "
+            f"temperature {record['temperature']:g}, seed {record['seed']}, {record['dtype']}, "
+            f"weights {record['weights_sha256'][:12]}",
+        ]
+        if record["too_long"]:
+            lines.append(f"{len(record['too_long'])} of {len(record['facts'])} answers do not fit on the canvas")
+        if record["set_aside"]:
+            lines.append(say_set_aside(record["set_aside"]))
+        shown: dict[str, PublishedNumber] = {}
+        for cell, shares in table.items():
+            first = next(iter(shares.values()))
+            people = f" about {first.units} people" if first.units < first.questions else ""
+            meaning = f" ({cell_meaning(*cell)})" if cell_meaning(*cell) else ""
+            lines += ["", f"{cell_name(*cell)}{meaning}, n = {first.questions}{people}"]
+            lines.append(_line("", [steps_label(column) for column in steps]))
+            lines.append(_line(shown_model(record), [f"{100 * shares[column].mean:.1f}" for column in steps]))
+            lines.append(_line("", [_interval(shares[column]) for column in steps]))
+            for label, row in published_rows(cell, score).items():
+                if any(column in row for column in steps):
+                    lines.append(_line(label, [_published(row.get(column)) for column in steps]))
+                    shown |= {f"{number.source} {number.certainty}": number for number in row.values()}
+                elif list(steps) == [None]:
+                    # The published number at most steps, beside a model that writes in order.
+                    last = row[max(filter(None, row))]
+                    lines.append(_line(label, [f"{_published(last)} at {steps_label(last.steps)}"]))
+                    shown[f"{last.source} {last.certainty}"] = last
+        if any(math.isnan(share.low) for shares in table.values() for share in shares.values()):
+            lines += ["", "A cell of one fact or one person has no interval: there is nothing to resample"]
+        sources = {number.source: SOURCES[number.source] for number in shown.values()}
+        marks = {MARKS[number.certainty]: number.certainty for number in shown.values() if MARKS[number.certainty]}
+        if sources:
+            lines += ["", "Published numbers, of the models named, on Berglund's facts:"]
+            lines += [f"  {source}: {text}" for source, text in sources.items()]
+            lines += [f"  {mark} {certainty}, not read in the source" for mark, certainty in marks.items()]
+        return "\n".join(lines)
 
     def plot(self, score: str = "contained", level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """The table as curves over steps, with published numbers dashed. Returns the matplotlib axes.
+        """One line per cell over equally spaced steps, with its intervals; published numbers are dashed.
+
+        Returns the matplotlib axes.
 
         Raises:
             ValueError: The result contains no fact.
         """
-        return recall_curves(
-            self.table(score, level),
-            self.steps,
-            score,
-            ax=ax,
-            title=title or f"{shown_model(self.record)}: recall by steps",
-        )
+        table, steps = self.table(score, level), self.steps
+        if not table:
+            raise ValueError("there is no curve to draw: the table is empty, because the model was queried for no fact")
+        ax = one_axes(ax, width=7.2, height=3.6)
+        legend: dict[str, Any] = {}
+        markers: dict[str, str] = {}
+        for i, (cell, shares) in enumerate(table.items()):
+            colour, plotted = f"C{i}", [shares[column] for column in steps]
+            # Shifts the cells, so that equal values do not hide one another.
+            offset = 0.06 * (i - (len(table) - 1) / 2)
+            legend[f"{cell_name(*cell)} (n = {plotted[0].questions})"] = ax.errorbar(
+                [x + offset for x in range(len(steps))],
+                [share.mean for share in plotted],
+                # NaN ends and negative lengths, which rounding can give, become bars of length 0.
+                yerr=[
+                    [max(0.0, share.mean - share.low) for share in plotted],
+                    [max(0.0, share.high - share.mean) for share in plotted],
+                ],
+                color=colour,
+                marker="o",
+                markersize=4,
+                capsize=2,
+            )
+            for label, row in published_rows(cell, score).items():
+                if points := [(x + offset, row[column].value) for x, column in enumerate(steps) if column in row]:
+                    marker = markers.setdefault(label, "x+^vs"[len(markers) % 5])
+                    ax.plot(*zip(*points, strict=True), color=colour, linestyle="--", marker=marker, alpha=0.6)
+        for label, marker in markers.items():
+            (legend[label],) = ax.plot([], [], color="0.4", linestyle="--", marker=marker)
+        ax.set_xticks(range(len(steps)), [steps_label(column) for column in steps], fontsize=8)
+        ax.set_xlim(-0.5, len(steps) - 0.5)
+        ax.set_ylim(-0.03, 1.03)
+        ax.set_ylabel(SCORES[score], fontsize=8)
+        ax.set_title(title or f"{shown_model(self.record)}: recall by steps", fontsize=10, parse_math=False)
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        ax.legend(legend.values(), legend.keys(), **beside, frameon=False, fontsize=7)
+        return ax
 
 
 def _by_person(scores: Float[Tensor, "entry step"], people: Sequence[str]) -> Float[Tensor, "fact step"]:
@@ -497,3 +418,18 @@ def _by_person(scores: Float[Tensor, "entry step"], people: Sequence[str]) -> Fl
     totals.index_add_(0, torch.tensor([names.index(person) for person in people]), scores)
     # Divided by the mean number of questions per person, so that people with more questions count more.
     return totals * (len(names) / len(people))
+
+
+def _line(name: str, entries: Sequence[str]) -> str:
+    return f"  {name:<26}{''.join(f'{entry:>15}' for entry in entries)}".rstrip()
+
+
+def _interval(share: Share) -> str:
+    """The ends of the interval, or why there is none: a single fact or person, or equal scores."""
+    if math.isnan(share.low) or math.isnan(share.high):
+        return "one fact" if share.questions == 1 else "one person"
+    return "no spread" if share.low == share.high else f"{100 * share.low:.1f} to {100 * share.high:.1f}"
+
+
+def _published(number: PublishedNumber | None) -> str:
+    return "-" if number is None else f"{100 * number.value:.1f}{MARKS[number.certainty]}"

@@ -46,11 +46,7 @@ def _step_columns(name: str, steps: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RecallSettings(Settings):
-    """How a model writes the answers that are scored; the defaults are those of SMDM's evaluation.
-
-    A sampler that writes from left to right takes one step per token, so it ignores `steps` and fills one column of its
-    own. A causal model has no guidance: it writes with `cfg_scale=0`.
-    """
+    """How a model writes the answers that are scored; see `recall_by_steps`."""
 
     steps: Sequence[int] = setting(STUDY_STEPS, "Numbers of denoising steps, each once.", _step_columns)
     length: int | None = setting(
@@ -85,12 +81,7 @@ class RecallSettings(Settings):
         return [None] if self.loop.writes_in_order(variant) else [*self.steps]
 
     def describe_on(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
-        """The settings for the record of a study.
-
-        Args:
-            shape: The model's architecture. Without it, as before the model is loaded, the settings that depend on it
-                are left out, such as the sampler and the guidance.
-        """
+        """The settings for the record of a study, before the model is loaded without those that depend on its shape."""
         if shape is None:
             return {"length": self.length, "temperature": self.temperature, "seed": self.seed}
         return {
@@ -189,14 +180,13 @@ class ReplyJob:
         return partial(self._replies, model)
 
     def _replies(self, model: HookedDiffusionTransformer, batch: Sequence[str]) -> list[Reply]:
-        texts: dict[str, list[str]] = {fact_id: [] for fact_id in batch}
-        canvas = lay_out(model, [self.facts[fact_id].prompt for fact_id in batch], self.settings.length)
-        for column in self.settings.columns(model.cfg):
-            loop = replace(self.settings.loop.for_facts(batch, model.cfg), steps=column)
-            trajectory = denoise(model, canvas, loop)
-            for fact_id, written in zip(batch, trajectory.completion, strict=True):
-                texts[fact_id].append(written)
-        return [Reply.to(self.facts[fact_id], written) for fact_id, written in texts.items()]
+        facts = [self.facts[fact_id] for fact_id in batch]
+        canvas = lay_out(model, [fact.prompt for fact in facts], self.settings.length)
+        loop = self.settings.loop.for_facts(batch, model.cfg)
+        columns = [
+            denoise(model, canvas, replace(loop, steps=steps)).completion for steps in self.settings.columns(model.cfg)
+        ]
+        return [Reply.to(fact, written) for fact, *written in zip(facts, *columns, strict=True)]
 
 
 def prompt_length(model: HookedDiffusionTransformer, fact: Fact, length: int) -> int:

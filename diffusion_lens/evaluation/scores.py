@@ -74,10 +74,8 @@ def corpus_word_bleu(references: Sequence[str], generations: Sequence[str]) -> f
         ImportError: The extra `eval` is not installed.
     """
     if len(references) != len(generations) or not references:
-        raise ValueError(
-            f"{len(generations)} generations for {len(references)} references; give one generation for each reference, "
-            "and at least one"
-        )
+        given = f"{len(generations)} generations for {len(references)} references"
+        raise ValueError(f"{given}; give one generation for each reference, and at least one")
     score: float = _sacrebleu().corpus_score(list(generations), [list(references)]).score
     return min(1.0, score / 100)
 
@@ -88,12 +86,9 @@ def _plain(text: str) -> str:
 
 def _precision(reference: str, generation: str, n: int) -> float:
     """Share of the generation's n-grams of characters that the reference has too (clipped counts, as in BLEU)."""
-    expected, written = _n_grams(reference, n), _n_grams(generation, n)
+    texts = (reference, generation)
+    expected, written = (Counter(text[i : i + n] for i in range(len(text) - n + 1)) for text in texts)
     return (written & expected).total() / max(1, written.total())
-
-
-def _n_grams(text: str, n: int) -> "Counter[str]":
-    return Counter(text[start : start + n] for start in range(len(text) - n + 1))
 
 
 def _sacrebleu() -> Any:

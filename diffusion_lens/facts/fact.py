@@ -37,9 +37,7 @@ class Query:
     answer_tokens: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tokens, Tensor) or self.tokens.dim() != 1:
-            given = list(self.tokens.shape) if isinstance(self.tokens, Tensor) else type(self.tokens).__name__
-            raise ValueError(f"a query's tokens are one row, a tensor Int[pos]; got {given}")
+        check_row("a query's tokens", self.tokens)
         for name in ("subject", "answer_positions", "answer_tokens"):
             object.__setattr__(self, name, tuple(map(partial(whole_number, name), getattr(self, name))))
         n_pos = self.tokens.shape[0]
@@ -50,31 +48,25 @@ class Query:
             raise ValueError(
                 f"{len(self.answer_positions)} answer positions for {len(self.answer_tokens)} answer tokens; pair them"
             )
-        if min(self.answer_positions, default=0) < 0:
-            outside = [position for position in self.answer_positions if position < 0]
+        if outside := [position for position in self.answer_positions if position < 0]:
             raise ValueError(f"the answer positions {outside} are negative; positions count from 0")
 
     def describe(self) -> dict[str, list[int]]:
         """The query as plain data, for a record."""
-        return {name: list(value) for name, value in vars(self).items() if name != "tokens"} | {
-            "tokens": self.tokens.tolist()
-        }
+        spans = {name: list(value) for name, value in vars(self).items() if name != "tokens"}
+        return {**spans, "tokens": self.tokens.tolist()}
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """One test of an edit.
-
-    Attributes:
-        query: The query whose answer should be the more probable after the edit.
-        rival: The same query with the answer that should lose; `None` where there is no such answer.
+    """One test of an edit: its query's answer should be more probable than the rival's, if there is one.
 
     Raises:
         ValueError: The two answers have the same tokens, so that neither can win.
     """
 
     query: Query
-    rival: Query | None = None
+    rival: Query | None = None  # The same query with the answer that should lose.
 
     def __post_init__(self) -> None:
         if self.rival is not None and self.rival.answer_tokens == self.query.answer_tokens:
@@ -204,10 +196,7 @@ class Fact:
         """First character of one mention of the subject, and one past its last."""
         if not self.subject.strip():
             raise ValueError(f"the fact {self.prompt!r} has an empty subject; name the part of the prompt to trace")
-        starts, at = [], self.prompt.find(self.subject)
-        while at >= 0:
-            starts.append(at)
-            at = self.prompt.find(self.subject, at + 1)
+        starts = mentions(self.subject, self.prompt)
         if not starts:
             raise ValueError(f"the subject {self.subject!r} is not in the prompt {self.prompt!r}")
         if occurrence is None and self.subject_start is not None:
@@ -225,3 +214,15 @@ class Fact:
             raise ValueError(f"occurrence={occurrence}, but {self.subject!r} occurs {len(starts)} times in the prompt")
         start = starts[occurrence or 0]
         return start, start + len(self.subject)
+
+
+def check_row(what: str, tokens: Tensor) -> None:
+    """Raise a `ValueError` unless tokens are one row."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1:
+        given = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"{what} are one row, a tensor Int[pos]; got {given}")
+
+
+def mentions(words: str, text: str) -> list[int]:
+    """The characters at which these words begin in a text."""
+    return [start for start in range(len(text)) if text.startswith(words, start)]

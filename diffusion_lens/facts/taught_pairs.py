@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from diffusion_lens.facts.fact import Direction, Fact
+from diffusion_lens.facts.fact import Direction, Fact, check_row, mentions
 from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.text import check_known, token_spans
@@ -58,13 +58,10 @@ class Sentence(NamedTuple):
 
     @classmethod
     def of_fact(cls, fact: Fact, asks_for_b: bool) -> "Sentence":
-        """Prompt and answer of a fact as one text, with the subject of the prompt as one span.
+        """Prompt and answer of a fact as one text: the subject is A and the answer B, or the reverse.
 
-        The other span is within the answer: the fact's person (if the prompt asks for the person, "d2p") or its
-        description ("p2d"), if the answer contains it; otherwise the whole answer.
-
-        Args:
-            asks_for_b: Whether the answer is B, and the subject A.
+        Within the answer, the span is the fact's person (if the prompt asks for the person, "d2p") or its description
+        ("p2d"), if the answer contains it; otherwise the whole answer.
 
         Raises:
             ValueError: The prompt does not contain the subject, or contains it more than once without `subject_start`.
@@ -73,7 +70,8 @@ class Sentence(NamedTuple):
         words = wanted if wanted and fact.answer.count(wanted) == 1 else fact.answer
         start = len(fact.prompt) + fact.answer.index(words)
         subject, answer = fact.subject_span, (start, start + len(words))
-        return cls(fact.prompt + fact.answer, *((subject, answer) if asks_for_b else (answer, subject)))
+        a, b = (subject, answer) if asks_for_b else (answer, subject)
+        return cls(fact.prompt + fact.answer, a, b)
 
     def locate(self, model: DiffusionTransformer) -> "LocatedSentence":
         """The tokens of the sentence, and the positions of its spans.
@@ -101,11 +99,10 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TaughtCanvas:
-    """A sentence on a model's canvas, the row where its answer is read, and the position of its source.
+    """A sentence on a model's canvas.
 
     Attributes:
-        tokens: Int[pos], the sentence. On a masked diffusion model all tokens of A are [MASK], under uniform noise
-            random tokens.
+        tokens: The sentence. On a masked diffusion model all tokens of A are [MASK], under uniform noise random tokens.
         row: Row of the logits that predicts the answer.
         answer_token: Id of the answer, the last token of A or of B.
         source: Position of the last token of B.
@@ -117,9 +114,7 @@ class TaughtCanvas:
     source: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tokens, Tensor) or self.tokens.dim() != 1:
-            given = list(self.tokens.shape) if isinstance(self.tokens, Tensor) else type(self.tokens).__name__
-            raise ValueError(f"the tokens of a canvas are one row, a tensor Int[pos]; got {given}")
+        check_row("the tokens of a canvas", self.tokens)
         for name in ("row", "answer_token", "source"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         n_pos = self.tokens.shape[0]
@@ -132,11 +127,9 @@ class TaughtCanvas:
 
 @dataclass(frozen=True, eq=False)
 class TaughtPair:
-    """A sentence as trained and the reverse question about it, on one model's canvas.
+    """A sentence as trained (`forward`) and the reverse question about it, on one model's canvas.
 
     Attributes:
-        forward: The sentence as trained.
-        reverse: The reverse question.
         id: Name for records.
         group: Person whom the pair is about, where facts or a data set name one. Pairs of one group are not
             independent of each other. A pair without a group stands alone.
@@ -162,20 +155,16 @@ class TaughtPair:
         """The pair of two sentences that contain the same words of A and B.
 
         Args:
-            model: Model on whose canvas the pair is laid out.
             sentences: The sentence as trained, and the reverse question with its answer.
-            a: What the reverse question asks for. It must occur once in each sentence, as must `b`.
-            b: What the reverse question mentions.
-            length, id: As in `from_sentences`.
+            a, b: What the reverse question asks for, and what it mentions. Each occurs once in each sentence.
+            model, length, id: As in `from_sentences`.
 
         Raises:
             ValueError: As in `from_sentences`; or a sentence lacks A or B, or contains one of them several times.
         """
         if isinstance(sentences, str) or len(sentences) != 2:
-            raise ValueError(
-                f"sentences={sentences!r:.120}; give two texts, the sentence as trained and the reverse question with "
-                "its answer"
-            )
+            texts = "the sentence as trained and the reverse question with its answer"
+            raise ValueError(f"sentences={sentences!r:.120}; give two texts, {texts}")
         forward, reverse = (Sentence.of(text, a, b) for text in sentences)
         return cls.from_sentences(model, forward, reverse, length=length, id=id)
 
@@ -216,14 +205,13 @@ class TaughtPair:
                     f"{reverse.text!r}, so the sentences do not link the same tokens; write the last word of {name} "
                     "alike in both, with a space before it"
                 )
+        answer = of_forward.a
         if model.cfg.grows:
+            answer = of_forward.b
             _check_order(model, forward.text, ("A", of_forward.a), ("B", of_forward.b), "trained")
             _check_order(model, reverse.text, ("B", of_reverse.b), ("A", of_reverse.a), "asked in reverse")
-        return cls(
-            _canvas(model, forward.text, of_forward, of_forward.b if model.cfg.grows else of_forward.a, n_pos),
-            _canvas(model, reverse.text, of_reverse, of_reverse.a, n_pos),
-            id,
-        )
+        taught = _canvas(model, forward.text, of_forward, answer, n_pos)
+        return cls(taught, _canvas(model, reverse.text, of_reverse, of_reverse.a, n_pos), id)
 
     @classmethod
     @suggest_keywords
@@ -233,10 +221,9 @@ class TaughtPair:
         """The pair of two facts about one person, its group. `data` has facts, and `match_facts` pairs them.
 
         Args:
-            model: Model on whose canvas the pair is laid out.
             forward: A fact whose prompt and answer are a sentence of training. Its subject is A, its answer B.
             reverse: The reverse question. Its subject is B, its answer A.
-            length, id: As in `from_sentences`.
+            model, length, id: As in `from_sentences`.
 
         Raises:
             ValueError: As in `from_sentences` and `Sentence.of_fact`; or both facts ask in the same direction, or are
@@ -263,12 +250,7 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class LaidOutPairs:
-    """Pairs on a model's canvas.
-
-    Attributes:
-        pairs: Pairs that could be laid out, in order.
-        set_aside: Reasons why the others could not be, by id.
-    """
+    """Pairs that could be laid out on a model's canvas, in order, and reasons why the others could not be, by id."""
 
     pairs: list[TaughtPair]
     set_aside: dict[str, str]
@@ -279,12 +261,10 @@ def match_facts(
 ) -> list[FactPair]:
     """Pairs of a fact as trained and a question in the other direction, about the same person and description.
 
-    Only people trained in this direction alone are selected.
-
     Args:
         taught: Facts whose prompt and answer are sentences of training.
         asked: Questions; they may be the same list.
-        trained: Direction of training, "p2d" or "d2p".
+        trained: The one direction of training of the people, "p2d" or "d2p".
         per_person: Largest number of pairs for each person and description. The first consists of the first fact and
             the first question, and so on.
 
@@ -316,11 +296,9 @@ def match_facts(
 def lay_out_pairs(
     model: DiffusionTransformer, fact_pairs: Sequence[FactPair], *, length: int | None = None
 ) -> LaidOutPairs:
-    """Pairs of facts on the model's canvas; those that the model cannot be given are set aside with the reason.
+    """Pairs of `match_facts` on the model's canvas, of a `length` as in `TaughtPair.from_sentences`.
 
-    Args:
-        fact_pairs: Pairs of a fact as trained and the reverse question, as of `match_facts`.
-        length: As in `TaughtPair.from_sentences`.
+    Those that the model cannot be given are set aside with the reason.
 
     Raises:
         ValueError: No pair can be laid out, or two pairs have one id.
@@ -344,10 +322,7 @@ def lay_out_pairs(
 
 
 def pairs_in_common(laid_out: Mapping[str, LaidOutPairs]) -> dict[str, LaidOutPairs]:
-    """The pairs that each of several models can be given. The others are set aside for all of them.
-
-    Args:
-        laid_out: By name of the model, the same pairs of facts as `lay_out_pairs` lays them out.
+    """Of the same pairs by name of the model, those that every model can be given; the others are set aside for all.
 
     Raises:
         ValueError: The models have no pair in common.
@@ -371,7 +346,7 @@ def _first(set_aside: Mapping[str, str]) -> str:
 
 
 class LocatedSentence(NamedTuple):
-    """The tokens of a sentence, and the positions of A's and of B's tokens."""
+    """The tokens of a sentence, and the positions of those of A and of B."""
 
     tokens: list[int]
     a: range
@@ -447,7 +422,7 @@ def _find(name: str, words: str, text: str) -> tuple[int, int]:
     """The span of words that occur once in a text."""
     if not words.strip():
         raise ValueError(f"{name}={words!r} is empty; give the words of the sentence {text!r}")
-    starts = [start for start in range(len(text)) if text.startswith(words, start)]
+    starts = mentions(words, text)
     if not starts:
         raise ValueError(f"{name}={words!r} does not occur in {text!r}; give the words of the sentence")
     if len(starts) > 1:

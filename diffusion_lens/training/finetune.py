@@ -4,14 +4,14 @@ Rows are laid out as in ML-GSAI/SMDM `sft/reverse_data.py`. Prompt and completio
 tokenizer prepends one, the end token follows it, and more end tokens fill the row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from diffusion_lens.data.fact_files import JsonLineError, read_json_lines
+from diffusion_lens.data.download import read_json_lines
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.loading import save_tokenizer, write_trained_length
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -74,7 +74,8 @@ def finetune(
         data: Facts, mappings with "prompt" and "completion", or the path of a `.jsonl` file of such rows.
         config: Recipe of the training.
         out: Folder for the trained model.
-        answer_only: Whether only completions count in the loss and only they are masked.
+        answer_only: Whether only completions count in the loss and only they are masked, as in ML-GSAI/SMDM
+            `sft/finetune_mdm.py` and `sft/finetune_ar.py` (on other data).
         prepend_bos: As in `to_tokens`.
         checkpoint_every, evaluate, evaluate_every, progress: As in `train`.
 
@@ -121,8 +122,12 @@ def read_completions(data: Data) -> list[Completion]:
         FileNotFoundError: The file does not exist.
         ValueError: There are no rows, or a row lacks one of the two texts.
     """
+    rows: list[tuple[str, object]]
     if isinstance(data, str | Path):
-        rows: list[tuple[str, object]] = list(_lines(Path(data).expanduser()))
+        path = Path(data).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file of training data at {path}")
+        rows = [(f"{path.name}, line {number}", row) for number, row in read_json_lines(path, SHAPE)]
     else:
         rows = [(f"row {i}", row) for i, row in enumerate(data)]
     if not rows:
@@ -137,14 +142,7 @@ def encode_completions(
     answer_only: bool = False,
     prepend_bos: bool | None = None,
 ) -> TrainingRows:
-    """Tokenize texts into training rows.
-
-    Args:
-        model: Model whose tokenizer is used.
-        completions: Texts, one per row.
-        answer_only: Whether only completions count in the loss and only they are masked, as in ML-GSAI/SMDM
-            `sft/finetune_mdm.py` and `sft/finetune_ar.py` (on other data).
-        prepend_bos: As in `to_tokens`.
+    """Tokenize texts into training rows, one each; arguments as in `finetune`.
 
     Raises:
         ValueError: The tokenizer has no end token, a text does not fit into the context with its end token, or the
@@ -195,16 +193,6 @@ def _answers(
                 f"where it begins; begin the completion with a space: {_short(text)}"
             )
     return torch.tensor([len(prompt) for prompt in prompts])
-
-
-def _lines(path: Path) -> Iterator[tuple[str, object]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file of training data at {path}")
-    try:
-        for number, row in read_json_lines(path):
-            yield f"{path.name}, line {number}", row
-    except JsonLineError as error:
-        raise ValueError(f"{path}, line {error.line}, {error.reason}. {SHAPE}") from None
 
 
 def _completion(name: str, row: object) -> Completion:

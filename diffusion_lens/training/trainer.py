@@ -12,8 +12,7 @@ is saved, so the checkpoint on disk is the last good one.
 In the folder of a training, `run.json` identifies it by its recipe, the hash of its data and the hash of its initial
 weights. Until the training is complete, `checkpoint.safetensors` contains everything that the next step depends on: the
 weights, AdamW's moments, the state of the random generator, the remaining rows of this pass and the losses so far. The
-file is replaced atomically, so a training can be resumed after any interruption. (The learning rate is a function of
-the step and needs no state.)
+file is replaced atomically, so a training can be resumed after any interruption.
 
 Several devices work through Hugging Face accelerate: `accelerate launch script.py` starts the same script in several
 processes. Each process holds the whole model and works on its rows of a batch; gradients are averaged (data
@@ -27,14 +26,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import MISSING, asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.model.loss import LossBatch, Objective, masked_batch, next_token_batch
@@ -135,11 +134,8 @@ def smdm_reverse(
 ) -> TrainingConfig:
     """SMDM's fine-tuning on the reversal curse (ML-GSAI/SMDM `sft/finetune_mdm_reverse.py`).
 
-    The recipe takes `int(n_rows * epochs / batch_size)` steps. The learning rate rises from 0 to 2e-4 in 200 steps and
-    then follows a cosine to 2e-5. Betas are (0.9, 0.95), weight decay is 0.1 on all weights, the gradient norm is
-    clipped to 1, and autocast uses bfloat16. The batch size is 64 in the script and 32 in the paper (Nie et al. 2024,
-    arXiv 2410.18514, appendix B.5). The authors published no such script for the AR baseline; their script for it on
-    other data (`sft/finetune_ar.py`) uses the same settings.
+    The batch size is 64 in the script and 32 in the paper (Nie et al. 2024, arXiv 2410.18514, appendix B.5). There is
+    no such script for the AR baseline; the authors' one on other data (`sft/finetune_ar.py`) uses the same settings.
 
     Four details differ from the script. The masking rates t of a batch are stratified (see `hide`); theirs are
     independent. A batch may contain rows of two passes; theirs drops the last rows of a pass. Rows are cut to the
@@ -172,7 +168,7 @@ class TrainingRecord(Result):
 
     Attributes:
         config: Recipe of the training.
-        losses: Float[step], the loss of every step.
+        losses: Loss of every step.
         record: Seconds, threads, processes, model, hashes of the data and of the weights before and after, and
             versions. The entry "starts" lists the step and the device of each start and resumption.
         evaluations: Results of `evaluate`, each with the number of completed steps.
@@ -204,10 +200,9 @@ class Batch:
     """Rows of one update.
 
     Attributes:
-        tokens: Int[batch pos], the token ids.
-        real: Bool[batch pos], the positions that are not padding. `None` means all.
-        answers: Bool[batch pos], the positions that count in the loss. `None` means all that the model's own loss
-            counts.
+        tokens: The token ids.
+        real: The positions that are not padding; `None` means all.
+        answers: The positions that count in the loss; `None` means all that the model's own loss counts.
     """
 
     tokens: Tokens
@@ -228,7 +223,7 @@ class Batch:
 class RowSource(ABC):
     """Where the trainer takes its batches from: rows that it visits in passes, or rows drawn afresh.
 
-    A batch may depend on the order alone, with its generator. Its state is saved, so that a training can be resumed.
+    A batch depends only on the order and its generator, whose state is saved, so that a training can be resumed.
     """
 
     @property
@@ -238,7 +233,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def next_batch(self, order: "RowOrder", batch_size: int, device: str | torch.device | None) -> Batch:
-        """The rows of the next update, of which `batch_size` is the number."""
+        """The `batch_size` rows of the next update."""
 
     @abstractmethod
     def sha256(self) -> str:
@@ -250,10 +245,10 @@ class TrainingRows(RowSource):
     """Rows of tokens, padded on the right.
 
     Attributes:
-        tokens: Int[batch pos], the token ids.
-        lengths: Int[batch], the number of real tokens of each row, including the end token. Batches are cut to their
-            longest row. `None` means that every token counts, padding included.
-        answers: Int[batch], the position at which each row's answer begins, if only answers count. Requires `lengths`.
+        tokens: The token ids.
+        lengths: Number of real tokens of each row, including the end token. Batches are cut to their longest row.
+            `None` means that every token counts, padding included.
+        answers: Position at which each row's answer begins, if only answers count. Requires `lengths`.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -266,13 +261,10 @@ class TrainingRows(RowSource):
         if self.answers is not None and self.lengths is None:
             raise ValueError("answers= requires lengths=, the length of each row")
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     @property
     def n_rows(self) -> int:
         """Number of rows of a pass."""
-        return len(self)
+        return len(self.tokens)
 
     def next_batch(self, order: "RowOrder", batch_size: int, device: str | torch.device | None) -> Batch:
         """The next rows of the pass."""
@@ -300,18 +292,13 @@ class TrainingRows(RowSource):
 class RowOrder:
     """An endless random order of rows in which every pass visits each row once.
 
-    A batch may contain rows of two passes, so that all batches are full.
-
-    Attributes:
-        n_rows: Number of rows of the data; `None` if a training draws its rows afresh and uses only `generator`.
-        generator: Random number generator of the training.
-        left: Rows of the current pass that no batch contains yet.
+    A batch may contain rows of two passes, so that all batches are full. A training that draws its rows afresh has no
+    `n_rows` and uses only `generator`, its random numbers.
     """
 
     def __init__(self, n_rows: int | None, generator: torch.Generator) -> None:
-        self.n_rows = n_rows
-        self.generator = generator
-        self.left = torch.empty(0, dtype=torch.long)
+        self.n_rows, self.generator = n_rows, generator
+        self.left = torch.empty(0, dtype=torch.long)  # Rows of the current pass that no batch contains yet.
 
     def take(self, batch_size: int) -> Int[Tensor, "batch"]:
         """The next `batch_size` rows."""
@@ -341,7 +328,7 @@ def train(
 
     Args:
         model: Model to train.
-        tokens: Rows of tokens. In `TrainingRows` each row may have its own length; `PackedRows` draws documents afresh.
+        tokens: Rows of tokens. In `TrainingRows` each row may have its own length; a `RowSource` may draw rows afresh.
         config: Recipe of the training.
         objective: Custom loss, a function of model, tokens and generator. It receives the whole batch, so it requires
             one process and `accumulate=1`. Default: the model's own loss.
@@ -368,30 +355,28 @@ def train(
         if home is not None:
             home.start(run.identity, write=accelerator.is_main_process)
             if home.checkpoint.exists():
-                run.state.restore(home.checkpoint)
+                run.restore(home.checkpoint)
             accelerator.wait_for_everyone()
-        done = len(run.state.losses)
-        if home is not None and done:
-            run.saved = home.checkpoint, done
+        done = len(run.losses)
         run.start(done)
         hidden = not (progress and accelerator.is_main_process)
         with tqdm(total=config.steps, initial=done, desc=model.cfg.model_name, disable=hidden) as bar:
             for step in range(done, config.steps):
                 run.update(step)
-                last = step + 1 == config.steps
-                if last or (step + 1) % checkpoint_every == 0:
+                is_checked = step + 1 == config.steps or (step + 1) % checkpoint_every == 0
+                if is_checked:
                     run.require_weights(step)
                 if evaluate is not None and step + 1 in evaluated:
                     run.evaluate(evaluate, step + 1)
-                if home is not None and (last or (step + 1) % checkpoint_every == 0) and accelerator.is_main_process:
-                    run.save(home.checkpoint, step + 1)
+                if home is not None and is_checked and accelerator.is_main_process:
+                    run.save(home.checkpoint)
                 bar.update()
                 bar.set_postfix(run.shown, refresh=False)
         return run.record()
 
 
 class _Run:
-    """A training and its steps."""
+    """A training, its steps, and all that the next step depends on."""
 
     def __init__(
         self,
@@ -403,7 +388,7 @@ class _Run:
     ) -> None:
         self.model, self.rows, self.config, self.objective = model, rows, config, objective
         self.accelerator = accelerator
-        self.saved: tuple[Path, int] | None = None  # Path of the last checkpoint, and its number of steps.
+        self.saved = "no checkpoint was saved before"
         n_parts = accelerator.num_processes * config.accumulate
         if objective is not None and n_parts > 1:
             raise ValueError(
@@ -417,16 +402,25 @@ class _Run:
             )
         self.identity = describe_run(model, rows, config, objective)
         self.network = accelerator.prepare_model(model, device_placement=accelerator.num_processes > 1)
-        optimizer = torch.optim.AdamW(_parameter_groups(model, config), lr=config.lr, betas=config.betas)
-        self.optimizer = accelerator.prepare_optimizer(optimizer)
-        order = RowOrder(rows.n_rows, torch.Generator().manual_seed(config.seed))
-        self.state = RunState(dict(model.named_parameters()), optimizer, order, accelerator.scaler)
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": config.weight_decay if config.decay_norms else 0.0},
+        ]
+        self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+        self.optimizer = accelerator.prepare_optimizer(self.adam)
+        self.order = RowOrder(rows.n_rows, torch.Generator().manual_seed(config.seed))
+        self.losses: list[float] = []
+        self.evaluations: list[dict[str, Any]] = []  # Each has the number of completed steps.
+        self.starts: list[dict[str, Any]] = []  # Step, device, threads and processes of each start and resumption.
+        self.seconds = 0.0
 
     def start(self, step: int) -> None:
         """Record a start or resumption at this step."""
-        self._started = time.perf_counter() - self.state.seconds
+        self._started = time.perf_counter() - self.seconds
         if step < self.config.steps:
-            self.state.starts.append(
+            self.starts.append(
                 {
                     "step": step,
                     "threads": torch.get_num_threads(),
@@ -440,8 +434,8 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr_at(step)
         self.optimizer.zero_grad()
-        generator = self.state.order.generator
-        batch = self.rows.next_batch(self.state.order, self.config.batch_size, self.model.cfg.device)
+        generator = self.order.generator
+        batch = self.rows.next_batch(self.order, self.config.batch_size, self.model.cfg.device)
         if self.objective is None:
             loss = self._backward(batch.question(self.model, generator))
         else:
@@ -453,7 +447,7 @@ class _Run:
         if self.accelerator.scaler is None:  # A scaler skips steps whose float16 gradients overflow.
             self._require_finite("the norm of the gradient", float(norm), step)
         self.optimizer.step()
-        self.state.losses.append(loss_value)
+        self.losses.append(loss_value)
 
     def require_weights(self, step: int) -> None:
         """Raise a `FloatingPointError` unless all weights are finite."""
@@ -464,32 +458,74 @@ class _Run:
     def _require_finite(self, what: str, number: float, step: int) -> None:
         if math.isfinite(number):
             return
-        checkpoint = "no checkpoint was saved before"
-        if self.saved is not None:
-            checkpoint = f"{self.saved[0]} contains the last good one, after {self.saved[1]} steps"
         raise FloatingPointError(
             f"{what} is {number} in step {step} of {self.config.steps}: the training has diverged, and this step is "
-            f"not saved ({checkpoint}). Try a smaller lr (it is {self.config.lr_at(step):g} in this step) or a lower "
+            f"not saved ({self.saved}). Try a smaller lr (it is {self.config.lr_at(step):g} in this step) or a lower "
             "clip in a new folder, or look for damaged weights or data; resuming would stop at this step again"
         )
 
     def evaluate(self, evaluate: Evaluate, step: int) -> None:
         """Evaluate the model as users call it, in evaluation mode and without autocast."""
         self.model.eval()
-        with torch.no_grad(), plain_forward(self.model):
-            metrics = {name: float(value) for name, value in evaluate(self.model).items()}
+        patches = remove_patches(self.model)
+        try:
+            with torch.no_grad():
+                metrics = {name: float(value) for name, value in evaluate(self.model).items()}
+        finally:
+            vars(self.model).update(patches)
         self.model.train()
-        self.state.evaluations.append({"step": step, **metrics})
+        self.evaluations.append({"step": step, **metrics})
 
-    def save(self, path: Path, n_steps: int) -> None:
-        """Write a checkpoint of the training after `n_steps` steps."""
-        self.saved = path, n_steps
-        self.state.seconds = time.perf_counter() - self._started
-        self.state.save(path)
+    def save(self, path: Path) -> None:
+        """Write a checkpoint, one file that is replaced atomically."""
+        self._note_saved(path)
+        self.seconds = time.perf_counter() - self._started
+        tensors: dict[str, Tensor] = {
+            "generator": self.order.generator.get_state(),
+            "rows_left": self.order.left,
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+        }
+        for name, weight in self.model.named_parameters():
+            tensors[f"weights.{name}"] = weight
+            for key, value in self.adam.state.get(weight, {}).items():
+                tensors[f"optimizer.{key}.{name}"] = value
+        scaler = self.accelerator.scaler
+        record = {
+            "evaluations": self.evaluations,
+            "starts": self.starts,
+            "seconds": self.seconds,
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        save_result(path, _CHECKPOINT, tensors, record)
+
+    def restore(self, path: Path) -> None:
+        """Continue from the checkpoint that `save` wrote."""
+        tensors, record = open_result(path, _CHECKPOINT)
+        weights = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(tensors[f"weights.{name}"])
+        for label, value in tensors.items():
+            if label.startswith("optimizer."):
+                _, key, name = label.split(".", 2)
+                weight = weights[name]
+                # AdamW keeps its step count on the CPU, whatever the device of the weights.
+                moment = value.clone() if value.dim() == 0 else value.to(weight.device, copy=True)
+                self.adam.state[weight][key] = moment
+        self.order.generator.set_state(tensors["generator"].clone())
+        self.order.left = tensors["rows_left"].clone()
+        self.losses = tensors["losses"].tolist()
+        self.evaluations, self.starts, self.seconds = (record[name] for name in ("evaluations", "starts", "seconds"))
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(record["scaler"])
+        self._note_saved(path)
+
+    def _note_saved(self, path: Path) -> None:
+        self.saved = f"{path} contains the last good one, after {len(self.losses)} steps"
 
     @property
     def shown(self) -> dict[str, str]:
-        metrics = {"loss": self.state.losses[-1], **(self.state.evaluations[-1] if self.state.evaluations else {})}
+        metrics = {"loss": self.losses[-1], **(self.evaluations[-1] if self.evaluations else {})}
         return {name: f"{value:.3f}" for name, value in metrics.items() if name != "step"}
 
     def record(self) -> TrainingRecord:
@@ -497,13 +533,13 @@ class _Run:
             "seconds": time.perf_counter() - self._started,
             "threads": torch.get_num_threads(),
             "processes": self.accelerator.num_processes,
-            "starts": self.state.starts,
+            "starts": self.starts,
             "rows": self.identity["rows"],
             "data_sha256": self.identity["data_sha256"],
             "started_from_sha256": self.identity["weights_sha256"],
             **provenance(self.model, self.model.cfg),
         }
-        return TrainingRecord(self.config, torch.tensor(self.state.losses), record, tuple(self.state.evaluations))
+        return TrainingRecord(self.config, torch.tensor(self.losses), record, tuple(self.evaluations))
 
     def _backward(self, question: LossBatch) -> Tensor:
         """Loss of the whole batch. Adds the gradients of this process's parts."""
@@ -522,71 +558,6 @@ class _Run:
             losses.append(loss.detach())
         total: Tensor = self.accelerator.reduce(torch.stack(losses).sum(), "sum")
         return total
-
-
-@dataclass(eq=False)
-class RunState:
-    """The current state of a training.
-
-    Attributes:
-        weights: Parameters of the model by name.
-        optimizer: AdamW over the weights.
-        order: Order of the remaining rows, with the random number generator of the training.
-        scaler: Gradient scaler for float16, or `None`.
-        losses: Loss of every step so far.
-        evaluations: Results of `evaluate`, each with its step.
-        starts: Step, device, threads and processes of each start and resumption.
-        seconds: Elapsed training time in seconds.
-    """
-
-    weights: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    order: RowOrder
-    scaler: torch.amp.GradScaler | None = None
-    losses: list[float] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def save(self, path: Path) -> None:
-        """Write everything to one file, which is replaced atomically."""
-        tensors: dict[str, Tensor] = {
-            "generator": self.order.generator.get_state(),
-            "rows_left": self.order.left,
-            "losses": torch.tensor(self.losses, dtype=torch.float64),
-        }
-        for name, weight in self.weights.items():
-            tensors[f"weights.{name}"] = weight
-            for key, value in self.optimizer.state.get(weight, {}).items():
-                tensors[f"optimizer.{key}.{name}"] = value
-        record = {
-            "evaluations": self.evaluations,
-            "starts": self.starts,
-            "seconds": self.seconds,
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-        }
-        save_result(path, _CHECKPOINT, tensors, record)
-
-    def restore(self, path: Path) -> None:
-        """Restore the state that `save` wrote."""
-        tensors, record = open_result(path, _CHECKPOINT)
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(tensors[f"weights.{name}"])
-        for label, value in tensors.items():
-            if label.startswith("optimizer."):
-                _, key, name = label.split(".", 2)
-                weight = self.weights[name]
-                # AdamW keeps its step count on the CPU, whatever the device of the weights.
-                moment = value.clone() if value.dim() == 0 else value.to(weight.device, copy=True)
-                self.optimizer.state[weight][key] = moment
-        self.order.generator.set_state(tensors["generator"].clone())
-        self.order.left = tensors["rows_left"].clone()
-        self.losses = tensors["losses"].tolist()
-        self.evaluations, self.starts = record["evaluations"], record["starts"]
-        self.seconds = record["seconds"]
-        if self.scaler is not None:
-            self.scaler.load_state_dict(record["scaler"])
 
 
 @dataclass(frozen=True)
@@ -622,11 +593,6 @@ class RunFolder:
         for part in self.path.glob(f".{self.checkpoint.name}.*.part"):
             part.unlink()
 
-    def resume(self, state: RunState) -> None:
-        """Restore `state` from the last checkpoint, if there is one."""
-        if self.checkpoint.exists():
-            state.restore(self.checkpoint)
-
 
 def describe_run(
     model: DiffusionTransformer, rows: RowSource, config: TrainingConfig, objective: Objective | None = None
@@ -642,29 +608,15 @@ def describe_run(
 
 
 def evaluation_steps(every: int | Collection[Any], n_steps: int) -> frozenset[int]:
-    """The numbers of completed steps, from 1 to `n_steps`, after which there is an evaluation; the last always is one.
-
-    Args:
-        every: Number of steps between evaluations, or the numbers of steps themselves.
-        n_steps: Number of steps of the training.
-
-    Raises:
-        ValueError: There are no steps between evaluations, or a number is not a whole one from 1 to `n_steps`.
-    """
+    """The numbers of completed steps after which there is an evaluation, as `train` takes them."""
     if not isinstance(every, Collection):
         return frozenset((*range(at_least(1, "evaluate_every", every), n_steps + 1, every), n_steps))
-
-    def is_step(value: Any) -> bool:
-        try:
-            return 1 <= whole_number("evaluate_every", value) <= n_steps
-        except TypeError:
-            return False
-
-    if wrong := [each for each in every if not is_step(each)]:
-        raise ValueError(
-            f"evaluate_every contains {wrong[0]!r}; give whole numbers from 1 to {n_steps}, the number of steps, or "
-            "one number of steps between evaluations"
-        )
+    for each in every:
+        if isinstance(each, bool | float) or each not in range(1, n_steps + 1):
+            raise ValueError(
+                f"evaluate_every contains {each!r}; give whole numbers from 1 to {n_steps}, the number of steps, or "
+                "one number of steps between evaluations"
+            )
     return frozenset((*map(int, every), n_steps))
 
 
@@ -705,29 +657,10 @@ def require_gpu(mixed_precision: str, on_cpu: bool) -> None:
         raise ValueError("mixed_precision='fp16' needs a GPU; on a CPU use 'no' or 'bf16'")
 
 
-@contextmanager
-def plain_forward(model: DiffusionTransformer) -> Iterator[None]:
-    """Remove accelerate's mixed precision, which patches `model.forward`, inside the `with` block."""
-    patches = remove_patches(model)
-    try:
-        yield
-    finally:
-        vars(model).update(patches)
-
-
 def remove_patches(model: DiffusionTransformer) -> dict[str, Any]:
-    """Remove accelerate's patches and its marker from the model, and return them."""
+    """Remove accelerate's marker from the model and the patches for its mixed precision, and return them."""
     patches = ("forward", "_original_forward", "_is_accelerate_prepared")
     return {name: vars(model).pop(name) for name in patches if name in vars(model)}
-
-
-def _parameter_groups(model: DiffusionTransformer, config: TrainingConfig) -> list[dict[str, Any]]:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    return [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": config.weight_decay if config.decay_norms else 0.0},
-    ]
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Rows of documents that are drawn afresh for every batch.
 
-A row is filled with one document after the other and cut at its length. All random numbers come from the generator of
+A row is filled with one document after the other and cut at its length. `word_encoder` makes the token ids of a
+document. All random numbers come from the generator of
 the training, whose state is part of every checkpoint, so an interrupted training sees the same documents.
 
 A trained model with more blocks, to be trained further (stacking after the lower blocks).
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens.model.build import random_tensors
 from diffusion_lens.model.config import DiffusionConfig
@@ -80,6 +82,21 @@ class PackedRows(RowSource):
                 raise ValueError("document() returned no tokens; every document needs at least its end token")
             row += document
         return row[:length]
+
+
+def word_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
+    """A function from a text to its ids and `<eos>`, for many short texts: it tokenizes every word only once."""
+    known: dict[str, list[int]] = {}
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = []
+        for word in text.split():
+            if word not in known:
+                known[word] = tokenizer(word)["input_ids"]
+            ids += known[word]
+        return [*ids, int(tokenizer.eos_token_id)]
+
+    return encode
 
 
 INTO_STREAM = (".o.weight", ".down.weight")

@@ -30,12 +30,11 @@ import torch
 
 from bundled_models import site_measures as measures
 from bundled_models import tiny_pair
-from bundled_models.rows_and_blocks import Document, PackedRows, grow
+from bundled_models.rows_and_blocks import Document, PackedRows, grow, word_encoder
 from bundled_models.site_losses import EarlyExit, EdgeDropout, PersonLoss, PersonTargets, ShapedLoss
 from bundled_models.tiny_pair import Kind as Kind
 from diffusion_lens.data import site_facts
 from diffusion_lens.data.site_documents import Documents
-from diffusion_lens.data.toy_facts import save_tokenizer, word_encoder
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.build import random_tensors
 from diffusion_lens.model.config import DiffusionConfig
@@ -251,7 +250,7 @@ def make_pair(
             "models": models,
             "phases": {name: _describe(trained) for name, trained in done.items()},
         }
-        save_tokenizer(site_facts.build_tokenizer(world), staging, architecture("mdm", 1, BLOCKS).n_ctx)
+        tiny_pair.save_tokenizer(site_facts.build_tokenizer(world), staging, architecture("mdm", 1, BLOCKS).n_ctx)
         write_json(results, staging / "results.json")
     shutil.rmtree(target / "site.run")
     return results

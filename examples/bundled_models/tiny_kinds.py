@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from bundled_models import tiny_pair
 from diffusion_lens.data import toy_facts
-from diffusion_lens.data.toy_facts import save_tokenizer
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.build import random_tensors
 from diffusion_lens.model.config import DiffusionConfig
@@ -116,7 +115,7 @@ def make(
             **training.record,
         }
         results = {"corpus_seed": corpus_seed, "seed": seed, "models": {name: measured}}
-        save_tokenizer(tokenizer, staging, shape.n_ctx)
+        tiny_pair.save_tokenizer(tokenizer, staging, shape.n_ctx)
         write_json(results, staging / "results.json")
     shutil.rmtree(run)
     return results

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens.data import toy_facts
-from diffusion_lens.data.toy_facts import save_tokenizer
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.build import random_tensors
@@ -146,6 +146,21 @@ def make_pair(
     for kind in steps or STEPS:
         shutil.rmtree(target / f"tiny-{kind}.run")
     return results
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, n_ctx: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json, for models with a context of `n_ctx` positions."""
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    # Written here, because transformers 4 does not know the class name that transformers 5 would save.
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<eos>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": n_ctx,
+    }
+    write_json(settings, folder / "tokenizer_config.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

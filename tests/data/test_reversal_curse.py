@@ -186,7 +186,7 @@ def test_no_such_folder(tmp_path):
     [
         ('{"prompt": "Ada', r"p2d_prompts_test\.jsonl, line 3 is not valid JSON"),
         ('{"prompt": "a", "completion": " b", "prompt": "c"}', r"line 3 gives the key 'prompt' twice"),
-        ('{"prompt": "Ada Marsh is"}', r"p2d_prompts_test\.jsonl, line 3: a row is .* not \{\"prompt\": \"Ada"),
+        ('{"prompt": "Ada Marsh is"}', r"p2d_prompts_test\.jsonl, line 3: a row is .* not \{'prompt': 'Ada"),
         ('{"prompt": "Ada Marsh is", "completion": 3}', r"line 3: a row is"),
         ('["Ada Marsh is", " a pilot"]', r"line 3: a row is"),
     ],

@@ -8,6 +8,7 @@ from itertools import permutations
 import pytest
 from jaxtyping import config
 
+from bundled_models.rows_and_blocks import word_encoder
 from diffusion_lens.data import site_facts
 from diffusion_lens.data.site_documents import Documents
 from diffusion_lens.data.site_facts import (
@@ -19,7 +20,7 @@ from diffusion_lens.data.site_facts import (
     RELATIONS,
     TRAINED_ADVERBS,
 )
-from diffusion_lens.data.toy_facts import HELD_OUT, PREFIXES, TRAINED, subject_prompt, word_encoder
+from diffusion_lens.data.toy_facts import HELD_OUT, PREFIXES, TRAINED, subject_prompt
 
 
 @pytest.fixture(scope="module")

@@ -142,6 +142,6 @@ def test_a_file_of_another_kind_is_refused_with_the_kinds_that_are_read(name: st
         open_source(str(tmp_path / name))
     with pytest.raises(
         ValueError,
-        match=r"line 1, is not valid JSON.*read from \.jsonl files with one object per line, such as {\"prompt\"",
+        match=r"line 1 is not valid JSON.*read from \.jsonl files with one object per line, such as {\"prompt\"",
     ):
         read_completions(tmp_path / name)

@@ -118,7 +118,7 @@ def test_bad_data_are_named(with_bos, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "Daphne", "completion": " was"}\n{"prompt": "Daphne"\n')
     cases = [
-        (file, r"rows\.jsonl, line 2, is not valid JSON"),
+        (file, r"rows\.jsonl, line 2 is not valid JSON"),
         ([], "nothing to train on"),
         ([*ROWS, {"prompt": "Daphne"}], "row 3 is .*'prompt': 'Daphne'.*\"completion\""),
         ([{"prompt": "", "completion": " "}], "row 0 is empty"),
