@@ -203,11 +203,8 @@ def by_model_type(
 ) -> Family:
     """A family of Hugging Face's `config.json`, recognised by the model types that `classes` has as keys.
 
-    Args:
-        keys: Keys of its config, which are checked before it is read.
-        rules, classes, more: As in `Family`.
-        read, write: From a checked config to an architecture, and back.
-        where: Whether a config of that model type is of this family, if several families share one.
+    `where` tells families of one model type apart, `read` takes a config after the check of its `keys`, and `more` are
+    further attributes of the `Family`.
     """
 
     def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:

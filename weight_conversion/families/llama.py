@@ -74,13 +74,11 @@ def read_decoder(
     default_base: float | None = None,
     **flags: Any,
 ) -> Architecture:
-    """The architecture from the keys that Llama's config shares with its descendants'.
+    """The architecture from the keys that Llama's config shares with its descendants', and from further fields.
 
     Args:
         masked: Whether the model is a masked diffusion model; by default, if its model type begins with "a2d-".
         by_blocks: Whether the model was trained by blocks for certain, so that the config must give the block size.
-        default_base: Base of the rotary frequencies where the config does not give it.
-        flags: Further fields of the architecture.
     """
     if masked is None:
         masked = str(config["model_type"]).startswith(DIFFUSION)
