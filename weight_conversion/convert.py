@@ -45,10 +45,7 @@ class Checkpoint:
         return self._read(sys.maxsize)
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in our layout, a large one as several pieces of consecutive rows under the same name.
-
-        A caller that copies each piece before it requests the next keeps at most a few megabytes of the file in memory.
-        """
+        """Every tensor in our layout, a large one as several pieces of consecutive rows, each a few megabytes."""
         return self._read(PIECE_BYTES)
 
     def _read(self, most_bytes: int) -> Iterator[tuple[str, Tensor]]:
@@ -106,11 +103,8 @@ def open_checkpoint(
 
 
 def family_of(path: str | Path, options: Mapping[str, Any] | None = None) -> Family:
-    """The family of a checkpoint, by the config beside it or its tensors; the arguments are those of `open_checkpoint`.
-
-    Raises:
-        FileNotFoundError, ValueError: As by `open_checkpoint`. Whether the tensors fit is not checked.
-    """
+    """The family of a checkpoint, by the config beside it or its tensors; arguments and errors are those of
+    `open_checkpoint`, but whether the tensors fit is not checked."""
     source = open_tensors(Path(path))
     settings, _ = _find_config(source.path.parent, source.shapes())
     return recognise({**(settings or {}), **options} if options else settings, source.shapes(), str(path))
@@ -155,10 +149,7 @@ def check_export(architecture: Architecture, path: str | Path, family: str | Non
 
 
 def export_size(architecture: Architecture) -> int:
-    """Exact size in bytes of a published float32 safetensors file in the format of the architecture's family.
-
-    It is the size of a file that the safetensors library wrote. A file of `export` has a header of another length.
-    """
+    """Exact size in bytes of a float32 file in the format of the architecture's family, as `safetensors_size`."""
     architecture = unfolded_architecture(architecture)
     return safetensors_size(KeyMap(FAMILIES[architecture.family].rules, architecture).their_shapes)
 

@@ -229,11 +229,7 @@ def open_tensors(path: Path) -> TensorSource:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors under a temporary name, then rename the file: a reader never sees a partial file.
-
-    Raises:
-        ValueError: A dtype is not in the format, or the metadata or the tensors are too many for its header.
-    """
+    """`write_aligned` under a temporary name, then rename the file: a reader never sees a partial file."""
     with renamed_when_whole(path) as temporary, temporary.open("wb") as file:
         write_aligned(tensors, file, metadata)
 
@@ -280,10 +276,7 @@ def renamed_when_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def renamed_together(folder: Path) -> Iterator[Path]:
-    """A temporary folder inside `folder`; its files replace those of `folder` unless an exception is raised.
-
-    Each file is replaced atomically. `folder` is made if it does not exist, and its other files stay.
-    """
+    """A temporary folder; unless an exception is raised, its files replace those of `folder`, whose others stay."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as temporary:
         yield Path(temporary)

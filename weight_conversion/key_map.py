@@ -15,17 +15,16 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from weight_conversion.architecture import Architecture, Experts, Shape, TimeConditioning
+from weight_conversion.architecture import Architecture, Shape
 
 PIECE_BYTES = 1 << 22
 N_FREQUENCIES = 256  # of the embedding of the noise level, in all published models
@@ -177,7 +176,7 @@ class KeyMap:
         all_rules = [each for rule in rules for each in rule.written_out(architecture.n_layers, n_experts)]
         self.our_shapes = tensor_shapes(architecture)
         covered = {name for rule in all_rules for name in rule.ours}
-        if misfit := (set(self.our_shapes) - covered) | (covered - _every_tensor_name(architecture)):
+        if misfit := set(self.our_shapes) - covered:
             raise ValueError(f"the table of {architecture.family!r} does not match our layout at {sorted(misfit)}")
         self.rules = tuple(rule for rule in all_rules if any(name in self.our_shapes for name in rule.ours))
         self.their_shapes = {
@@ -205,7 +204,8 @@ class KeyMap:
             if name in found and tuple(found[name]) != shape
         ]
         if missing or unknown or wrong:
-            near = [f"{name} (nearest: {next(iter(_near(name, expected)), 'none')})" for name in unknown]
+            nearest = {name: get_close_matches(name, expected, n=1, cutoff=0.0) for name in unknown}
+            near = [f"{name} (nearest: {', '.join(nearest[name]) or 'none'})" for name in unknown]
             problems = {"missing ": missing, "unknown ": near, "wrong shape: ": wrong}
             listed = "; ".join(f"{problem}{_listed(names)}" for problem, names in problems.items() if names)
             raise ValueError(
@@ -283,19 +283,6 @@ class KeyMap:
             yield rule.theirs, rule.layout.join([tensors[name] for name in rule.ours], self.architecture)
 
 
-def _every_tensor_name(architecture: Architecture) -> set[str]:
-    """All tensor names that our layout has for architectures with this number of layers and experts."""
-    everything: dict[str, Any] = dict.fromkeys(
-        ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_bias", "unembed_bias"), True
-    )
-    everything |= {"tied": False, "norm": "layer", "mlp": "gated", "time": TimeConditioning(1, told=True)}
-    everything |= {"positional_embedding_type": "standard", "rotary_scaling": None, "rotary_dim": None}
-    names = set(tensor_shapes(replace(architecture, **everything, experts=None)))
-    layers = (True,) * architecture.n_layers
-    experts = replace(architecture.experts or Experts(1, 1, 1, layers), layers=layers, d_shared=1, router_bias=True)
-    return names | set(tensor_shapes(replace(architecture, **everything, experts=experts)))
-
-
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (rows, columns)
     if bias:
@@ -358,7 +345,3 @@ def _all_finite(rows: Tensor) -> bool:
 def _listed(names: Sequence[str], most: int = 4) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-def _near(name: str, known: Mapping[str, Shape]) -> list[str]:
-    return get_close_matches(name, known, n=1, cutoff=0.0)

@@ -44,7 +44,7 @@ from diffusion_lens.evaluation.scores import contained
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.loading.catalogue import ASSETS, BUNDLED
-from diffusion_lens.model.loss import LossBatch, has_schedule, hide, next_token_batch, noised, scheduled_batch
+from diffusion_lens.model.loss import LossBatch, has_schedule, hide, masked_batch, next_token_batch, noised
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import n_params
@@ -398,7 +398,7 @@ def _batch(model: DiffusionTransformer, tokens: Tensor) -> LossBatch:
     if not has_schedule(model):
         return _masked_batch(model, tokens, generator)
     noisy, p = noised(model, tokens, generator=generator)
-    return scheduled_batch(model, tokens, noisy, p, model.cfg.writable(tokens))
+    return masked_batch(model, tokens, noisy, p, real=model.cfg.writable(tokens))
 
 
 def _masked_batch(model: DiffusionTransformer, tokens: Tensor, generator: torch.Generator) -> LossBatch:

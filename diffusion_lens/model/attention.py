@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from diffusion_lens.model.hook_points import StepHookPoint, is_hooked, listens
 from diffusion_lens.model.hooking import OptionalHooks
-from diffusion_lens.model.inputs import LogitRows
+from diffusion_lens.model.inputs import LogitRows, rows_at
 from diffusion_lens.model.layers import Modulation, RMSNorm, beside, bias_of, gated
-from diffusion_lens.model.positions import ScoreBias, Tables, rotate, tables_at
+from diffusion_lens.model.positions import ScoreBias, Tables, rotate
 from diffusion_lens.model.shapes import PosMask, Resid
 from weight_conversion import Context, Variant
 
@@ -35,11 +35,8 @@ KeyCopies = Float[Tensor, "batch pos kv_head d_model"]
 
 @dataclass(frozen=True)
 class Visibility:
-    """The attention pattern of one forward pass: `allowed` is true where a query sees a key.
-
-    It is `None` if the fused kernel needs no mask: every position sees all positions or, with `causal`, all earlier
-    ones.
-    """
+    """The attention pattern of one forward pass: `allowed` is true where a query sees a key; `None` if the fused kernel
+    needs no mask, because every position sees all positions or, with `causal`, all earlier ones."""
 
     allowed: Bool[Tensor, "#batch 1 query key"] | None
     causal: bool
@@ -54,8 +51,7 @@ class Visibility:
     def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "Visibility":
         """The pattern of some query rows only."""
         if self.allowed is not None:
-            batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
-            return Visibility(self.allowed[:, 0].expand(rows.shape[0], -1, -1)[batch, rows][:, None], causal=False)
+            return Visibility(rows_at(self.allowed[:, 0], rows)[:, None], causal=False)
         if self.causal:
             allowed = torch.arange(n_key, device=rows.device) <= rows[..., None]
             return Visibility(allowed[:, None], causal=False)
@@ -264,13 +260,15 @@ class AttentionContext:
 
     def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "AttentionContext":
         """The context for queries at some rows only."""
-        rotary = None if self.rotary is None else tables_at(self.rotary, rows)
-        bias, factors = self.bias, self.query_factors
-        batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
+        rotary, bias, factors = self.rotary, self.bias, self.query_factors
+        if rotary is not None:
+            cos, sin = rotary
+            shared = cos.dim() == 3  # by all sequences
+            rotary = (cos[rows], sin[rows]) if shared else (rows_at(cos, rows), rows_at(sin, rows))
         if bias is not None:
-            bias = bias.expand(rows.shape[0], -1, -1, -1).transpose(1, 2)[batch, rows].transpose(1, 2)
+            bias = rows_at(bias.transpose(1, 2), rows).transpose(1, 2)
         if factors is not None:
-            factors = factors.expand(rows.shape[0], -1, -1, -1)[batch, rows]
+            factors = rows_at(factors, rows)
         visibility = self.visibility.at(rows, n_key)
         return replace(self, visibility=visibility, rotary=rotary, query_factors=factors, bias=bias)
 

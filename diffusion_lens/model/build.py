@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from diffusion_lens.model.attention import Attention
 from diffusion_lens.model.block import Block
-from diffusion_lens.model.config import ROTARY_DTYPES, as_device
+from diffusion_lens.model.config import DTYPES, as_device
+from diffusion_lens.model.hook_points import NO_POSITIONS, StepHookPoint
 from diffusion_lens.model.layers import Embed, LayerNorm, Linear, Norm, PosEmbed, RMSNorm, Unembed
 from diffusion_lens.model.mlp import GatedMLP, MixtureOfExperts, PlainMLP, Router
 from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions, Rotary
@@ -38,32 +39,33 @@ DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device]
 # The parts, without weights (on the meta device)
 
 
-def build_embed(a: Architecture) -> Embed:
-    return Embed(a.d_vocab, a.d_model)
+def build_parts(a: Architecture) -> dict[str, nn.Module]:
+    """The modules of a network by name."""
+    parts: dict[str, nn.Module] = {
+        "embed": Embed(a.d_vocab, a.d_model),
+        "hook_embed": StepHookPoint(),
+        "blocks": nn.ModuleList(_build_block(a, layer) for layer in range(a.n_layers)),
+        "ln_final": _build_norm(a),
+        "unembed": Unembed(a.d_model, a.d_vocab_out, a.unembed_bias),
+    }
+    if a.positional_embedding_type == "standard":
+        parts |= {"pos_embed": PosEmbed(a.n_ctx, a.d_model), "hook_pos_embed": StepHookPoint()}
+    if a.time is not None:  # An export of a folded network needs these weights too.
+        hidden, out = (_linear(width, a.time.d_cond, bias=True) for width in (N_FREQUENCIES, a.time.d_cond))
+        parts |= {"time_embed": TimeEmbedding(hidden, out), "final_modulation": _build_modulation(a, 2)}
+    if a.time_conditioning:
+        parts |= {name: StepHookPoint(NO_POSITIONS) for name in ("hook_time", "hook_final_modulation")}
+    return parts
 
 
-def build_unembed(a: Architecture) -> Unembed:
-    return Unembed(a.d_model, a.d_vocab_out, a.unembed_bias)
-
-
-def build_pos_embed(a: Architecture) -> PosEmbed:
-    return PosEmbed(a.n_ctx, a.d_model)
-
-
-def build_norm(a: Architecture) -> Norm:
+def _build_norm(a: Architecture) -> Norm:
     """A norm of the residual stream."""
     if a.norm == "rms":
         return RMSNorm(a.d_model, a.norm_eps)
     return LayerNorm(a.d_model, a.norm_eps, bias=a.norms_shift, modulated=a.time_conditioning)
 
 
-def build_time_embed(a: Architecture) -> TimeEmbedding:
-    assert a.time is not None
-    width = a.time.d_cond
-    return TimeEmbedding(hidden=_linear(N_FREQUENCIES, width, bias=True), out=_linear(width, width, bias=True))
-
-
-def build_modulation(a: Architecture, vectors: int) -> nn.Linear:
+def _build_modulation(a: Architecture, vectors: int) -> nn.Linear:
     """The map from the vector of the time to so many vectors of the width of the stream."""
     assert a.time is not None
     return _linear(a.time.d_cond, vectors * a.d_model, bias=True)
@@ -76,31 +78,27 @@ def build_positions(a: Architecture) -> Positions:
     return positions
 
 
-def build_blocks(a: Architecture) -> list[Block]:
+def _build_block(a: Architecture, layer: int) -> Block:
     queries, keys = a.n_heads * a.d_head, a.n_key_value_heads * a.d_head
-    blocks = [
-        Block(
-            ln1=build_norm(a),
-            attn=Attention(
-                q=_linear(a.d_model, queries, a.qkv_bias),
-                k=_linear(a.d_model, keys, a.qkv_bias),
-                v=_linear(a.d_model, keys, a.qkv_bias),
-                o=_linear(queries, a.d_model, a.o_bias),
-                d_head=a.d_head,
-                q_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
-                k_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
-                clip=a.qkv_clip,
-            ),
-            ln2=build_norm(a),
-            mlp=_build_mlp(a, layer),
-            modulation=build_modulation(a, 6) if a.time_conditioning else None,
-        )
-        for layer in range(a.n_layers)
-    ]
+    block = Block(
+        ln1=_build_norm(a),
+        attn=Attention(
+            q=_linear(a.d_model, queries, a.qkv_bias),
+            k=_linear(a.d_model, keys, a.qkv_bias),
+            v=_linear(a.d_model, keys, a.qkv_bias),
+            o=_linear(queries, a.d_model, a.o_bias),
+            d_head=a.d_head,
+            q_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
+            k_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
+            clip=a.qkv_clip,
+        ),
+        ln2=_build_norm(a),
+        mlp=_build_mlp(a, layer),
+        modulation=_build_modulation(a, 6) if a.time_conditioning else None,
+    )
     if a.time is not None and a.time.folded:
-        for block in blocks:
-            block.modulation = build_modulation(a, 6)  # which nothing reads; an export needs it
-    return blocks
+        block.modulation = _build_modulation(a, 6)  # which nothing reads; an export needs it
+    return block
 
 
 def _build_mlp(a: Architecture, layer: int) -> GatedMLP | PlainMLP | MixtureOfExperts:
@@ -137,7 +135,7 @@ _MLPS: dict[tuple[str, str], Callable[[Architecture, int], GatedMLP | PlainMLP]]
 }
 _POSITIONS: dict[str, Callable[[Architecture], Positions]] = {
     "rotary": lambda a: Rotary(
-        a.rotary_dim or a.d_head, a.rotary_base, ROTARY_DTYPES[a.rotary_dtype], a.rotation, a.rotary_scaling
+        a.rotary_dim or a.d_head, a.rotary_base, DTYPES[a.rotary_dtype], a.rotation, a.rotary_scaling
     ),
     "standard": lambda a: OutsideAttention(learned=True),
     "none": lambda a: OutsideAttention(learned=False),

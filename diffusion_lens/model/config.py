@@ -29,39 +29,17 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
-ROTARY_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Fields of an architecture that the config has under another name or as another type.
-_RENAMED = {"name", "family", "norm_eps", "norm", "mlp", "rotary_dtype", "experts"}
+_RENAMED = {"name", "family", "norm_eps", "norm", "mlp", "rotary_dtype"}
 
 
 @dataclass(repr=False)
 class DiffusionConfig(Variant, TransformerLensConfig):
     """Config of a model, under TransformerLens's names.
 
+    Fields that an `Architecture` has under the same name mean what they mean there.
+
     Attributes:
-        d_vocab_out: Columns of the head. SMDM embeds [MASK] (counted in `d_vocab`) but has no column for it; no family
-            ever predicts it.
-        mask_token_id: Id of [MASK]; `None` for a model without it.
-        attention_dir: Attention direction, "bidirectional", "causal" or "block_causal".
-        causal_block: Positions in a block of "block_causal" attention.
-        block_context: How text before the open block is read: "blocks", "causal" or "prompt" (see `Architecture`).
-        readout: Row of the logits that predicts token i: "in_place" (row i) or "shifted" (row i-1).
-        rotary_base: Base of the rotary frequencies.
-        rotary_dtype: Precision to which the cosine and sine tables are rounded before use.
-        rotation: Precision in which queries and keys are rotated: "float32", or "activation" for the activations'.
-        rotary_dim: Dimensions of each head that are rotated; `None` for all.
-        query_scale: Scaling of the queries by position, or `None`.
-        qkv_clip: Bound of queries, keys and values, or `None`.
-        qkv_bias, o_bias, mlp_bias, unembed_bias: Presence of biases in these projections.
-        norm_bias: Presence of biases in the LayerNorms.
-        qk_norm: Presence of norms on each head's queries and keys, before the rotation.
-        tied: Whether embedding and head are one matrix.
-        positional_embedding_type: Kind of positions, "rotary", "standard" (learned vectors), "none" or "alibi".
-        rotary_scaling: Scaling of the rotary frequencies, or `None`.
-        experts: The experts in place of the MLP, or `None`.
-        time: How the network is conditioned on the time, or `None`.
-        schedule: Schedule of noise of the training, or `None`.
-        head: Meaning of the head's output, "logits", "subs" or "log_scores" (see `noise.heads`).
         model_name: Name under which results record the model.
         family: Family of its checkpoint, and default format of an export.
         use_attn_in, use_hook_mlp_in: Whether these optional hook points pass (see `model.optional_hooks`).
@@ -113,11 +91,10 @@ class DiffusionConfig(Variant, TransformerLensConfig):
         folded: bool = False,
     ) -> "DiffusionConfig":
         """The config of a checkpoint."""
-        a = architecture
-        rms = a.norm == "rms"
+        a, rms = architecture, architecture.norm == "rms"
         return cls(
             **{name: getattr(a, name) for name in _SHARED},
-            rotary_dtype=ROTARY_DTYPES[a.rotary_dtype],
+            rotary_dtype=DTYPES[a.rotary_dtype],
             eps=a.norm_eps,
             device=None if device is None else str(as_device(device)),
             dtype=as_dtype(dtype),
@@ -130,7 +107,6 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             uses_rms_norm=rms,
             final_rms=rms,
             gated_mlp=a.mlp == "gated",
-            experts=a.experts,
             num_experts=None if a.experts is None else a.experts.n_experts,
             experts_per_token=None if a.experts is None else a.experts.n_chosen,
         )
@@ -150,7 +126,6 @@ class DiffusionConfig(Variant, TransformerLensConfig):
             norm="rms" if self.uses_rms_norm else "layer",
             mlp="gated" if self.gated_mlp else "plain",
             rotary_dtype="bfloat16" if self.rotary_dtype == torch.bfloat16 else "float32",
-            experts=self.experts,
         )
 
     @property

@@ -193,10 +193,7 @@ def lend_clock(point: HookPoint, clock: StepClock) -> None:
 
 
 def position_axis(point: HookPoint) -> int | None:
-    """Axis of the positions in a hook point's activation: 1, or 2 (the queries) for scores and patterns.
-
-    `None` if the activation has no positions, as the vector of the time.
-    """
+    """Axis of the positions in an activation: 1, or 2 (the queries) for scores and patterns; `None` if it has none."""
     if point.pos_dim == NO_POSITIONS:
         return None
     return 1 if point.pos_dim is None else point.pos_dim

@@ -268,11 +268,8 @@ class LogitRows:
             if index.numel() and not -size <= int(index.min()) <= int(index.max()) < size:
                 raise ValueError(f"logits_at reaches {name} indices outside the {size} there are: {index.tolist()}")
         batch, rows = batch % n_batch, rows % n_pos
-        counts = batch.bincount(minlength=n_batch)
-        by_batch = batch.argsort(stable=True)
-        column = torch.empty_like(batch)
-        column[by_batch] = torch.arange(len(batch), device=batch.device) - (counts.cumsum(0) - counts)[batch[by_batch]]
-        grid = torch.zeros(n_batch, int(counts.max()), dtype=torch.long, device=batch.device)
+        column, n_columns = columns_of(batch, n_batch)
+        grid = torch.zeros(n_batch, n_columns, dtype=torch.long, device=batch.device)
         grid[batch, column] = rows
         return cls(grid, (batch, column), n_pos)
 
@@ -288,8 +285,22 @@ class LogitRows:
 
     def gather(self, x: Resid) -> Float[Tensor, "batch selected d_model"]:
         """The rows of `grid`."""
-        return x[torch.arange(x.shape[0], device=x.device)[:, None], self.grid]
+        return rows_at(x, self.grid)
 
     def without_padding(self, x: Float[Tensor, "batch selected d_model"]) -> Float[Tensor, "*selected d_model"]:
         """The requested rows among the gathered ones."""
         return x if self.entries is None else x[self.entries]
+
+
+def rows_at(x: Float[Tensor, "#batch pos *rest"], rows: Int[Tensor, "batch selected"]) -> Tensor:
+    """Some rows of each sequence of the batch."""
+    batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    return x.expand(rows.shape[0], *x.shape[1:])[batch, rows]
+
+
+def columns_of(rows: Int[Tensor, "entry"], n_rows: int) -> tuple[Int[Tensor, "entry"], int]:
+    """The column of each entry, if each is appended to its row, and the number of entries in the longest row."""
+    counts, by_row = rows.bincount(minlength=n_rows), rows.argsort(stable=True)
+    columns = torch.empty_like(rows)
+    columns[by_row] = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows[by_row]]
+    return columns, int(counts.max())

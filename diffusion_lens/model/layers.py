@@ -118,10 +118,6 @@ class Modulation:
     scale: Float[Tensor, "batch d_model"]  # 1 + scale multiplies this output
     gate: Float[Tensor, "batch d_model"] | None = None  # multiplies the part's output; the last norm has none
 
-    def shift_and_scale(self, normalized: Float[Tensor, "batch *rest d_model"]) -> Float[Tensor, "batch *rest d_model"]:
-        """n · (1 + scale) + shift."""
-        return normalized * (1 + _along(self.scale, normalized)) + _along(self.shift, normalized)
-
 
 def gated(output: Float[Tensor, "batch *rest d_model"], modulation: Modulation | None) -> Tensor:
     """The output of a part of the network as it is added to the residual stream."""
@@ -216,7 +212,9 @@ class LayerNorm(Norm):
                 if self.modulated
                 else "the time does not modulate this norm: leave the modulation out"
             )
-        return weighted if modulation is None else modulation.shift_and_scale(weighted)
+        if modulation is None:
+            return weighted
+        return weighted * (1 + _along(modulation.scale, weighted)) + _along(modulation.shift, weighted)
 
 
 def _along(vector: Float[Tensor, "batch d_model"], x: Tensor) -> Tensor:

@@ -192,19 +192,21 @@ def masked_batch(
         )
     if noisy is None or p_mask is None:
         noisy, p_mask = noised(model, tokens, generator=generator, eps=eps)
+    noisy, p = noisy.to(tokens.device), p_mask.to(tokens.device)
+    counted = torch.ones_like(tokens, dtype=torch.bool) if real is None else real.to(tokens.device)
+    noisy, n_counted = torch.where(counted, noisy, tokens), int(counted.sum())
+    predicted = counted if model.cfg.uniform_noise else counted & (noisy == model.cfg.blank)
     if has_schedule(model):
-        return scheduled_batch(model, tokens, noisy, p_mask, real)
-    mask = model.cfg.blank
-    noisy, p_mask = noisy.to(tokens.device), p_mask.to(tokens.device)
-    masked = noisy == mask
-    n_counted = tokens.numel()
-    if real is not None:
-        real = real.to(tokens.device)
-        noisy, masked, n_counted = torch.where(real, noisy, tokens), masked & real, int(real.sum())
-    weights = 1 / (p_mask[masked] * n_counted)
+        weights, by_schedule = _by_schedule(model, p)
+        weights = (weights / n_counted).float()
+    else:
+        weights, by_schedule = 1 / (p * n_counted), {}
     # Each block is predicted from clean blocks before it.
     clean = None if model.cfg.causal_block is None else tokens
-    return LossBatch(noisy, model.readout.locate(masked, real), tokens[masked], weights, masked, n_counted, clean)
+    rows = model.readout.locate(predicted, real)
+    return LossBatch(
+        noisy, rows, tokens[predicted], weights[predicted], predicted, n_counted, clean=clean, **by_schedule
+    )
 
 
 def next_token_batch(
@@ -225,47 +227,25 @@ def next_token_batch(
     return LossBatch(tokens, model.readout.locate(predicted), tokens[predicted], weights, predicted, count)
 
 
-def scheduled_batch(
-    model: DiffusionTransformer, tokens: Tokens, noisy: Tokens, p: Float[Tensor, "batch pos"], real: PosMask | None
-) -> LossBatch:
-    """The batch of the loss of text under given noise."""
-    noisy, schedule = noisy.to(tokens.device), schedule_of(model.cfg.schedule)
+def _by_schedule(
+    model: DiffusionTransformer, p: Float[Tensor, "batch pos"]
+) -> tuple[Float[Tensor, "batch pos"], dict[str, Any]]:
+    """The weight of each position under a schedule of noise, and what the batch says of its time."""
+    head, schedule = model.head, schedule_of(model.cfg.schedule)
     # Where the schedule ends with p = 1, nothing is left of the text, and sigma is infinite.
     highest = min(float(schedule.chance(torch.ones((), dtype=torch.float64))), 1 - 1e-9)
-    sigma = -torch.log1p(-p.to(tokens.device).double().clamp(max=highest))
+    sigma = -torch.log1p(-p.double().clamp(max=highest))
     t = schedule.time(sigma)
-    counted = torch.ones_like(tokens, dtype=torch.bool) if real is None else real.to(tokens.device)
-    noisy = torch.where(counted, noisy, tokens)
-    predicted = counted if model.cfg.uniform_noise else counted & (noisy == model.cfg.blank)
-    n_counted = int(counted.sum())
-    term, weights = term_of(model, schedule, t, sigma)
-    return LossBatch(
-        noisy,
-        model.readout.locate(predicted, real),
-        tokens[predicted],
-        (weights / n_counted).float()[predicted],
-        predicted,
-        n_counted,
-        # Each block is predicted from clean blocks before it.
-        None if model.cfg.causal_block is None else tokens,
-        term=term,
-        t=t.float(),
-        # The network reads what its schedule says, which may have a largest noise.
-        sigma=schedule.sigma(t).float(),
-        time_conditioning=model.cfg.time_conditioning,
-    )
-
-
-def term_of(
-    model: DiffusionTransformer, schedule: Schedule, t: Float[Tensor, "batch pos"], sigma: Float[Tensor, "batch pos"]
-) -> tuple[LossTerm, Float[Tensor, "batch pos"]]:
-    """The loss at each position, and its weight there."""
-    head = model.head
+    term: LossTerm
     if model.cfg.head == "log_scores":
-        return ScoreEntropy(head), schedule.rate(t)
-    if isinstance(head.noise, Uniform):
-        return UniformBound(head, head.noise), torch.ones_like(t)
-    return CleanCrossEntropy(head), schedule.rate(t) / torch.expm1(sigma)
+        term, weights = ScoreEntropy(head), schedule.rate(t)
+    elif isinstance(head.noise, Uniform):
+        term, weights = UniformBound(head, head.noise), torch.ones_like(t)
+    else:
+        term, weights = CleanCrossEntropy(head), schedule.rate(t) / torch.expm1(sigma)
+    # The network reads what its schedule says, which may have a largest noise.
+    read = schedule.sigma(t).float()
+    return weights, {"term": term, "t": t.float(), "sigma": read, "time_conditioning": model.cfg.time_conditioning}
 
 
 def has_schedule(model: DiffusionTransformer) -> bool:
@@ -276,11 +256,8 @@ def has_schedule(model: DiffusionTransformer) -> bool:
 def noised(
     model: DiffusionTransformer, tokens: Tokens, *, generator: torch.Generator | None = None, eps: float = 1e-3
 ) -> tuple[Tokens, Float[Tensor, "batch pos"]]:
-    """Tokens under the model's noise, and the probability p with which each was noised.
-
-    As `hide`, at times between `eps` and 1 where the model has a schedule. Under uniform noise, a token is replaced by
-    one drawn from all, itself included.
-    """
+    """Tokens under the model's noise, and the probability p with which each was noised: `hide` by its schedule, if it
+    has one. Under uniform noise, a token is replaced by one drawn from all, itself included."""
     if not has_schedule(model):
         return hide(tokens, model.cfg.blank, generator=generator, eps=eps)
     schedule, noise = schedule_of(model.cfg.schedule), model.head.noise

@@ -202,11 +202,7 @@ class Uniform(Noise):
 
 
 def noise_of(variant: Variant, n_tokens: int) -> Noise:
-    """The noise of a kind of model with this number of tokens.
-
-    Raises:
-        ValueError: The model predicts next tokens, without noise.
-    """
+    """The noise of a kind of model with this number of tokens; a `ValueError` if it predicts next tokens."""
     if variant.noise == "absorbing":
         assert variant.mask_token_id is not None
         return Absorbing(variant.mask_token_id)
@@ -221,25 +217,15 @@ def draw(p: Float[Tensor, "selected d_vocab"], uniform: Float[Tensor, "selected 
 
 
 class Head(ABC):
-    """The meaning of a head's output.
+    """The meaning of a head's output."""
 
-    Attributes:
-        noise: Kind of noise; `None` for a model of next tokens.
-        needs_canvas: Whether p(x_0) depends on the present tokens and on sigma, apart from the output.
-    """
-
-    noise: Noise | None
-    needs_canvas: bool = False
+    noise: Noise | None  # `None` for a model of next tokens
+    needs_canvas: bool = False  # whether p(x_0) depends on the present tokens and on sigma, apart from the output
 
     @abstractmethod
     def clean_logits(self, output: Raw, present: Ids | None = None, sigma: Amount | None = None) -> Raw:
-        """Logits whose softmax is p(x_0).
-
-        Args:
-            output: Output of the head at some positions.
-            present: Token at each of these positions, where `needs_canvas`.
-            sigma: Noise there, where `needs_canvas`.
-        """
+        """Logits whose softmax is p(x_0), from the head's output, the token and the noise at some positions; the last
+        two only where `needs_canvas`."""
 
     def log_scores(self, output: Raw, present: Ids, sigma: Amount) -> Float[Tensor, "*rest d_vocab"]:
         """The logarithms of the scores, 0 at the present token."""
@@ -279,11 +265,8 @@ class WithoutMask(Head):
 class _ScoresHead(Head):
     """A head of log scores."""
 
-    def scores(self, output: Raw, present: Ids, sigma: Amount) -> Float[Tensor, "*rest d_vocab"]:
+    def scores(self, output: Raw, present: Ids, sigma: Amount) -> OverTokens:
         return self.log_scores(output, present, sigma).exp()
-
-    @abstractmethod
-    def log_scores(self, output: Raw, present: Ids, sigma: Amount) -> Float[Tensor, "*rest d_vocab"]: ...
 
 
 @dataclass(frozen=True)
@@ -325,13 +308,7 @@ class UniformScores(_ScoresHead):
 
 @dataclass(frozen=True, eq=False)
 class HeadAt:
-    """A head at some positions of canvases.
-
-    Attributes:
-        head: The head.
-        present: Int[#sample selected], token at each position, where the head needs the canvas.
-        sigma: Noise of the canvases, where the head needs it.
-    """
+    """A head at some positions of canvases, with the tokens there and the noise where the head needs these."""
 
     head: Head
     present: Int[Tensor, "#sample selected"] | None = None
@@ -340,12 +317,8 @@ class HeadAt:
     def clean_logits(
         self, output: Float[Tensor, "batch selected d_vocab_out"], indices: Int[Tensor, "selected"] | None = None
     ) -> Float[Tensor, "batch selected d_vocab_out"]:
-        """Logits whose softmax is p(x_0).
-
-        Args:
-            output: Output of the head, in whole copies of the samples.
-            indices: Indices of the positions that the output is of; by default all.
-        """
+        """Logits whose softmax is p(x_0), from the head's output in whole copies of the samples, at the positions with
+        these indices; by default at all."""
         if not self.head.needs_canvas:
             return self.head.clean_logits(output)
         if self.present is None or self.sigma is None:
@@ -359,13 +332,7 @@ class HeadAt:
 
 
 def head_of(variant: Variant, meaning: str, n_tokens: int) -> Head:
-    """The head of a model.
-
-    Args:
-        variant: Kind of the model, which says what noise is.
-        meaning: "logits", "subs" or "log_scores", as in the config.
-        n_tokens: Number of the head's columns.
-    """
+    """The head of a kind of model, by its meaning in the config ("logits", "subs" or "log_scores") and its columns."""
     noise = None if variant.noise is None else noise_of(variant, n_tokens)
     if meaning == "logits":
         return PlainLogits(noise)
@@ -452,12 +419,9 @@ class Geometric(Schedule):
         return torch.log(sigma / self.sigma_min) / math.log(self.sigma_max / self.sigma_min)
 
 
-_LOG_LINEAR = NoiseSchedule()
-
-
 def schedule_of(described: NoiseSchedule | None) -> Schedule:
     """The schedule of a description; where a checkpoint says nothing of it, the log-linear one."""
-    described = described or _LOG_LINEAR
+    described = described or NoiseSchedule()
     if described.kind == "geometric":
         return Geometric(float(described.sigma_min), float(described.sigma_max))
     return {"log_linear": LogLinear, "linear": Linear}[described.kind](float(described.eps))
@@ -489,13 +453,8 @@ class UniformBound:
     """The bound under uniform noise, of which a token is left with probability 1 - t (Schiff et al. 2024,
     arXiv 2412.10193, eq. 18); with -log p of clean text at time 0 added, it bounds the likelihood.
 
-    At time 1 it is 0/0, whose limit is 0; times after 1 - 1e-5 count as this one.
-
-    Attributes:
-        head: A head whose p(x_0) is read.
-        noise: The noise.
-        steps: Number T of steps of a process in discrete time, whose bound is T times the divergence of its posteriors;
-            `None` for continuous time.
+    At time 1 it is 0/0, whose limit is 0; times after 1 - 1e-5 count as this one. With `steps`, the process has T steps
+    in discrete time, and the bound is T times the divergence of its posteriors.
     """
 
     head: Head
@@ -518,14 +477,9 @@ class UniformBound:
 
 
 def hidden_tokens(cfg: DiffusionConfig, n: int, key: str = "", seed: int = 0) -> list[int]:
-    """`n` ids that hide tokens: [MASK]; under uniform noise, tokens drawn from all.
+    """`n` ids that hide tokens: [MASK]; under uniform noise, tokens drawn from all, by the seed and the text's `key`.
 
-    Args:
-        key: Name of the text, so that texts get different noise.
-        seed: Seed of the noise.
-
-    Raises:
-        ValueError: The text of the model grows at its end, so that nothing stands there.
+    A model whose text grows at its end has nothing there, which is a `ValueError`.
     """
     if not cfg.rewrites:
         if cfg.grows:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from diffusion_lens.model.attention import AttentionContext, AttentionPattern, LayerKeyValues, Visibility
 from diffusion_lens.model.hook_points import anything_listens
-from diffusion_lens.model.inputs import LogitRows
+from diffusion_lens.model.inputs import LogitRows, columns_of
 from diffusion_lens.model.positions import PassPositions, Positions, ScoreBias, Tables
 from diffusion_lens.model.shapes import PosMask, Resid
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -42,17 +42,14 @@ class Packing:
     def of(cls, needed: PosMask, rows: Int[Tensor, "batch"]) -> "Packing":
         """The needed positions of each sequence, in the row that is given for the sequence."""
         sequence, position = needed.nonzero(as_tuple=True)
-        counts = rows[sequence].bincount(minlength=int(rows.max()) + 1)
-        by_row = rows[sequence].argsort(stable=True)
-        sequence, position = sequence[by_row], position[by_row]
-        row = rows[sequence]
-        column = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-        sequences = torch.full((len(counts), int(counts.max())), -1, device=row.device)
+        row, n_rows = rows[sequence], int(rows.max()) + 1
+        column, n_columns = columns_of(row, n_rows)
+        sequences = torch.full((n_rows, n_columns), -1, device=row.device)
         sequences[row, column] = sequence
         positions = torch.zeros_like(sequences)
         positions[row, column] = position
         place = torch.full(needed.shape, -1, device=row.device)
-        place[sequence, position] = row * sequences.shape[1] + column
+        place[sequence, position] = row * n_columns + column
         return cls(sequences, positions, place)
 
     def find(

@@ -276,15 +276,6 @@ def _by_dimension(
     return 1.0 / (scaling.factor * divisors) * (1 - kept) + 1.0 / divisors * kept
 
 
-def tables_at(tables: Tables, rows: Int[Tensor, "batch selected"]) -> Tables:
-    """Cosine and signed sine of some rows, Float[batch selected 1 d_head]."""
-    cos, sin = tables
-    if cos.dim() == 3:
-        return cos[rows], sin[rows]
-    batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
-    return cos[batch, rows], sin[batch, rows]
-
-
 def rotate(x: Heads, tables: Tables) -> Heads:
     """Rotate queries or keys by their position; dimensions beyond those of the tables stay as they are."""
     cos, sin = tables

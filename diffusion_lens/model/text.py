@@ -6,7 +6,7 @@ The tokenizer is a fast one of Hugging Face, or `None`. The methods of the model
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -18,13 +18,6 @@ from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.settings import check_bool, warn_user
 
 MASK_TEXT = "[MASK]"
-
-
-@runtime_checkable
-class Rows(Protocol):
-    """Anything with rows of tokens, Int[batch pos]."""
-
-    tokens: Tensor
 
 
 def with_mask_token(tokenizer: Any, mask_token_id: int | None) -> Any:

@@ -28,7 +28,6 @@ from diffusion_lens.model.layers import Modulation, beside
 from diffusion_lens.model.noise import LogLinear, schedule_of
 from diffusion_lens.settings import plain_number
 
-LONGEST_PERIOD = 10_000.0
 Time = SupportsFloat | Tensor
 
 
@@ -41,16 +40,12 @@ class TimeEmbedding(nn.Module):
         self.out = out
 
     def forward(self, sigma: Float[Tensor, "batch"]) -> Float[Tensor, "batch d_cond"]:
-        waves = frequency_embedding(sigma, self.hidden.in_features).to(self.hidden.weight.dtype)
-        return F.silu(self.out(F.silu(self.hidden(waves))))
-
-
-def frequency_embedding(sigma: Float[Tensor, "batch"], width: int) -> Float[Tensor, "batch d"]:
-    """Cosines, then sines, of sigma times frequencies that fall from 1 to almost 1 / 10 000."""
-    half = width // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=sigma.device) / half
-    angles = sigma.float()[:, None] * torch.exp(-math.log(LONGEST_PERIOD) * exponents)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+        # Cosines, then sines, of sigma times frequencies that fall from 1 to almost 1 / 10 000.
+        half = self.hidden.in_features // 2
+        exponents = torch.arange(half, dtype=torch.float32, device=sigma.device) / half
+        angles = sigma.float()[:, None] * torch.exp(-math.log(10_000.0) * exponents)
+        waves = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        return F.silu(self.out(F.silu(self.hidden(waves.to(self.hidden.weight.dtype)))))
 
 
 def sigma_of(time: Float[Tensor, "batch"]) -> Float[Tensor, "batch"]:

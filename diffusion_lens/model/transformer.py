@@ -22,7 +22,7 @@ from diffusion_lens.model import text as texts
 from diffusion_lens.model.attention import AttentionContext, AttentionPattern, FromPrompt, KeyValueCache, LayerKeyValues
 from diffusion_lens.model.build import DeviceMap, Placement
 from diffusion_lens.model.config import DTYPES, DiffusionConfig, as_device, as_dtype, reached
-from diffusion_lens.model.hook_points import NO_POSITIONS, StepHookPoint, anything_listens
+from diffusion_lens.model.hook_points import StepHookPoint, anything_listens
 from diffusion_lens.model.hooking import (
     LoopHooks,
     OptionalHooks,
@@ -43,7 +43,7 @@ from diffusion_lens.model.inputs import (
     check_tokens,
     own_pad_id,
 )
-from diffusion_lens.model.layers import beside, normed
+from diffusion_lens.model.layers import Embed, PosEmbed, beside, normed
 from diffusion_lens.model.mlp import MixtureOfExperts
 from diffusion_lens.model.noise import Head, HeadAt, head_of
 from diffusion_lens.model.positions import PassPositions
@@ -102,9 +102,13 @@ class DiffusionTransformer(HookedRootModule):
     """
 
     # For the type checker: nn.Module's __getattr__ returns "Tensor | Module".
+    embed: Embed
     hook_embed: StepHookPoint
     blocks: Any
+    ln_final: Any
     unembed: Any
+    pos_embed: PosEmbed
+    hook_pos_embed: StepHookPoint
     # Their hooks may be pairs of any sequence.
     hooks: Callable[..., Any]
     run_with_hooks: Callable[..., Any]
@@ -129,21 +133,9 @@ class DiffusionTransformer(HookedRootModule):
             cfg.time = folded_architecture(given).time
         architecture = cfg.architecture
         # 1. The parts, without weights.
-        self.embed = build.build_embed(architecture)
-        self.hook_embed = StepHookPoint()
-        self.blocks = nn.ModuleList(build.build_blocks(architecture))
-        self.ln_final = build.build_norm(architecture)
-        self.unembed = build.build_unembed(architecture)
+        for name, part in build.build_parts(architecture).items():
+            self.add_module(name, part)
         self._configure(cfg)
-        if self.positions.learned:
-            self.pos_embed = build.build_pos_embed(architecture)
-            self.hook_pos_embed = StepHookPoint()
-        if architecture.time is not None:  # An export of a folded network needs these weights too.
-            self.time_embed = build.build_time_embed(architecture)
-            self.final_modulation = build.build_modulation(architecture, 2)
-        if architecture.time_conditioning:
-            self.hook_time = StepHookPoint(NO_POSITIONS)
-            self.hook_final_modulation = StepHookPoint(NO_POSITIONS)
         # 2. Their weights.
         self.placement: Placement | None = None
         self._block_devices: tuple[torch.device, ...] | None = None
@@ -256,7 +248,10 @@ class DiffusionTransformer(HookedRootModule):
                 positions = torch.arange(n_read, device=resid.device)[None] if positions is None else positions
                 positions = positions.expand(len(resid), -1).repeat(1, 2)
             if self.positions.learned and start_at_layer is None:
-                resid = resid + self._position_vectors(resid.shape[0], resid.shape[1], positions, n_past)
+                places = positions
+                if places is None:
+                    places = torch.arange(n_past, n_past + resid.shape[1], device=resid.device).expand(len(resid), -1)
+                resid = resid + self.hook_pos_embed(self.pos_embed(places))
             origins = None
             if isinstance(self._pattern, FromPrompt) and clean is None and start < stop:
                 origins = _origins_of_pass(self, tokens, real, len(resid))
@@ -327,13 +322,6 @@ class DiffusionTransformer(HookedRootModule):
         copies = 1 if clean is None else 2
         real = check_attention_mask(attention_mask, resid.shape[0], resid.shape[1] // copies, resid.device)
         return resid, None if real is None else real.repeat(1, copies), tokens
-
-    def _position_vectors(self, n_batch: int, n_pos: int, positions: Tokens | None, n_past: int) -> Resid:
-        """The learned vectors of the positions of a pass."""
-        if positions is None:
-            positions = torch.arange(n_past, n_past + n_pos, device=self.cfg.main_device).expand(n_batch, -1)
-        vectors: Resid = self.hook_pos_embed(self.pos_embed(positions))
-        return vectors
 
     def input_to_embed(
         self,
@@ -560,8 +548,8 @@ class DiffusionTransformer(HookedRootModule):
         """The ids of one text, without a warning for unknown words."""
         return texts.encode_all(self, [text], prepend_bos)[0]
 
-    def to_string(self, tokens: Int[Tensor, "*rest"] | Sequence[int] | texts.Rows) -> Any:
-        """Text of one token or sequence, or a list of texts for a batch, such as a `Trajectory`.
+    def to_string(self, tokens: Any) -> Any:
+        """Text of one token or sequence, Int[pos], or a list of texts for a batch, such as a `Trajectory`.
 
         Positions not reached (-1) are left out.
         """
@@ -845,7 +833,9 @@ def origins_of(
             "position of the first [MASK], or the number of positions if there is none"
         )
     masked = tokens.eq(model.cfg.blank)
-    return first_true(masked if real is None else masked & real)
+    open_ = masked if real is None else masked & real
+    places = torch.arange(open_.shape[1], device=open_.device).expand_as(open_)
+    return places.masked_fill(~open_, open_.shape[1]).amin(dim=1)
 
 
 def _origins_of_pass(
@@ -860,9 +850,3 @@ def _origins_of_pass(
             "one for each row"
         )
     return origins.repeat(n_batch // len(origins))
-
-
-def first_true(positions: PosMask) -> Int[Tensor, "batch"]:
-    """The first true position of each row; the number of positions where none is."""
-    places = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-    return places.masked_fill(~positions, positions.shape[1]).amin(dim=1)

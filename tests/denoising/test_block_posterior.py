@@ -97,11 +97,11 @@ def test_loss_equals_the_authors(variant: str) -> None:
 
 
 def test_a_row_is_told_the_largest_noise_of_its_schedule() -> None:
-    from diffusion_lens.model.loss import scheduled_batch
+    from diffusion_lens.model.loss import masked_batch
     from diffusion_lens.model.noise import Linear
 
     model, text = authors_network("bd3lm"), torch.randint(60, (1, 8), generator=torch.Generator().manual_seed(0))
-    batch = scheduled_batch(model, text, torch.full_like(text, MASK), torch.ones(1, 8), None)
+    batch = masked_batch(model, text, torch.full_like(text, MASK), torch.ones(1, 8))
     torch.testing.assert_close(batch.sigma[0, 0].double(), Linear().sigma(torch.ones((), dtype=torch.float64)))
 
 

@@ -14,7 +14,7 @@ from diffusion_lens.denoising import DenoiseSettings, Trajectory, denoise
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.sampler import PositionNoise
 from diffusion_lens.denoising.samplers import Sampler, mdlm, radd, sedd, udlm
-from diffusion_lens.model.loss import scheduled_batch
+from diffusion_lens.model.loss import masked_batch
 from diffusion_lens.model.noise import LogLinear, schedule_of
 from weight_conversion import NoiseSchedule
 
@@ -126,7 +126,7 @@ def test_losses_equal_the_authors(name: str, key: str, told: dict[str, bool]) ->
     t, noisy = g.get("loss.t", g.get("loss.t_drawn")), g["loss.xt"]
     assert t is not None
     p = schedule_of(model.cfg.schedule).chance(t.double())[:, None].expand(noisy.shape)
-    batch = scheduled_batch(model, g.get("loss.x0", g.get("x0")), noisy, p, None)
+    batch = masked_batch(model, g.get("loss.x0", g.get("x0")), noisy, p)
     with torch.no_grad():
         by_position = batch.by_position(model(batch.tokens, logits_at=batch.rows, **batch.beside))
     actual = by_position.sum(dim=1) if key == "value" else by_position
@@ -156,7 +156,7 @@ def test_losses_of_the_time_free_model_equal_the_authors(name: str) -> None:
     """The own loss is the score entropy of its own scores; the authors' cross-entropy has other constants."""
     g, model, schedule = load_file(GOLDEN / "radd" / "noise.safetensors"), authors_network("radd"), LogLinear()
     t, noisy = g[f"loss.{name}.t"].double()[:, None], g[f"loss.{name}.xt"]
-    batch = scheduled_batch(model, g["x0"], noisy, schedule.chance(t).expand(noisy.shape), None)
+    batch = masked_batch(model, g["x0"], noisy, schedule.chance(t).expand(noisy.shape))
     with torch.no_grad():
         by_position = batch.by_position(model(batch.tokens, logits_at=batch.rows))
     ratio = torch.expm1(schedule.sigma(t))

@@ -8,7 +8,7 @@ from torch import nn
 
 from diffusion_lens import Query
 from diffusion_lens.analysis import causal_trace, patch_grid, trace_trajectory
-from diffusion_lens.model.build import build_blocks
+from diffusion_lens.model.build import build_parts
 from diffusion_lens.model.hooking import has_module_hooks
 
 POSITION = 4
@@ -153,7 +153,7 @@ def own(either):
 
 @on_mdm
 def test_hooks_on_a_module_added_later_act(own):
-    block = next(iter(build_blocks(own.cfg.architecture)))
+    block = build_parts(own.cfg.architecture)["blocks"][0]
     own.blocks[1].mlp = block.mlp
     assert not own.is_hooked
     own.blocks[1].mlp.register_forward_hook(lambda module, given, out: None)

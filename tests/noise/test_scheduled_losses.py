@@ -68,13 +68,13 @@ def test_time_is_told_to_the_network_by_row() -> None:
 @pytest.mark.parametrize(("head", "mask"), HEADS)
 def test_a_loss_is_told_no_more_noise_than_its_schedule_has(head: str, mask: int | None) -> None:
     """At p = 1 as at the schedule's last time, whose p is 0.999."""
-    from diffusion_lens.model.loss import scheduled_batch
+    from diffusion_lens.model.loss import masked_batch
     from diffusion_lens.model.noise import LogLinear
 
     model, noise = small(head, mask), torch.randint(39, TEXT.shape, generator=torch.Generator().manual_seed(3))
     noisy, losses = noise if mask is None else torch.full_like(TEXT, mask), []
     for p in (0.999, 0.9995, 1.0):
-        batch = scheduled_batch(model, TEXT, noisy, torch.full(TEXT.shape, p, dtype=torch.float64), None)
+        batch = masked_batch(model, TEXT, noisy, torch.full(TEXT.shape, p, dtype=torch.float64))
         assert float(batch.sigma.max()) == pytest.approx(LogLinear().sigma_at(1.0))
         losses.append(batch.loss(model(batch.tokens, logits_at=batch.rows, **batch.beside)).detach())
     torch.testing.assert_close(torch.stack(losses), losses[0].expand(3))

@@ -84,6 +84,12 @@ def test_through_a_model_and_our_own_format(checkpoint, tmp_path):
     same_tensors(load_file(checkpoint / "model.safetensors"), load_file(back))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rules_name_tensors_of_our_layout(family):
+    ours = {name for rule in FAMILIES["diffusion_lens"].rules for name in rule.ours}
+    assert {name for rule in FAMILIES[family].rules for name in rule.ours} <= ours
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_hugging_face_reads_what_is_exported(name, configs, specimen, tmp_path):
     model = specimen(configs[name]).model

@@ -63,8 +63,15 @@ _WRAPPED: dict[str, Any] = {
 
 MDLM_KEYS = ConfigKeys(
     family="mdlm",
-    counts=("cond_dim", "hidden_dim", "model_length", "n_blocks", "n_heads", "vocab_size"),
-    flags=("time_conditioning",),
+    counts={
+        "hidden_dim": "d_model",
+        "n_blocks": "n_layers",
+        "n_heads": "n_heads",
+        "vocab_size": "d_vocab",
+        "model_length": "n_ctx",
+        "cond_dim": None,
+    },
+    flags={"time_conditioning": None},
     read=("mask_token_id", "model_type"),
     ignored=("dropout",),
 )
@@ -72,14 +79,21 @@ UDLM_KEYS = replace(MDLM_KEYS, family="udlm", read=("model_type",), fixed={"cfg"
 BD3LM_KEYS = replace(
     MDLM_KEYS,
     family="bd3lm",
-    counts=(*MDLM_KEYS.counts, "block_size"),
+    counts={**MDLM_KEYS.counts, "block_size": None},
     fixed={"adaln": (True,), "causal": (False,)},
     ignored=("attn_backend", "cross_attn", "dropout", "sampling_eps_max", "sampling_eps_min", "var_min"),
 )
 RADD_KEYS = ConfigKeys(
     family="radd",
-    counts=("tokens", "model.hidden_size", "model.length", "model.n_blocks", "model.n_heads"),
+    counts={
+        "tokens": None,
+        "model.hidden_size": "d_model",
+        "model.length": "n_ctx",
+        "model.n_blocks": "n_layers",
+        "model.n_heads": "n_heads",
+    },
     read=("model.name", "model.type"),
+    name="model.name",
     fixed={"noise.type": ("loglinear",)},
     ignored=(
         *("model.cond_dim", "model.dropout", "model.dtype", "model.scale_by_sigma", "model.use_checkpoint"),
@@ -88,10 +102,11 @@ RADD_KEYS = ConfigKeys(
 )
 SEDD_KEYS = ConfigKeys(
     family="sedd",
-    counts=("tokens", "model.hidden_size", "model.cond_dim", "model.length", "model.n_blocks", "model.n_heads"),
+    counts={**RADD_KEYS.counts, "model.cond_dim": None},
     read=("model.name", "graph.type", "noise.type", "noise.sigma_min", "noise.sigma_max", "model.scale_by_sigma"),
     fixed={"model.type": ("ddit",)},
     ignored=("model.dropout", "graph.file", "graph.report_all"),
+    name="model.name",
 )
 _RADD_TYPE = "ddit_wot"
 _GRAPHS = ("absorb", "uniform")
@@ -99,31 +114,26 @@ _SCHEDULES = {"loglinear": "log_linear", "geometric": "geometric"}
 
 
 def read_mdlm(config: Config) -> Architecture:
-    return _read_wrapped(config, "mdlm", mask_token_id=_last_token(config), schedule=NoiseSchedule("log_linear"))
+    return _read_wrapped(MDLM_KEYS, config, mask_token_id=_last_token(config))
 
 
 def read_udlm(config: Config) -> Architecture:
     timed = {"time_conditioning": True, **config}  # the class's own default, unlike that of its relatives
-    return _read_wrapped(timed, "udlm", mask_token_id=None, schedule=NoiseSchedule("log_linear"))
+    return _read_wrapped(UDLM_KEYS, timed, mask_token_id=None)
 
 
 def read_bd3lm(config: Config) -> Architecture:
     block = config["block_size"]
     by_blocks = {"attention_dir": "block_causal", "causal_block": block} if block < config["model_length"] else {}
-    schedule = NoiseSchedule("linear")
-    return _read_wrapped(config, "bd3lm", mask_token_id=_last_token(config), schedule=schedule, **by_blocks)
+    architecture = _read_wrapped(BD3LM_KEYS, config, mask_token_id=_last_token(config), **by_blocks)
+    return replace(architecture, schedule=NoiseSchedule("linear"))
 
 
 def write_mdlm(a: Architecture) -> dict[str, Any]:
     """The inverse of `read_mdlm`, and the keys that its relatives share."""
     return {
         "model_type": "mdlm",
-        "_name_or_path": a.name,
-        "hidden_dim": a.d_model,
-        "n_blocks": a.n_layers,
-        "n_heads": a.n_heads,
-        "vocab_size": a.d_vocab,
-        "model_length": a.n_ctx,
+        **MDLM_KEYS.of(a),
         "cond_dim": a.time.d_cond if a.time is not None else 1,
         "time_conditioning": a.time_conditioning,
         **({} if a.mask_token_id in (None, a.d_vocab - 1) else {"mask_token_id": a.mask_token_id}),
@@ -147,17 +157,12 @@ def read_radd(config: Config | None, shapes: Mapping[str, Shape]) -> Architectur
     assert config is not None
     values = flattened(config)
     RADD_KEYS.check(values)
-    n_tokens = values["tokens"]
-    schedule = NoiseSchedule("log_linear")
-    return _read_sections(values, "radd", n_tokens + 1, mask_token_id=n_tokens, norm_bias=True, schedule=schedule)
+    mask, schedule = values["tokens"], NoiseSchedule("log_linear")
+    return _architecture(RADD_KEYS, values, d_vocab=mask + 1, mask_token_id=mask, norm_bias=True, schedule=schedule)
 
 
 def write_radd(a: Architecture) -> dict[str, Any]:
-    return {
-        "tokens": a.d_vocab - 1,
-        "noise": {"type": "loglinear"},
-        "model": {**_written_sizes(a), "type": _RADD_TYPE},
-    }
+    return {"tokens": a.d_vocab - 1, "noise": {"type": "loglinear"}, "model": {**_section(a), "type": _RADD_TYPE}}
 
 
 def recognises_sedd(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
@@ -186,10 +191,10 @@ def read_sedd(config: Config | None, shapes: Mapping[str, Shape]) -> Architectur
         ends = {end: values[f"noise.{end}"] for end in ("sigma_min", "sigma_max")}
         schedule = NoiseSchedule("geometric", **ends)
     n_tokens = values["tokens"] + absorbing
-    return _read_sections(
+    return _architecture(
+        SEDD_KEYS,
         values,
-        "sedd",
-        n_tokens,
+        d_vocab=n_tokens,
         mask_token_id=n_tokens - 1 if absorbing else None,
         time=TimeConditioning(values["model.cond_dim"], told=True),
         schedule=schedule,
@@ -209,7 +214,7 @@ def write_sedd(a: Architecture) -> dict[str, Any]:
             "sigma_max": schedule.sigma_max,
         },
         "model": {
-            **_written_sizes(a),
+            **_section(a),
             "type": "ddit",
             "cond_dim": a.time.d_cond if a.time is not None else 1,
             "scale_by_sigma": a.has_mask,
@@ -217,43 +222,15 @@ def write_sedd(a: Architecture) -> dict[str, Any]:
     }
 
 
-def _read_wrapped(config: Config, family: str, **more: Any) -> Architecture:
+def _read_wrapped(keys: ConfigKeys, config: Config, **more: Any) -> Architecture:
     """The architecture from the keys that the configs of Hugging Face share; `more` are further fields."""
-    return _architecture(
-        family,
-        name=str(config.get("_name_or_path") or family),
-        d_model=config["hidden_dim"],
-        n_heads=config["n_heads"],
-        n_layers=config["n_blocks"],
-        d_vocab=config["vocab_size"],
-        n_ctx=config["model_length"],
-        time=TimeConditioning(config["cond_dim"], told=bool(config.get("time_conditioning", False))),
-        **more,
-    )
+    time = TimeConditioning(config["cond_dim"], told=bool(config.get("time_conditioning", False)))
+    return _architecture(keys, config, time=time, schedule=NoiseSchedule("log_linear"), **more)
 
 
-def _read_sections(values: Config, family: str, d_vocab: int, **more: Any) -> Architecture:
-    """The architecture from the keys that the configs in sections share."""
-    return _architecture(
-        family,
-        name=str(values.get("model.name") or family),
-        d_model=values["model.hidden_size"],
-        n_heads=values["model.n_heads"],
-        n_layers=values["model.n_blocks"],
-        d_vocab=d_vocab,
-        n_ctx=values["model.length"],
-        **more,
-    )
-
-
-def _written_sizes(a: Architecture) -> dict[str, Any]:
-    return {
-        "name": a.name,
-        "hidden_size": a.d_model,
-        "length": a.n_ctx,
-        "n_blocks": a.n_layers,
-        "n_heads": a.n_heads,
-    }
+def _section(a: Architecture) -> dict[str, Any]:
+    """The sizes in the section "model" of RADD and SEDD."""
+    return {key.removeprefix("model."): value for key, value in RADD_KEYS.of(a).items()}
 
 
 def _last_token(config: Config) -> int:
@@ -262,21 +239,17 @@ def _last_token(config: Config) -> int:
     return last
 
 
-def _architecture(family: str, *, d_model: int, n_heads: int, d_vocab: int, **more: Any) -> Architecture:
-    if d_model % n_heads:
-        raise ValueError(f"a stream of width {d_model} cannot be divided among {n_heads} heads")
+def _architecture(keys: ConfigKeys, config: Config, **more: Any) -> Architecture:
+    sizes = {**keys.fields(config), **more}
+    if sizes["d_model"] % sizes["n_heads"]:
+        raise ValueError(f"a stream of width {sizes['d_model']} cannot be divided among {sizes['n_heads']} heads")
     # [MASK] has a column, which takes no part in the softmax.
-    head = "logits" if more.get("mask_token_id") is None else "subs"
+    head = "logits" if sizes.get("mask_token_id") is None else "subs"
+    common: dict[str, Any] = {"attention_dir": "bidirectional", "head": head, **sizes, "d_vocab_out": sizes["d_vocab"]}
     return Architecture(
-        **{"attention_dir": "bidirectional", "head": head, **more},
-        family=family,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_key_value_heads=n_heads,
-        d_head=d_model // n_heads,
-        d_mlp=4 * d_model,
-        d_vocab=d_vocab,
-        d_vocab_out=d_vocab,
+        **common,
+        family=keys.family,
+        d_mlp=4 * sizes["d_model"],
         readout="in_place",
         mlp_bias=True,
         norm="layer",

@@ -31,6 +31,14 @@ SILENT = (
     *("chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "use_cache"),
     "block_size",  # null: not trained by blocks. `check` refuses any other value unless the family reads it.
 )
+# Keys of sizes that the configs of transformers share.
+SIZES = {
+    "hidden_size": "d_model",
+    "max_position_embeddings": "n_ctx",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "vocab_size": "d_vocab",
+}
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # Model types of diffusion models that were made from a causal model begin so.
 DIFFUSION = "a2d-"
@@ -104,7 +112,9 @@ class Family:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """The keys that a family's config may have.
+    """The keys that a family's config may have, and the fields of an architecture that they give.
+
+    A mapping is from keys to fields; `None` is a key that the family reads in a way of its own.
 
     Attributes:
         family: Name of the family, for messages.
@@ -114,15 +124,31 @@ class ConfigKeys:
         read: Other keys that are read if present.
         fixed: Keys with the values that our network supports; the first one is written on export.
         ignored: Keys that do not affect the network, in addition to `SILENT`.
+        name: Key of the model's name.
     """
 
     family: str
-    counts: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
+    counts: Mapping[str, str | None]
+    optional: Mapping[str, str | None] = field(default_factory=dict)
+    flags: Mapping[str, str | None] = field(default_factory=dict)
     read: tuple[str, ...] = ()
     fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    name: str = "_name_or_path"
+
+    def fields(self, config: Config) -> dict[str, Any]:
+        """The fields of an architecture that the keys give, those of one head by default those of all."""
+        numbers = {name: config[key] for key, name in {**self.counts, **self.optional}.items() if config.get(key)}
+        flags = {name: bool(config.get(key, False)) for key, name in self.flags.items()}
+        given = {name: value for name, value in {**numbers, **flags}.items() if name is not None}
+        heads = {"n_key_value_heads": given["n_heads"], "d_head": given["d_model"] // given["n_heads"]}
+        name = str(config.get(self.name) or config.get("model_type") or self.family)
+        return {"name": name, "d_vocab_out": given.get("d_vocab"), **heads, **given}
+
+    def of(self, architecture: Architecture) -> dict[str, Any]:
+        """The keys of these fields: the inverse of `fields`."""
+        named = {self.name: "name", **self.counts, **self.optional, **self.flags}
+        return {key: getattr(architecture, name) for key, name in named.items() if name is not None}
 
     @property
     def written(self) -> dict[str, Any]:
@@ -177,11 +203,8 @@ def by_model_type(
 ) -> Family:
     """A family of Hugging Face's `config.json`, recognised by the model types that `classes` has as keys.
 
-    Args:
-        keys: Keys of its config, which are checked before it is read.
-        rules, classes, more: As in `Family`.
-        read, write: From a checked config to an architecture, and back.
-        where: Whether a config of that model type is of this family, if several families share one.
+    `where` tells families of one model type apart, `read` takes a config after the check of its `keys`, and `more` are
+    further attributes of the `Family`.
     """
 
     def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
@@ -195,47 +218,25 @@ def by_model_type(
     return Family(keys.family, rules, recognises, read_architecture, write, "config.json", classes=classes, **more)
 
 
-def read_sizes(config: Config, *, eps: float, base: float | None = None) -> dict[str, Any]:
+def read_sizes(keys: ConfigKeys, config: Config, *, eps: float, base: float | None = None) -> dict[str, Any]:
     """The fields of an architecture from the keys that the configs of transformers share.
 
     `eps` and `base` are the epsilon of the norms and the base of the rotary frequencies where the config has none.
     """
-    n_heads, width = config["num_attention_heads"], config["hidden_size"]
     return {
-        "name": str(config.get("_name_or_path") or config["model_type"]),
-        "n_layers": config["num_hidden_layers"],
-        "d_model": width,
-        "n_heads": n_heads,
-        "n_key_value_heads": config.get("num_key_value_heads") or n_heads,
-        "d_head": config.get("head_dim") or width // n_heads,
-        "d_vocab": config["vocab_size"],
-        "d_vocab_out": config["vocab_size"],
-        "n_ctx": config["max_position_embeddings"],
+        **keys.fields(config),
         "norm_eps": config.get("rms_norm_eps", eps),
         "rotary_base": rotary_base(config, base),
         "rotary_scaling": rotary_scaling(config),
         "rotation": "activation",
-        "tied": bool(config.get("tie_word_embeddings", False)),
     }
 
 
-def write_sizes(a: Architecture) -> dict[str, Any]:
+def write_sizes(keys: ConfigKeys, a: Architecture) -> dict[str, Any]:
     """The inverse of `read_sizes`, with the keys of transformers 4, which 5 also reads."""
     scaling = a.rotary_scaling
     scaled = {} if scaling is None else {"rope_scaling": {"rope_type": scaling.rope_type, **scaling_data(scaling)}}
-    return {
-        "_name_or_path": a.name,
-        "hidden_size": a.d_model,
-        "num_hidden_layers": a.n_layers,
-        "num_attention_heads": a.n_heads,
-        "num_key_value_heads": a.n_key_value_heads,
-        "vocab_size": a.d_vocab,
-        "max_position_embeddings": a.n_ctx,
-        "rms_norm_eps": a.norm_eps,
-        "rope_theta": a.rotary_base,
-        **scaled,
-        "tie_word_embeddings": a.tied,
-    }
+    return {**keys.of(a), "rms_norm_eps": a.norm_eps, "rope_theta": a.rotary_base, **scaled}
 
 
 def flattened(config: Config) -> dict[str, Any]:

@@ -165,8 +165,6 @@ def refuse_unsupported(
     """Raise a `ValueError` if a checkpoint is of a kind that no family here supports; the message says which.
 
     Args:
-        config: The checkpoint's config, if there is one.
-        shapes: Shapes of its tensors by name.
         source: Path of the checkpoint, or its repository.
         config_path: Path of its config, if the caller passed one.
         beside: The config.json beside the checkpoint, if `config` is another one.
@@ -178,17 +176,11 @@ def refuse_unsupported(
         return
     kinds = ", and ".join(f"{kind.what} ({evidence})" for kind, evidence in matches)
     differences = "; ".join(f"as {kind.what}, {kind.difference}" for kind, _ in matches)
-    remedy = ""
-    if any(evidence.startswith("its name") for _, evidence in matches):
-        remedy = ". If it is not of this kind, give its folder another name"
-        remedy += "".join(f', or let its config.json say "{kind.keys[0]}": null' for kind, _ in matches if kind.keys)
-        remedy += "".join(f"; if it is, pass {kind.settled_by[0]}=" for kind, _ in matches if kind.settled_by)
-    elif keys := [kind.keys[0] for kind, evidence in matches if kind.keys and evidence.startswith("the config.json")]:
-        remedy = f'. If it is not of this kind, let the config that you pass say "{keys[0]}": null'
     named_only = all(kind.settled_by and evidence.startswith("its name") for kind, evidence in matches)
     verdict = "Its config does not say how to read it" if named_only else "This is not supported"
     raise ValueError(
-        f"{source} is {kinds}. {verdict}, and read as another kind it would give wrong numbers: {differences}{remedy}"
+        f"{source} is {kinds}. {verdict}, and read as another kind it would give wrong numbers: {differences}"
+        f"{_remedy(matches)}"
     )
 
 
@@ -209,17 +201,10 @@ def with_block_size(
     for name, (pattern, size) in product(names, _NAMED):
         if match := re.search(pattern, name, re.IGNORECASE):
             return {**config, "block_size": int(match[1]) if size is None else size}
-    remedy = ""
-    if evidence.startswith("its name"):
-        remedy = (
-            '. If it is not of this kind, give its folder another name, or let its config.json say "block_size": null'
-        )
-    elif evidence.startswith("the config.json"):
-        remedy = '. If it is not of this kind, let the config that you pass say "block_size": null'
     raise ValueError(
         f"{source} is {BY_BLOCKS.what} ({evidence}), and its config does not say how many positions a block has. Pass "
         "block_size=, the number with which it was trained. With any other number it would give wrong numbers: "
-        f"{BY_BLOCKS.difference}{remedy}"
+        f"{BY_BLOCKS.difference}{_remedy([(BY_BLOCKS, evidence)])}"
     )
 
 
@@ -260,6 +245,16 @@ def names_of(config: Config, source: str, config_path: str | None) -> list[str]:
     """The names of a checkpoint: of its files and folders, of its repository in a cache, and in its config."""
     own_name = [config["_name_or_path"]] if isinstance(config.get("_name_or_path"), str) else []
     return [*dict.fromkeys(name for path in (source, config_path) if path for name in _names_in(path)), *own_name]
+
+
+def _remedy(matches: Sequence[tuple[Kind, str]]) -> str:
+    """What to do if a checkpoint is not of the kinds that its name, or the config beside it, shows it to be."""
+    if any(evidence.startswith("its name") for _, evidence in matches):
+        remedy = ". If it is not of this kind, give its folder another name"
+        remedy += "".join(f', or let its config.json say "{kind.keys[0]}": null' for kind, _ in matches if kind.keys)
+        return remedy + "".join(f"; if it is, pass {kind.settled_by[0]}=" for kind, _ in matches if kind.settled_by)
+    keys = [kind.keys[0] for kind, evidence in matches if kind.keys and evidence.startswith("the config.json")]
+    return f'. If it is not of this kind, let the config that you pass say "{keys[0]}": null' if keys else ""
 
 
 def _names_in(path: str) -> list[str]:

@@ -54,9 +54,21 @@ PUBLISHED_SIZES: dict[str, tuple[int, int, int, int]] = {
 
 KEYS = ConfigKeys(
     family="lit-gpt",
-    counts=("n_layer", "n_head", "n_embd", "intermediate_size", "block_size"),
-    optional=("n_query_groups", "padded_vocab_size", "vocab_size", "padding_multiple"),
+    counts={
+        "n_layer": "n_layers",
+        "n_head": "n_heads",
+        "n_embd": "d_model",
+        "intermediate_size": "d_mlp",
+        "block_size": "n_ctx",
+    },
+    optional={
+        "n_query_groups": "n_key_value_heads",
+        "padded_vocab_size": "d_vocab_out",
+        "vocab_size": "d_vocab_out",
+        "padding_multiple": None,
+    },
     read=("norm_eps", "name"),
+    name="name",
     fixed={
         "rotary_percentage": (1.0,),
         "parallel_residual": (False,),
@@ -114,37 +126,15 @@ def published_architecture(size: str, kind: Literal["mdm", "ar"]) -> Architectur
 
 def write_config(architecture: Architecture) -> dict[str, Any]:
     """The `lit_config.json` of an exported checkpoint."""
-    a = architecture
-    return {
-        "name": a.name,
-        "block_size": a.n_ctx,
-        "vocab_size": a.d_vocab_out,
-        "padded_vocab_size": a.d_vocab_out,
-        "n_layer": a.n_layers,
-        "n_head": a.n_heads,
-        "n_embd": a.d_model,
-        "n_query_groups": a.n_key_value_heads,
-        "intermediate_size": a.d_mlp,
-        "norm_eps": a.norm_eps,
-        **KEYS.written,
-    }
+    return {**KEYS.of(architecture), "norm_eps": architecture.norm_eps, **KEYS.written}
 
 
 def _architecture(config: Config, head: int, kind: Literal["mdm", "ar"]) -> Architecture:
     masked = kind == "mdm"
-    n_heads = config["n_head"]
+    sizes = {**KEYS.fields(config), "d_vocab": head + masked, "d_vocab_out": head}
     return Architecture(
+        **sizes,
         family="lit_gpt",
-        name=str(config.get("name", "lit_gpt")),
-        n_layers=config["n_layer"],
-        d_model=config["n_embd"],
-        n_heads=n_heads,
-        n_key_value_heads=config.get("n_query_groups") or n_heads,
-        d_head=config["n_embd"] // n_heads,
-        d_mlp=config["intermediate_size"],
-        d_vocab=head + masked,
-        d_vocab_out=head,
-        n_ctx=config["block_size"],
         attention_dir="bidirectional" if masked else "causal",
         readout="in_place" if masked else "shifted",
         mask_token_id=head if masked else None,

@@ -15,9 +15,16 @@ from weight_conversion.key_map import Rule
 
 KEYS = ConfigKeys(
     family="llada",
-    counts=("d_model", "max_sequence_length", "mlp_hidden_size", "n_heads", "n_layers", "vocab_size"),
-    optional=("embedding_size", "n_kv_heads"),
-    flags=("rope_full_precision", "weight_tying"),
+    counts={
+        "d_model": "d_model",
+        "max_sequence_length": "n_ctx",
+        "mlp_hidden_size": "d_mlp",
+        "n_heads": "n_heads",
+        "n_layers": "n_layers",
+        "vocab_size": "d_vocab",
+    },
+    optional={"embedding_size": "d_vocab", "n_kv_heads": "n_key_value_heads"},
+    flags={"rope_full_precision": None, "weight_tying": "tied"},
     read=("mask_token_id", "model_type", "rms_norm_eps", "rope_theta"),
     fixed={
         "activation_type": ("silu",),
@@ -59,46 +66,26 @@ RULES = (
 
 
 def read_llada(config: Config) -> Architecture:
-    rows = config.get("embedding_size") or config["vocab_size"]
     return Architecture(
         family="llada",
-        name=str(config.get("_name_or_path") or "llada"),
-        n_layers=config["n_layers"],
-        d_model=config["d_model"],
-        n_heads=config["n_heads"],
-        n_key_value_heads=config.get("n_kv_heads") or config["n_heads"],
-        d_head=config["d_model"] // config["n_heads"],
-        d_mlp=config["mlp_hidden_size"],
-        d_vocab=rows,
-        d_vocab_out=rows,
-        n_ctx=config["max_sequence_length"],
+        **KEYS.fields(config),
         attention_dir="bidirectional",
         readout="in_place",
         mask_token_id=mask_token_id(config, "llada"),
         norm_eps=config.get("rms_norm_eps", 1e-5),
         rotary_base=rotary_base(config),
         rotation="float32" if config.get("rope_full_precision") in (True, None) else "activation",
-        tied=bool(config.get("weight_tying", False)),
     )
 
 
 def write_llada(a: Architecture) -> dict[str, Any]:
     return {
         "model_type": "llada",
-        "_name_or_path": a.name,
-        "d_model": a.d_model,
-        "n_layers": a.n_layers,
-        "n_heads": a.n_heads,
-        "n_kv_heads": a.n_key_value_heads,
-        "mlp_hidden_size": a.d_mlp,
-        "vocab_size": a.d_vocab,
-        "embedding_size": a.d_vocab,
-        "max_sequence_length": a.n_ctx,
+        **KEYS.of(a),
         "mask_token_id": a.mask_token_id,
         "rms_norm_eps": a.norm_eps,
         "rope_theta": a.rotary_base,
         "rope_full_precision": a.rotation == "float32",
-        "weight_tying": a.tied,
         **KEYS.written,
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 from weight_conversion.architecture import MOST_LAYERS, Architecture, Experts, check_count
 from weight_conversion.families.family import (
     ROPE,
+    SIZES,
     Config,
     ConfigKeys,
     by_model_type,
@@ -29,13 +30,14 @@ MODEL_TYPE = "llada2_moe"
 
 KEYS = ConfigKeys(
     family="llada2",
-    counts=(
-        *("hidden_size", "intermediate_size", "moe_intermediate_size", "max_position_embeddings", "vocab_size"),
-        *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
-        *("num_experts", "num_experts_per_tok", "n_group", "topk_group"),
-    ),
-    optional=("head_dim",),
-    flags=("tie_word_embeddings",),
+    counts={
+        **SIZES,
+        "num_key_value_heads": "n_key_value_heads",
+        "intermediate_size": "d_mlp",
+        **dict.fromkeys(("moe_intermediate_size", "num_experts", "num_experts_per_tok", "n_group", "topk_group")),
+    },
+    optional={"head_dim": "d_head"},
+    flags={"tie_word_embeddings": "tied"},
     read=(
         *("block_size", "mask_token_id", "model_type", "rms_norm_eps", "partial_rotary_factor", "rotary_dim"),
         *("first_k_dense_replace", "num_shared_experts", "routed_scaling_factor"),
@@ -87,7 +89,7 @@ RULES = (
 
 
 def read_llada2(config: Config) -> Architecture:
-    sizes = read_sizes(config, eps=1e-5)
+    sizes = read_sizes(KEYS, config, eps=1e-5)
     n_layers, n_chosen = config["num_hidden_layers"], config["num_experts_per_tok"]
     check_count("num_hidden_layers", n_layers, MOST_LAYERS)
     d_head = sizes["d_head"]
@@ -102,7 +104,6 @@ def read_llada2(config: Config) -> Architecture:
     return Architecture(
         family="llada2",
         **sizes,
-        d_mlp=config["intermediate_size"],
         readout="in_place",
         mask_token_id=mask_token_id(config, "llada2"),
         rotary_dim=turned,
@@ -140,9 +141,7 @@ def write_llada2(a: Architecture) -> dict[str, Any]:
     return {
         "model_type": MODEL_TYPE,
         "architectures": ["LLaDA2MoeModelLM"],
-        **write_sizes(a),
-        "intermediate_size": a.d_mlp,
-        "head_dim": a.d_head,
+        **write_sizes(KEYS, a),
         "mask_token_id": a.mask_token_id,
         "block_size": a.causal_block,
         "partial_rotary_factor": 1 if a.rotary_dim is None else a.rotary_dim / a.d_head,

@@ -13,6 +13,7 @@ from typing import Any
 from weight_conversion.architecture import MOST_LAYERS, Architecture, Experts, check_count
 from weight_conversion.families.family import (
     ROPE,
+    SIZES,
     Config,
     ConfigKeys,
     by_model_type,
@@ -26,19 +27,13 @@ from weight_conversion.key_map import Rule
 
 KEYS = ConfigKeys(
     family="llada_moe",
-    counts=(
-        "dense_intermediate_size",
-        "expert_intermediate_size",
-        "hidden_size",
-        "max_position_embeddings",
-        "num_attention_heads",
-        "num_experts",
-        "num_experts_per_tok",
-        "num_hidden_layers",
-        "vocab_size",
-    ),
-    optional=("num_key_value_heads", "shared_expert_intermediate_size"),
-    flags=("moe_router_enable_expert_bias", "qk_layernorm", "tie_word_embeddings"),
+    counts={
+        **SIZES,
+        "dense_intermediate_size": "d_mlp",
+        **dict.fromkeys(("expert_intermediate_size", "num_experts", "num_experts_per_tok")),
+    },
+    optional={"num_key_value_heads": "n_key_value_heads", "shared_expert_intermediate_size": None},
+    flags={"moe_router_enable_expert_bias": None, "qk_layernorm": "qk_norm", "tie_word_embeddings": "tied"},
     read=(
         *("clip_qkv", "mask_token_id", "model_type", "moe_layer_freq", "partial_rotary_factor", "rms_norm_eps"),
         *ROPE,
@@ -65,17 +60,15 @@ RULES = (
 
 def read_llada_moe(config: Config) -> Architecture:
     has_bias = bool(config.get("moe_router_enable_expert_bias", False))
-    sizes = {**read_sizes(config, eps=1e-5), "name": str(config.get("_name_or_path") or "llada_moe")}
+    sizes = {**read_sizes(KEYS, config, eps=1e-5), "name": str(config.get("_name_or_path") or "llada_moe")}
     return Architecture(
         family="llada_moe",
         **sizes,
-        d_mlp=config["dense_intermediate_size"],
         attention_dir="bidirectional",
         readout="in_place",
         mask_token_id=mask_token_id(config, "llada_moe"),
         rotary_dim=rotary_dim(config, sizes["d_head"]),
         qkv_clip=config.get("clip_qkv"),
-        qk_norm=bool(config.get("qk_layernorm", False)),
         experts=Experts(
             n_experts=config["num_experts"],
             n_chosen=config["num_experts_per_tok"],
@@ -104,8 +97,7 @@ def write_llada_moe(a: Architecture) -> dict[str, Any]:
     return {
         "model_type": "llada",
         "architectures": ["LLaDAMoEModelLM"],
-        **write_sizes(a),
-        "dense_intermediate_size": a.d_mlp,
+        **write_sizes(KEYS, a),
         "expert_intermediate_size": experts.d_expert,
         "shared_expert_intermediate_size": experts.d_shared,
         "num_experts": experts.n_experts,
@@ -116,7 +108,6 @@ def write_llada_moe(a: Architecture) -> dict[str, Any]:
         "mask_token_id": a.mask_token_id,
         "partial_rotary_factor": 1 if a.rotary_dim is None else a.rotary_dim / a.d_head,
         "clip_qkv": a.qkv_clip,
-        "qk_layernorm": a.qk_norm,
         **KEYS.written,
     }
 

@@ -15,6 +15,7 @@ from weight_conversion.architecture import Architecture
 from weight_conversion.families.family import (
     DIFFUSION,
     ROPE,
+    SIZES,
     Config,
     ConfigKeys,
     by_model_type,
@@ -28,16 +29,9 @@ from weight_conversion.key_map import Rule
 
 KEYS = ConfigKeys(
     family="llama",
-    counts=(
-        "hidden_size",
-        "intermediate_size",
-        "max_position_embeddings",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "vocab_size",
-    ),
-    optional=("head_dim", "num_key_value_heads"),
-    flags=("attention_bias", "mlp_bias", "tie_word_embeddings"),
+    counts={**SIZES, "intermediate_size": "d_mlp"},
+    optional={"head_dim": "d_head", "num_key_value_heads": "n_key_value_heads"},
+    flags={"attention_bias": "o_bias", "mlp_bias": "mlp_bias", "tie_word_embeddings": "tied"},
     read=("block_size", "mask_token_id", "model_type", "rms_norm_eps", *ROPE),
     fixed={"hidden_act": ("silu",)},
 )
@@ -66,40 +60,29 @@ def read_llama(config: Config) -> Architecture:
     if not causal:
         KEYS.check(config)  # without "mode", which is of a causal model's config only
     masked = not causal or mode_of(config, "llama", ("ar", "bidirectional"), "ar") == "bidirectional"
-    biased = bool(config.get("attention_bias", False))
     # Llama-2's config does not give rope_theta.
-    architecture = read_decoder(
-        config,
-        "llama",
-        masked=masked,
-        default_base=10000.0,
-        qkv_bias=biased,
-        o_bias=biased,
-        mlp_bias=bool(config.get("mlp_bias", False)),
-    )
-    return replace(architecture, readout="shifted") if causal else architecture
+    architecture = read_decoder(KEYS, config, masked=masked, default_base=10000.0)
+    return replace(architecture, qkv_bias=architecture.o_bias, readout="shifted" if causal else "in_place")
 
 
 def read_decoder(
+    keys: ConfigKeys,
     config: Config,
-    family: str,
     *,
     masked: bool | None = None,
     by_blocks: bool = False,
     default_base: float | None = None,
     **flags: Any,
 ) -> Architecture:
-    """The architecture from the keys that Llama's config shares with its descendants'.
+    """The architecture from the keys that Llama's config shares with its descendants', and from further fields.
 
     Args:
         masked: Whether the model is a masked diffusion model; by default, if its model type begins with "a2d-".
         by_blocks: Whether the model was trained by blocks for certain, so that the config must give the block size.
-        default_base: Base of the rotary frequencies where the config does not give it.
-        flags: Further fields of the architecture.
     """
     if masked is None:
         masked = str(config["model_type"]).startswith(DIFFUSION)
-    causal, diffusion = f"model_type={config['model_type']!r}", f"model_type='{DIFFUSION}{family}'"
+    causal, diffusion = f"model_type={config['model_type']!r}", f"model_type='{DIFFUSION}{keys.family}'"
     if not masked and config.get("mask_token_id") is not None:
         raise ValueError(
             f"the config names a causal model, {causal}, and the mask_token_id {config['mask_token_id']!r} of a "
@@ -112,37 +95,29 @@ def read_decoder(
         )
     sees = block_size(config, required=by_blocks) if masked else {"attention_dir": "causal"}
     return Architecture(
-        family=family,
-        d_mlp=config["intermediate_size"],
+        family=keys.family,
         readout="in_place" if masked else "shifted",
-        mask_token_id=mask_token_id(config, family) if masked else None,
-        **read_sizes(config, eps=1e-6, base=default_base),
+        mask_token_id=mask_token_id(config, keys.family) if masked else None,
         **sees,
+        **read_sizes(keys, config, eps=1e-6, base=default_base),
         **flags,
     )
 
 
 def write_llama(architecture: Architecture) -> dict[str, Any]:
     a = architecture
-    written = {**write_decoder(a, "llama"), "attention_bias": a.o_bias, "mlp_bias": a.mlp_bias}
+    written = write_decoder(KEYS, a)
     if a.has_mask and a.readout == "shifted":
         written |= {"model_type": "llama", "mode": "bidirectional"}
     return written
 
 
-def write_decoder(architecture: Architecture, model_type: str) -> dict[str, Any]:
+def write_decoder(keys: ConfigKeys, a: Architecture) -> dict[str, Any]:
     """The inverse of `read_decoder`, with the keys of transformers 4, which transformers 5 also reads."""
-    a = architecture
-    masked = a.has_mask
-    return {
-        "model_type": f"{DIFFUSION if masked else ''}{model_type}",
-        **write_sizes(a),
-        "intermediate_size": a.d_mlp,
-        "head_dim": a.d_head,
-        "hidden_act": "silu",
-        # Models trained by blocks have the same model type; a block_size of null tells them apart.
-        **({"mask_token_id": a.mask_token_id, "block_size": a.causal_block} if masked else {}),
-    }
+    # Models trained by blocks have the same model type; a block_size of null tells them apart.
+    diffusion = {"mask_token_id": a.mask_token_id, "block_size": a.causal_block} if a.has_mask else {}
+    model_type = f"{DIFFUSION if a.has_mask else ''}{keys.family}"
+    return {"model_type": model_type, **write_sizes(keys, a), "hidden_act": "silu", **diffusion}
 
 
 FAMILIES = (

@@ -29,7 +29,7 @@ KEYS = replace(
     llama.KEYS,
     family="nemotron_labs",
     read=(*llama.KEYS.read, "dlm_paradigm", "mode"),
-    flags=(*llama.KEYS.flags, CAUSAL_CONTEXT),
+    flags={"attention_bias": None, "mlp_bias": None, "tie_word_embeddings": "tied", CAUSAL_CONTEXT: None},
     fixed={
         **llama.KEYS.fixed,
         "attention_bias": (False, None),
@@ -57,7 +57,7 @@ def read_nemotron_labs(config: Config) -> Architecture:
     context: Context = "blocks"
     if by_blocks := mode == "block":
         context = "prompt" if config.get(CAUSAL_CONTEXT) is False else "causal"
-    architecture = llama.read_decoder(decoder, "nemotron_labs", masked=mode != "ar", by_blocks=by_blocks)
+    architecture = llama.read_decoder(KEYS, decoder, masked=mode != "ar", by_blocks=by_blocks)
     return replace(architecture, query_scale=query_scale, block_context=context)
 
 
@@ -77,7 +77,7 @@ def _without_query_scale(config: Config) -> tuple[dict[str, Any], QueryScale | N
 
 def write_nemotron_labs(architecture: Architecture) -> dict[str, Any]:
     a = architecture
-    written = llama.write_decoder(a, MODEL_TYPE)
+    written = llama.write_decoder(KEYS, a)
     rotary: dict[str, Any] = {"rope_type": "default"} if a.rotary_scaling is None else scaling_data(a.rotary_scaling)
     if a.query_scale is not None:
         rotary[QUERY_SCALE] = a.query_scale.beta

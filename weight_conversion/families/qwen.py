@@ -15,6 +15,7 @@ and keys instead. Sources: transformers `models/qwen2/modeling_qwen2.py`, `model
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from weight_conversion.architecture import Architecture
@@ -26,11 +27,11 @@ from weight_conversion.key_map import Rule
 QWEN2_KEYS = replace(
     KEYS,
     family="qwen2",
-    flags=("tie_word_embeddings",),
+    flags={"tie_word_embeddings": "tied"},
     fixed={**KEYS.fixed, "use_sliding_window": (False,), "use_mrope": (False,)},
     ignored=("max_window_layers", "sliding_window", "layer_types"),
 )
-QWEN3_KEYS = replace(QWEN2_KEYS, family="qwen3", flags=(*QWEN2_KEYS.flags, "attention_bias"))
+QWEN3_KEYS = replace(QWEN2_KEYS, family="qwen3", flags={**QWEN2_KEYS.flags, "attention_bias": "o_bias"})
 DREAM_KEYS = replace(QWEN2_KEYS, family="dream", read=tuple(key for key in QWEN2_KEYS.read if key != "block_size"))
 SDAR_KEYS = replace(
     QWEN3_KEYS,
@@ -48,36 +49,31 @@ QWEN3_RULES = (
 
 
 def read_qwen2(config: Config) -> Architecture:
-    return read_decoder(config, "qwen2", qkv_bias=True)
+    return read_decoder(QWEN2_KEYS, config, qkv_bias=True)
 
 
 def read_dream(config: Config) -> Architecture:
-    return replace(read_decoder(config, "dream", masked=True, qkv_bias=True), readout="shifted")
+    return replace(read_decoder(DREAM_KEYS, config, masked=True, qkv_bias=True), readout="shifted")
 
 
-def read_qwen3(config: Config, family: str = "qwen3", **more: Any) -> Architecture:
-    biased = bool(config.get("attention_bias", False))
-    return read_decoder(config, family, qkv_bias=biased, o_bias=biased, qk_norm=True, **more)
+def read_qwen3(config: Config) -> Architecture:
+    return read_decoder(QWEN3_KEYS, config, qkv_bias=bool(config.get("attention_bias")), qk_norm=True)
 
 
 def read_sdar(config: Config) -> Architecture:
-    return read_qwen3(config, "sdar", masked=True, by_blocks=True)
+    biased = bool(config.get("attention_bias"))
+    return read_decoder(SDAR_KEYS, config, masked=True, by_blocks=True, qkv_bias=biased, qk_norm=True)
 
 
-def write_qwen2(architecture: Architecture) -> dict[str, Any]:
-    return write_decoder(architecture, "qwen2")
+write_qwen2, write_qwen3 = (partial(write_decoder, keys) for keys in (QWEN2_KEYS, QWEN3_KEYS))
 
 
-def write_dream(architecture: Architecture) -> dict[str, Any]:
-    return {**write_decoder(architecture, "dream"), "model_type": "Dream"}
+def write_dream(a: Architecture) -> dict[str, Any]:
+    return {**write_decoder(DREAM_KEYS, a), "model_type": "Dream"}
 
 
-def write_qwen3(architecture: Architecture) -> dict[str, Any]:
-    return {**write_decoder(architecture, "qwen3"), "attention_bias": architecture.o_bias}
-
-
-def write_sdar(architecture: Architecture) -> dict[str, Any]:
-    return {**write_qwen3(architecture), "model_type": "sdar"}
+def write_sdar(a: Architecture) -> dict[str, Any]:
+    return {**write_decoder(SDAR_KEYS, a), "model_type": "sdar"}
 
 
 _OPTIONS = ("block_size", "mask_token_id")

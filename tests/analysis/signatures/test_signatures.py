@@ -293,13 +293,13 @@ def test_routes_are_scores_and_the_counterfactual_moves_positions_only(every):
 
 @pytest.mark.parametrize(("d_head", "offsets", "base"), [(64, (1, -1), 1e4), (16, (2, -6), 5e5), (8, (3, 3), 1e4)])
 def test_isotropic_correlation_against_draws(d_head, offsets, base):
-    from diffusion_lens.model.positions import Rotary, rotate, tables_at
+    from diffusion_lens.model.positions import Rotary
 
     draw = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 100_000, 1, 1, d_head, generator=draw).unbind()
-    tables = Rotary(d_head, base, torch.float32).tables(20, torch.device("cpu"))
-    at = [rotate(k, tables_at(tables, torch.tensor([[10 + offset]]))) for offset in offsets]
-    q = rotate(q, tables_at(tables, torch.tensor([[10]])))
+    rotary = Rotary(d_head, base, torch.float32)
+    at = [rotary.turn(k, torch.tensor([[10 + offset]])) for offset in offsets]
+    q = rotary.turn(q, torch.tensor([[10]]))
     scores = torch.stack([(q * each).sum(-1).flatten() for each in at])
     expected = float(torch.corrcoef(scores)[0, 1])
     assert isotropic_route_correlation(d_head, *offsets, base) == pytest.approx(expected, abs=0.01)
