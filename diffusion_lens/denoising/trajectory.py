@@ -191,30 +191,22 @@ class Trajectory(Saved, Result):
         n = whole_number("n", n)
         if n < 1:
             raise ValueError(f"n={n}; the number of copies of each row must be at least 1")
-        rows = {name: getattr(self, name).repeat(n, 1) for name in _TENSORS if name != "canvases"}
-        return replace(
-            self,
-            **rows,
-            canvases=self.canvases.repeat(1, n, 1),
-            **{name: getattr(self, name) * n for name in _TEXTS},
-            record=self._record_of([*range(len(self))] * n),
-        )
+        return self._at([*range(len(self))] * n)
 
     def row(self, index: int) -> "Trajectory":
         """One row of a batch as a trajectory of its own; forward passes and seconds are still those of the batch."""
-        rows = {name: getattr(self, name)[index, None] for name in _TENSORS if name != "canvases"}
-        texts: dict[str, Any] = {name: [getattr(self, name)[index]] for name in _TEXTS}
-        canvases = self.canvases[:, index, None]
-        return replace(self, **rows, **texts, canvases=canvases, record=self._record_of([index]))
+        return self._at([index])
 
-    def _record_of(self, rows: Sequence[int]) -> dict[str, Any]:
-        """The record of a trajectory with these rows."""
+    def _at(self, rows: list[int]) -> "Trajectory":
+        """The trajectory of these rows."""
+        tensors = {name: getattr(self, name)[rows] for name in _TENSORS if name != "canvases"}
+        texts: dict[str, Any] = {name: [getattr(self, name)[row] for row in rows] for name in _TEXTS}
         record = {**self.record, "seeds": [self.record["seeds"][row] for row in rows]}
-        if any(isinstance(sigma, Sequence) for sigma in record.get("sigmas") or ()):
+        if sigmas := record.get("sigmas"):
             record["sigmas"] = [
-                [sigma[row] for row in rows] if isinstance(sigma, Sequence) else sigma for sigma in record["sigmas"]
+                [sigma[row] for row in rows] if isinstance(sigma, Sequence) else sigma for sigma in sigmas
             ]
-        return record
+        return replace(self, **tensors, **texts, canvases=self.canvases[:, rows], record=record)
 
     def str_canvases(self, row: int = 0) -> list[list[str]]:
         """The text at each position of one row, for every canvas."""
