@@ -291,7 +291,7 @@ class Trajectory(Saved, Result):
         """
         if canvas not in ("forced", "free"):
             raise ValueError(f"canvas={canvas!r}; it must be 'forced' (the recorded canvases) or 'free' (new ones)")
-        run = self._begin_again(model, sampler, seeds, forced=canvas == "forced")
+        run = self.started(model, sampler, seeds, forced=canvas == "forced")
         return self._finish(run, canvas, fwd_hooks, progress)
 
     def replay_from_logits(
@@ -330,9 +330,39 @@ class Trajectory(Saved, Result):
         run_loop(run, self.first_step, stop=self.first_step + 1)
         return LoopRows.of(run)
 
-    def started(self, model: DiffusionTransformer) -> Run:
-        """A free replay before its first step."""
-        return self._begin_again(model, None, None, forced=False)
+    def started(
+        self,
+        model: DiffusionTransformer,
+        sampler: str | Sampler | None = None,
+        seeds: Seed | None = None,
+        *,
+        forced: bool = False,
+    ) -> Run:
+        """A replay before its first step, from this trajectory's first canvas; a forced one follows its canvases."""
+        require_same_model(self.record, model)
+        if self.record.get("remasked") and self.first_step and not forced:
+            raise ValueError(
+                "the sampler reads the confidence of every revealed token, and a run that remasks does not record it "
+                "for tokens that were rewritten later: replay it freely from its start, or forced from any step"
+            )
+        settings = DenoiseSettings.recorded(self.record, sampler, seeds)
+        device = model.cfg.device
+        before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
+        run = Run(
+            model=model,
+            canvas=self._canvas(self.canvases[0].to(device), model.cfg),
+            settings=settings.on(model.cfg, model.cfg.model_name),
+            seeds=row_seeds(settings.seed, self.canvases.shape[1]),
+            times=list(self.record["times"]),
+            revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
+            confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
+            script=self.canvases.to(device) if forced else None,
+            sigmas=[_plain(sigma) for sigma in self.record["sigmas"]] if forced and self.record.get("sigmas") else None,
+        )
+        if run.sampler.keeps_prediction and not forced and sampler is None and seeds is None:
+            # Steps before the first one may have left the canvas as it is, and so its time.
+            run.tell_first(self.first_step, _plain(self.record["sigmas"][self.first_step]))
+        return run
 
     def resume(self, model: DiffusionTransformer, rows: LoopRows) -> Run:
         """A free run of these rows with the settings of this trajectory, whose given positions are those of row 0."""
@@ -421,35 +451,6 @@ class Trajectory(Saved, Result):
             record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
             record |= {"replay": canvas, "replayed_from": self.first_step, "trajectory": canvas_provenance(self.record)}
             return Trajectory.of(run, {**self.record, **run.describe(), **record})
-
-    def _begin_again(
-        self, model: DiffusionTransformer, sampler: str | Sampler | None, seeds: Seed | None, *, forced: bool
-    ) -> Run:
-        """A run that starts from this trajectory's first canvas; a forced run follows its canvases."""
-        require_same_model(self.record, model)
-        if self.record.get("remasked") and self.first_step and not forced:
-            raise ValueError(
-                "the sampler reads the confidence of every revealed token, and a run that remasks does not record it "
-                "for tokens that were rewritten later: replay it freely from its start, or forced from any step"
-            )
-        settings = DenoiseSettings.recorded(self.record, sampler, seeds)
-        device = model.cfg.device
-        before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
-        run = Run(
-            model=model,
-            canvas=self._canvas(self.canvases[0].to(device), model.cfg),
-            settings=settings.on(model.cfg, model.cfg.model_name),
-            seeds=row_seeds(settings.seed, self.canvases.shape[1]),
-            times=list(self.record["times"]),
-            revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
-            confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
-            script=self.canvases.to(device) if forced else None,
-            sigmas=[_plain(sigma) for sigma in self.record["sigmas"]] if forced and self.record.get("sigmas") else None,
-        )
-        if run.sampler.keeps_prediction and not forced and sampler is None and seeds is None:
-            # Steps before the first one may have left the canvas as it is, and so its time.
-            run.tell_first(self.first_step, _plain(self.record["sigmas"][self.first_step]))
-        return run
 
     def _sigma(self, step: int, architecture: Architecture) -> float | tuple[float, ...] | None:
         """The noise at a step; `None` for a model of next tokens."""
