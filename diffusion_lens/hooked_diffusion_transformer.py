@@ -342,15 +342,9 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         parts |= {"logits_at": logits_at, "past_kv_cache": past_kv_cache, "time": time, "clean": clean, "sigma": sigma}
         if given := [name for name, value in parts.items() if value is not None]:
             raise ValueError(f"return_type={return_type!r} runs the whole network; leave out {given}")
+        both = return_type == "both"
         return _own_loss(
-            self,
-            input,
-            attention_mask=attention_mask,
-            prepend_bos=prepend_bos,
-            loss_per_token=loss_per_token,
-            samples=samples,
-            generator=generator,
-            return_logits=return_type == "both",
+            self, input, attention_mask, prepend_bos, loss_per_token, samples, generator, return_logits=both
         )
 
     @suggest_keywords
@@ -760,13 +754,13 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 def _own_loss(
     model: HookedDiffusionTransformer,
     input: Input,
+    attention_mask: Tensor | None,
+    prepend_bos: bool | None,
+    loss_per_token: bool,
+    samples: Whole,
+    generator: torch.Generator | None,
     *,
-    attention_mask: Tensor | None = None,
-    prepend_bos: bool | None = None,
-    loss_per_token: bool = False,
-    samples: Whole = 1,
-    generator: torch.Generator | None = None,
-    return_logits: bool = False,
+    return_logits: bool,
 ) -> Any:
     """The loss that the model is trained on, or (logits, loss) with `return_logits`; see `forward`."""
     real = attention_mask

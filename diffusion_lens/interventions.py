@@ -32,17 +32,14 @@ and folders.
 """
 
 import functools
-import hashlib
-import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, SupportsIndex
+from typing import Any, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_lens import ActivationCache
 
 from diffusion_lens.hooks.names import Hook as Hook
@@ -52,91 +49,16 @@ from diffusion_lens.model.config import reached
 from diffusion_lens.model.readout import READOUTS
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.identity import NamedHook, name_of, names_its_hook, value_in_words
+from diffusion_lens.records.identity import named as named
 from diffusion_lens.settings import whole_number, whole_numbers
-from weight_conversion.files import bytes_of
-
-P = ParamSpec("P")
 
 Indices = int | slice | Sequence[int] | Tensor | None
 OneRun = ActivationCache | Mapping[str, Tensor]
 # One activation for each hook point (a cache or a dict), or such a cache for each denoising step (`TrajectoryCache`).
 Activations = OneRun | Mapping[int, OneRun]
 
-UNNAMED = "(unnamed)"
-PLAIN = (type(None), bool, int, float, complex, str, range, slice, torch.dtype, torch.device)
-_OF_TORCH = frozenset(vars(nn.Module()))
-# Attributes of modules that are left out: the record contains them elsewhere, they belong to one call, or torch keeps
-# its hooks there.
-LEFT_OUT = (
-    frozenset(("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict"))
-    | {"name", "ctx", "fwd_hooks", "bwd_hooks", "source", "placement", "_block_devices"}
-    | {"_weight_digests", "is_caching", "context_level", "_non_persistent_buffers_set"}
-    | {name for name in _OF_TORCH if "hook" in name}
-)
-_DEEPEST = 3
 _IN_LOOP_ONLY = "acts_by_step"  # an attribute of the function, which `functools.wraps` copies
-
-# Names for records
-
-
-class NamedHook:
-    """A hook with the name by which records know it; the name may be a function, called when a record begins."""
-
-    def __init__(self, name: str | Callable[[], str], function: Hook) -> None:
-        self._name, self.function = name, function
-
-    @property
-    def name(self) -> str:
-        return self._name if isinstance(self._name, str) else self._name()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def named(name: str | Hook, hook: Hook | str) -> NamedHook:
-    """The same hook under a name, by which records and result folders distinguish it from other hooks.
-
-    A function wrapped around a named hook is another hook, without this name; `at_steps`, `while_masked` and
-    `on_branch` keep the name and add when the hook acts.
-
-    Args:
-        name: What the hook does, with all that distinguishes it, such as "no attention in block 3".
-        hook: Any function `fn(activation, hook)`.
-    """
-    if callable(name) and isinstance(hook, str):
-        warnings.warn("named(hook, name) is now named(name, hook)", DeprecationWarning, stacklevel=2)
-        name, hook = hook, name
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"the name of a hook must be a non-empty string; got {name!r}")
-    if not callable(hook):
-        raise TypeError(f"a hook is a function fn(activation, hook); got {type(hook).__name__}")
-    return NamedHook(name, hook)
-
-
-def names_its_hook(factory: Callable[P, Hook]) -> Callable[P, Hook]:
-    """Decorate a function that makes hooks: each gets the name of the factory with its settings."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
-
-    @functools.wraps(factory)
-    def make(*args: P.args, **kwargs: P.kwargs) -> Hook:
-        settings = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-        return NamedHook(
-            functools.partial(_call_in_words, factory.__name__, settings, defaults), factory(*args, **kwargs)
-        )
-
-    return make
-
-
-def name_of(hook: Any) -> str:
-    """The name of a hook, or the qualified name of a function without one, marked as unnamed."""
-    if isinstance(hook, NamedHook):
-        return hook.name
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    return f"{getattr(function, '__qualname__', None) or type(hook).__qualname__} {UNNAMED}"
-
 
 # Another value for an activation
 
@@ -380,53 +302,6 @@ def acts_by_step(hook_fn: Any) -> bool:
         return any(map(acts_by_step, (hook_fn.func, *hook_fn.args, *hook_fn.keywords.values())))
     within = hook_fn.function if isinstance(hook_fn, NamedHook) else getattr(hook_fn, "__wrapped__", None)
     return _IN_LOOP_ONLY in getattr(hook_fn, "__dict__", ()) or (within is not None and acts_by_step(within))
-
-
-# What a hook is called in records
-
-
-def value_in_words(value: Any) -> str:
-    """A setting in a name: a plain value as it is, a function by its name, anything else by a hash of its contents."""
-    if isinstance(value, PLAIN):
-        return repr(value)
-    if callable(value) and not isinstance(value, nn.Module | type):
-        return name_of(value)
-    if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
-        return repr(list(value))
-    kind = "" if isinstance(value, Tensor | Mapping | list | tuple) else f"{type(value).__qualname__} "
-    update_hash(sha256 := hashlib.sha256(), value, _DEEPEST)
-    return f"{kind}#{sha256.hexdigest()[:8]}"
-
-
-def update_hash(sha256: Any, value: Any, depth: int) -> None:
-    """Add the contents of a value to a hash; of objects inside more than `depth` others, and functions, the name."""
-    if isinstance(value, PLAIN):
-        sha256.update(f"{value!r}\0".encode())
-    elif isinstance(value, Tensor):
-        dense = value.detach().cpu()
-        sha256.update(f"{value.dtype} {list(value.shape)}\0".encode())
-        sha256.update(bytes_of(dense if dense.layout == torch.strided else dense.to_dense()).numpy().data)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            sha256.update(f"{key}\0".encode())
-            update_hash(sha256, item, depth)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            update_hash(sha256, item, depth)
-    else:
-        sha256.update(f"{getattr(value, '__qualname__', type(value).__qualname__)}\0".encode())
-        if depth and isinstance(value, nn.Module):
-            update_hash(sha256, {**dict(value.named_parameters()), **dict(value.named_buffers())}, depth)
-        if depth and hasattr(value, "__dict__") and not hasattr(value, "__qualname__"):
-            left_out = _OF_TORCH | LEFT_OUT - {"cfg"} if isinstance(value, nn.Module) else frozenset()
-            update_hash(sha256, {name: vars(value)[name] for name in sorted(vars(value).keys() - left_out)}, depth - 1)
-
-
-def _call_in_words(function: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    """A call such as "steer(direction=#1f0c22ab, strength=4.0)", without the settings that are the default."""
-    given = {name: value_in_words(value) for name, value in settings.items() if value is not defaults[name]}
-    words = (f"{name}={text}" for name, text in given.items() if text != repr(defaults[name]))
-    return f"{function}({', '.join(words)})"
 
 
 def _named_after(wrapper: Hook, hook: Hook, when: str) -> NamedHook:

@@ -160,12 +160,11 @@ def _entries(fields: "dict[str, dataclasses.Field[Any]]", indent: str = " " * 8)
 def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Make the `TypeError` of an unknown keyword suggest the nearest one, or list all if none has a similar name."""
     known = keywords_of(function)
-    called = "model" if function.__name__ == "forward" else function.__name__
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if not kwargs.keys() <= known.keys():
-            check_keywords(called, kwargs, known)
+            check_keywords(function.__name__, kwargs, known)
         return function(*args, **kwargs)
 
     return checked

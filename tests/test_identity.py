@@ -31,12 +31,10 @@ from diffusion_lens.analysis.rome import ValueSettings
 from diffusion_lens.data import EditRequest, toy_facts
 from diffusion_lens.evaluation import Recall, recall_by_steps
 from diffusion_lens.interventions import (
-    UNNAMED,
     at_steps,
     by_step,
     freeze,
     mask_tokens,
-    name_of,
     named,
     on_branch,
     steer,
@@ -47,7 +45,14 @@ from diffusion_lens.interventions import (
 )
 from diffusion_lens.model.hook_points import StepHookPoint
 from diffusion_lens.records import identity
-from diffusion_lens.records.identity import describe_hooks, describe_modules, fingerprint, weights_sha256
+from diffusion_lens.records.identity import (
+    UNNAMED,
+    describe_hooks,
+    describe_modules,
+    fingerprint,
+    name_of,
+    weights_sha256,
+)
 
 FACTS = toy_facts.load().facts("both", "p2d")[3:23:10]
 CELLS = dict(layers=[0], positions=[0])

@@ -210,12 +210,11 @@ def resolve_steps(steps_filter: SupportsIndex | Iterable[SupportsIndex] | None, 
     if steps_filter is None:
         return frozenset(range(n_steps))
     steps = whole_numbers("steps_filter", steps_filter)
-    resolved = {step + n_steps if step < 0 else step for step in steps}
-    if outside := [step for step in steps if not 0 <= (step + n_steps if step < 0 else step) < n_steps]:
+    if outside := [step for step in steps if not -n_steps <= step < n_steps]:
         raise ValueError(f"steps_filter names {outside}, and the run has steps 0 to {n_steps - 1}")
-    if not resolved:
+    if not steps:
         raise ValueError("steps_filter selects no step")
-    return frozenset(resolved)
+    return frozenset(step % n_steps for step in steps)
 
 
 # Bytes of numbers whose dtype is not that of the model.

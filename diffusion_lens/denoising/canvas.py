@@ -203,13 +203,8 @@ def lay_out(
 ) -> Canvas:
     """The starting canvas of a prompt: the prompt followed by blanks; [MASK]s inside the prompt are blanks too.
 
-    Args:
-        length: Number of positions in all, the prompt included (SMDM's meaning); a batch of texts of different lengths
-            fills each up to it. Without it, and without [MASK]s in the prompt, the length that the model was trained
-            on, if it is known.
-        max_new_tokens: Number of positions to write after the prompt, instead of `length`.
-        attention_mask: [batch pos] over token prompts, 0 at padding; by default `model.padding.certainly_real(prompt)`.
-        prepend_bos: Whether texts begin with BOS; by default as the tokenizer does.
+    The arguments are those of `HookedDiffusionTransformer.denoise`. Texts of different lengths are each filled up to
+    `length`. The padding of tokens is by default `model.padding.certainly_real(prompt)`.
 
     Raises:
         ValueError: A length that is too short or too long for the context, both lengths, nothing to fill, or token rows

@@ -25,18 +25,7 @@ def denoise(
     fwd_hooks: FwdHooks = (),
     progress: bool = False,
 ) -> Trajectory:
-    """Run the loop from a canvas, like `HookedDiffusionTransformer.denoise`, with settings given as one object.
-
-    Args:
-        model: Masked diffusion model or causal model.
-        canvas: Canvas with the prompt, `lay_out(model, prompt, max_new_tokens)`.
-        settings: Settings of the loop.
-        fwd_hooks: Pairs (hook point or predicate, function), attached during the run.
-        progress: Whether to show a progress bar.
-
-    Raises:
-        ValueError: The settings do not fit the model or the canvas, as in `HookedDiffusionTransformer.denoise`.
-    """
+    """`HookedDiffusionTransformer.denoise`, from the canvas of `lay_out` and with the settings as one object."""
     with run_of(model, fwd_hooks):
         run = prepare(model, canvas, settings)
         record = run_loop(run, fwd_hooks=fwd_hooks, progress=progress)

@@ -32,12 +32,14 @@ def guide(
 
 
 class Predictor(ABC):
-    """Computes the logits of selected positions, and counts its forward passes."""
+    """Computes the logits of selected positions, with another predictor inside or by itself."""
+
+    inner: "Predictor"
 
     @property
-    @abstractmethod
     def passes(self) -> int:
         """Forward passes of the network so far."""
+        return self.inner.passes
 
     @abstractmethod
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
@@ -89,10 +91,6 @@ class Guided(Predictor):
     inner: Conditional
     scale: float
 
-    @property
-    def passes(self) -> int:
-        return self.inner.passes
-
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         canvas, clock = self.inner.canvas, self.inner.model.clock
 
@@ -132,6 +130,8 @@ class Cached(Predictor):
             nothing at positions that the prompt does not contain.
     """
 
+    inner: Conditional
+
     def __init__(self, inner: Conditional, first_hooks: Sequence[tuple[str, Any]] = ()) -> None:
         self.inner, self.first_hooks = inner, first_hooks
         self._cache = KeyValueCache(inner.model.cfg.n_layers)
@@ -141,10 +141,6 @@ class Cached(Predictor):
         """Start with the keys and values of these tokens, Int[batch pos], with which the canvases begin."""
         self._cache.layers[:] = layers
         self._tokens = tokens
-
-    @property
-    def passes(self) -> int:
-        return self.inner.passes
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         model, canvas = self.inner.model, self.inner.canvas
@@ -182,10 +178,6 @@ class Repeating(Predictor):
         self.model, self.inner = model, inner
         self._last: tuple[StepState, Tensor] | None = None
 
-    @property
-    def passes(self) -> int:
-        return self.inner.passes
-
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         if self._last is not None and not self.model.is_hooked:
             before, logits = self._last
@@ -212,10 +204,6 @@ class FirstGiven(Predictor):
     first_step: int
     logits: Float[Tensor, "batch selected d_vocab_out"]
     positions: Sequence[int]
-
-    @property
-    def passes(self) -> int:
-        return self.inner.passes
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         if state.index != self.first_step:

@@ -31,6 +31,13 @@ from diffusion_lens.settings import own_seed, whole_number
 from weight_conversion import NoiseSchedule, Variant
 
 SCORES = ("probability", "margin", "entropy")
+# Why a sampler does not fit the noise of a model.
+OTHER_NOISE = {
+    "absorbing": "draws every position again in every step, and under the noise of this model, [MASK], a token that is "
+    "written stays",
+    "uniform": "reveals masked positions, and the noise of this model is uniform: every position has a token, and may "
+    "change in every step",
+}
 # One number for the batch, one for each row (as a list, array or tensor), or the generator of these.
 Seed = SupportsIndex | Sequence[SupportsIndex] | torch.Generator
 
@@ -322,6 +329,7 @@ class Sampler(ABC):
         keeps_prediction: Whether the network is told the time of the last step that changed the canvas, so that a step
             after one that changed nothing predicts the same.
         has_times_of_rows: Whether each row has a time of its own, that of its open block.
+        writes: Where it writes: "anywhere" on the canvas, the "next" position, or in the open "block".
         reads_confidence: Whether `plan` reads probabilities of revealed tokens, rather than only where there are any.
             Runs whose canvases agree then still differ.
     """
@@ -334,20 +342,28 @@ class Sampler(ABC):
     may_change_nothing: bool = False
     keeps_prediction: bool = False
     has_times_of_rows: bool = False
+    writes: str = "anywhere"
     reads_confidence: bool = True
 
     def misfit(self, variant: Variant) -> str | None:
         """Why this sampler cannot write the text of a kind of model; `None` if it can."""
-        if variant.grows:
+        if variant.noise is not None and variant.noise not in self.noises:
+            return OTHER_NOISE[variant.noise]
+        if self.writes == "anywhere" and variant.grows:
             return (
                 "reveals positions in any order, and the text of a causal model without [MASK] grows at its end only; "
                 "use 'left_to_right'"
             )
-        if variant.opens_blocks:
+        if self.writes == "anywhere" and variant.opens_blocks:
             return (
                 "shares its steps among all positions of the canvas, and this model writes one block of "
                 f"{variant.block_size} positions after another; use 'block_confidence', 'block_posterior', "
                 "'first_hitting' or 'left_to_right'"
+            )
+        if variant.opens_blocks and variant.time_conditioning and not self.has_times_of_rows:
+            return (
+                "gives a step one time, that of the run, and this model is told the time and writes block after block: "
+                "each row is at its own time in its own block. Use 'block_posterior' or 'first_hitting'"
             )
         return None
 
@@ -369,8 +385,8 @@ class Sampler(ABC):
             )
         return self
 
-    def settled(self, steps: int | None, variant: Variant) -> "Sampler":
-        """This sampler with the settings that it leaves to the number of steps and to the kind of model."""
+    def settled(self, variant: Variant) -> "Sampler":
+        """This sampler with the settings that follow from the kind of model, for a run without a number of steps."""
         return self
 
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:

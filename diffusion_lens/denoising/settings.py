@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.denoising.sampler import Sampler, Seed, plain_seed
-from diffusion_lens.denoising.samplers import describe_sampler, named_sampler, resolve_sampler, sampler_from
+from diffusion_lens.denoising.sampler import OTHER_NOISE, Sampler, Seed, plain_seed
+from diffusion_lens.denoising.samplers import SAMPLERS, describe_sampler, fitting_samplers, named_sampler, sampler_from
 from diffusion_lens.settings import Real, Whole, at_least, not_negative
 from weight_conversion import Variant
 
@@ -16,12 +16,8 @@ from weight_conversion import Variant
 class DenoiseSettings:
     """Settings of the denoising loop, checked once, when they are made.
 
-    Attributes:
-        steps: Number of denoising steps; `None` leaves it to the sampler.
-        sampler: Rule by which positions are revealed; `None` is the model's default.
-        cfg_scale: Weight w of unsupervised classifier-free guidance; 0 is none.
-        temperature: 0 takes the likeliest token; above, tokens are sampled.
-        seed: Seed of the random number generator: one number for the batch, one for each row, or a `torch.Generator`.
+    The fields are the arguments of `HookedDiffusionTransformer.denoise`. Without `steps` the sampler says how many, and
+    without `sampler` it is the model's default.
     """
 
     steps: int | None
@@ -91,3 +87,18 @@ class DenoiseSettings:
             "temperature": self.temperature,
             "seed": list(seed) if isinstance(seed, tuple) else seed,
         }
+
+
+def resolve_sampler(sampler: Sampler | None, variant: Variant, steps: int | None = None) -> Sampler:
+    """The sampler, or the default of a kind of model, settled; a `ValueError` if it does not fit that kind of model."""
+    if sampler is None:
+        name = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}[variant.noise]
+        if variant.opens_blocks and variant.has_mask:
+            name = "block_posterior" if variant.time_conditioning else "block_confidence"
+        sampler = SAMPLERS[name]
+    if problem := sampler.misfit(variant):
+        if problem in OTHER_NOISE.values():
+            fitting = (name for name in fitting_samplers(variant) if name in SAMPLERS)
+            problem += f"; use {', '.join(map(repr, fitting))}"
+        raise ValueError(f"the sampler {sampler.name!r} {problem}")
+    return sampler.settled(variant) if steps is None else sampler

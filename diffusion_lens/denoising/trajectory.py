@@ -191,30 +191,22 @@ class Trajectory(Saved, Result):
         n = whole_number("n", n)
         if n < 1:
             raise ValueError(f"n={n}; the number of copies of each row must be at least 1")
-        rows = {name: getattr(self, name).repeat(n, 1) for name in _TENSORS if name != "canvases"}
-        return replace(
-            self,
-            **rows,
-            canvases=self.canvases.repeat(1, n, 1),
-            **{name: getattr(self, name) * n for name in _TEXTS},
-            record=self._record_of([*range(len(self))] * n),
-        )
+        return self._at([*range(len(self))] * n)
 
     def row(self, index: int) -> "Trajectory":
         """One row of a batch as a trajectory of its own; forward passes and seconds are still those of the batch."""
-        rows = {name: getattr(self, name)[index, None] for name in _TENSORS if name != "canvases"}
-        texts: dict[str, Any] = {name: [getattr(self, name)[index]] for name in _TEXTS}
-        canvases = self.canvases[:, index, None]
-        return replace(self, **rows, **texts, canvases=canvases, record=self._record_of([index]))
+        return self._at([index])
 
-    def _record_of(self, rows: Sequence[int]) -> dict[str, Any]:
-        """The record of a trajectory with these rows."""
+    def _at(self, rows: list[int]) -> "Trajectory":
+        """The trajectory of these rows."""
+        tensors = {name: getattr(self, name)[rows] for name in _TENSORS if name != "canvases"}
+        texts: dict[str, Any] = {name: [getattr(self, name)[row] for row in rows] for name in _TEXTS}
         record = {**self.record, "seeds": [self.record["seeds"][row] for row in rows]}
-        if any(isinstance(sigma, Sequence) for sigma in record.get("sigmas") or ()):
+        if sigmas := record.get("sigmas"):
             record["sigmas"] = [
-                [sigma[row] for row in rows] if isinstance(sigma, Sequence) else sigma for sigma in record["sigmas"]
+                [sigma[row] for row in rows] if isinstance(sigma, Sequence) else sigma for sigma in sigmas
             ]
-        return record
+        return replace(self, **tensors, **texts, canvases=self.canvases[:, rows], record=record)
 
     def str_canvases(self, row: int = 0) -> list[list[str]]:
         """The text at each position of one row, for every canvas."""
@@ -299,7 +291,7 @@ class Trajectory(Saved, Result):
         """
         if canvas not in ("forced", "free"):
             raise ValueError(f"canvas={canvas!r}; it must be 'forced' (the recorded canvases) or 'free' (new ones)")
-        run = self._begin_again(model, sampler, seeds, forced=canvas == "forced")
+        run = self.started(model, sampler, seeds, forced=canvas == "forced")
         return self._finish(run, canvas, fwd_hooks, progress)
 
     def replay_from_logits(
@@ -338,9 +330,39 @@ class Trajectory(Saved, Result):
         run_loop(run, self.first_step, stop=self.first_step + 1)
         return LoopRows.of(run)
 
-    def started(self, model: DiffusionTransformer) -> Run:
-        """A free replay before its first step."""
-        return self._begin_again(model, None, None, forced=False)
+    def started(
+        self,
+        model: DiffusionTransformer,
+        sampler: str | Sampler | None = None,
+        seeds: Seed | None = None,
+        *,
+        forced: bool = False,
+    ) -> Run:
+        """A replay before its first step, from this trajectory's first canvas; a forced one follows its canvases."""
+        require_same_model(self.record, model)
+        if self.record.get("remasked") and self.first_step and not forced:
+            raise ValueError(
+                "the sampler reads the confidence of every revealed token, and a run that remasks does not record it "
+                "for tokens that were rewritten later: replay it freely from its start, or forced from any step"
+            )
+        settings = DenoiseSettings.recorded(self.record, sampler, seeds)
+        device = model.cfg.device
+        before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
+        run = Run(
+            model=model,
+            canvas=self._canvas(self.canvases[0].to(device), model.cfg),
+            settings=settings.on(model.cfg, model.cfg.model_name),
+            seeds=row_seeds(settings.seed, self.canvases.shape[1]),
+            times=list(self.record["times"]),
+            revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
+            confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
+            script=self.canvases.to(device) if forced else None,
+            sigmas=[_plain(sigma) for sigma in self.record["sigmas"]] if forced and self.record.get("sigmas") else None,
+        )
+        if run.sampler.keeps_prediction and not forced and sampler is None and seeds is None:
+            # Steps before the first one may have left the canvas as it is, and so its time.
+            run.tell_first(self.first_step, _plain(self.record["sigmas"][self.first_step]))
+        return run
 
     def resume(self, model: DiffusionTransformer, rows: LoopRows) -> Run:
         """A free run of these rows with the settings of this trajectory, whose given positions are those of row 0."""
@@ -429,35 +451,6 @@ class Trajectory(Saved, Result):
             record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
             record |= {"replay": canvas, "replayed_from": self.first_step, "trajectory": canvas_provenance(self.record)}
             return Trajectory.of(run, {**self.record, **run.describe(), **record})
-
-    def _begin_again(
-        self, model: DiffusionTransformer, sampler: str | Sampler | None, seeds: Seed | None, *, forced: bool
-    ) -> Run:
-        """A run that starts from this trajectory's first canvas; a forced run follows its canvases."""
-        require_same_model(self.record, model)
-        if self.record.get("remasked") and self.first_step and not forced:
-            raise ValueError(
-                "the sampler reads the confidence of every revealed token, and a run that remasks does not record it "
-                "for tokens that were rewritten later: replay it freely from its start, or forced from any step"
-            )
-        settings = DenoiseSettings.recorded(self.record, sampler, seeds)
-        device = model.cfg.device
-        before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
-        run = Run(
-            model=model,
-            canvas=self._canvas(self.canvases[0].to(device), model.cfg),
-            settings=settings.on(model.cfg, model.cfg.model_name),
-            seeds=row_seeds(settings.seed, self.canvases.shape[1]),
-            times=list(self.record["times"]),
-            revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
-            confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
-            script=self.canvases.to(device) if forced else None,
-            sigmas=[_plain(sigma) for sigma in self.record["sigmas"]] if forced and self.record.get("sigmas") else None,
-        )
-        if run.sampler.keeps_prediction and not forced and sampler is None and seeds is None:
-            # Steps before the first one may have left the canvas as it is, and so its time.
-            run.tell_first(self.first_step, _plain(self.record["sigmas"][self.first_step]))
-        return run
 
     def _sigma(self, step: int, architecture: Architecture) -> float | tuple[float, ...] | None:
         """The noise at a step; `None` for a model of next tokens."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock, get_ident
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -132,7 +132,7 @@ class StepClock:
 
     @property
     def origin(self) -> Int[Tensor, "batch"] | None:
-        """The first position of each row that is read in blocks, as the step says, then `at` or `counting_from`;
+        """The first position of each row that is read in blocks, as the step says, then `at` or `telling`;
         `None` if neither says it."""
         block = None if self.step is None else self.step.block
         return self.origins if block is None else block.origin
@@ -145,7 +145,13 @@ class StepClock:
     def held(self) -> Iterator[None]:
         """Exclude other threads while hooks are attached; the same thread may enter again."""
         with _COUNTING:
-            self.require_alone()
+            if self._holder not in (None, get_ident()):
+                raise RuntimeError(_HELD)
+            if self._passing.keys() - {get_ident()}:
+                raise RuntimeError(
+                    "another thread is running a forward pass on this model. Changing its hooks or starting "
+                    "the denoising loop now would change its result. Use a lock, or load a second copy"
+                )
             self._holder, self._depth = get_ident(), self._depth + 1
         try:
             yield
@@ -160,7 +166,7 @@ class StepClock:
         """Count a forward pass of this thread: until it ends, no other thread may hold the model."""
         thread = get_ident()
         with _COUNTING:
-            if self._holder is not None and self._holder != thread:
+            if self._holder not in (None, thread):
                 raise RuntimeError(_HELD)
             self._passing[thread] += 1
         try:
@@ -170,33 +176,22 @@ class StepClock:
                 self._passing[thread] -= 1
                 self._passing += Counter()  # drops counts of zero
 
-    def require_alone(self) -> None:
-        """Raise a `RuntimeError` if another thread holds the model or runs it."""
-        if self._holder is not None and self._holder != get_ident():
-            raise RuntimeError(_HELD)
-        if self._passing.keys() - {get_ident()}:
-            raise RuntimeError(
-                "another thread is running a forward pass on this model. Changing its hooks or starting "
-                "the denoising loop now would change its result. Use a lock, or load a second copy"
-            )
-
     @contextmanager
     def running(self, model_name: str) -> Iterator[None]:
-        """Reserve the clock for one run of the loop; at its end, exception or not, the step is `None` again."""
-        with _COUNTING:
-            if self._busy:
-                raise RuntimeError(
-                    f"a denoising loop of this {model_name!r} is already running, in another thread or around this "
-                    "call (in a hook of it). Hooks and steps belong to the model, so it can run one loop at a time. "
-                    "Wait for that run to end, or load the model a second time"
-                )
-            self.require_alone()
+        """Hold the model for one run of the loop; at its end, exception or not, the step is `None` again."""
+        if self._busy:
+            raise RuntimeError(
+                f"a denoising loop of this {model_name!r} is already running, in another thread or around this "
+                "call (in a hook of it). Hooks and steps belong to the model, so it can run one loop at a time. "
+                "Wait for that run to end, or load the model a second time"
+            )
+        with self.held():
             self._busy = True
-        try:
-            yield
-        finally:
-            self.step = self.branches = None
-            self._busy = False
+            try:
+                yield
+            finally:
+                self.step = self.branches = None
+                self._busy = False
 
     @contextmanager
     def one_branch_at_a_time(self) -> Iterator[tuple[StepState, ...]]:
@@ -229,21 +224,12 @@ class StepClock:
                 self.step, self.branches, self.origins = before
 
     @contextmanager
-    def counting_from(self, origins: Int[Tensor, "batch"] | None) -> Iterator[None]:
-        """Count blocks from these positions in all passes inside that have no step; the previous ones are restored."""
+    def telling(self, **values: Any) -> Iterator[None]:
+        """Give all passes inside that have no step this `time`, or these `origins`; the previous ones are restored."""
         with self.held():
-            before, self.origins = self.origins, origins
+            before = {name: vars(self)[name] for name in values}
+            vars(self).update(values)
             try:
                 yield
             finally:
-                self.origins = before
-
-    @contextmanager
-    def at_time(self, time: float) -> Iterator[None]:
-        """Give the network this time in all passes inside that have no step; the previous one is restored."""
-        with self.held():
-            before, self.time = self.time, time
-            try:
-                yield
-            finally:
-                self.time = before
+                vars(self).update(before)

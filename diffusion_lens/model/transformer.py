@@ -395,7 +395,7 @@ class DiffusionTransformer(HookedRootModule):
         is a `ValueError`.
         """
         self.time.require_conditioning("at_time")
-        with self.clock.at_time(one_time_for_all(time)):
+        with self.clock.telling(time=one_time_for_all(time)):
             yield self
 
     @contextmanager
@@ -421,7 +421,7 @@ class DiffusionTransformer(HookedRootModule):
         starts = whole_numbers("start", given)
         if not starts or min(starts) < 0:
             raise ValueError(f"start={given}; it must be positions of the canvas, 0 or more")
-        with self.clock.counting_from(torch.tensor(starts, device=self.cfg.device)):
+        with self.clock.telling(origins=torch.tensor(starts, device=self.cfg.device)):
             yield self
 
     # Hook points that pass on request

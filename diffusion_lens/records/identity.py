@@ -16,20 +16,21 @@ buffers, and by the class of each module that is neither this library's nor torc
 
 import functools
 import hashlib
+import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from diffusion_lens.hooks.names import hook_pairs, select_names
-from diffusion_lens.interventions import LEFT_OUT, PLAIN, UNNAMED, update_hash
-from diffusion_lens.interventions import name_of as name_of
+from diffusion_lens.hooks.names import Hook, hook_pairs, select_names
 from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.settings import check_keywords, keywords_of
 from weight_conversion.files import bytes_of
@@ -38,10 +39,81 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ATTRIBUTES = "attributes"
+UNNAMED = "(unnamed)"
+_PLAIN = (type(None), bool, int, float, complex, str, range, slice, torch.dtype, torch.device)
+_OF_TORCH = frozenset(vars(nn.Module()))
+# Attributes of modules that are left out: the record contains them elsewhere, they belong to one call, or torch keeps
+# its hooks there.
+_LEFT_OUT = (
+    frozenset(("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict"))
+    | {"name", "ctx", "fwd_hooks", "bwd_hooks", "source", "placement", "_block_devices"}
+    | {"_weight_digests", "is_caching", "context_level", "_non_persistent_buffers_set"}
+    | {name for name in _OF_TORCH if "hook" in name}
+)
+_DEEPEST = 3
 _SAME_IN_TRAINING = (nn.ModuleList, nn.Linear, nn.Embedding, nn.Identity)
 _ROW, _ROWS = 1 << 13, 1 << 10  # 8-byte words in a row, which is summed into one; rows summed at once (64 MiB)
 # Bytes of weights below which threads take longer: in the first call, and in later ones.
 _SMALL, _SMALL_KNOWN = 1 << 24, 1 << 30
+
+
+class NamedHook:
+    """A hook with the name by which records know it; the name may be a function, called when a record begins."""
+
+    def __init__(self, name: str | Callable[[], str], function: Hook) -> None:
+        self._name, self.function = name, function
+
+    @property
+    def name(self) -> str:
+        return self._name if isinstance(self._name, str) else self._name()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def named(name: str | Hook, hook: Hook | str) -> NamedHook:
+    """The same hook under a name, by which records and result folders distinguish it from other hooks.
+
+    A function wrapped around a named hook is another hook, without this name; `at_steps`, `while_masked` and
+    `on_branch` keep the name and add when the hook acts.
+
+    Args:
+        name: What the hook does, with all that distinguishes it, such as "no attention in block 3".
+        hook: Any function `fn(activation, hook)`.
+    """
+    if callable(name) and isinstance(hook, str):
+        warnings.warn("named(hook, name) is now named(name, hook)", DeprecationWarning, stacklevel=2)
+        name, hook = hook, name
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the name of a hook must be a non-empty string; got {name!r}")
+    if not callable(hook):
+        raise TypeError(f"a hook is a function fn(activation, hook); got {type(hook).__name__}")
+    return NamedHook(name, hook)
+
+
+def names_its_hook(factory: Callable[P, Hook]) -> Callable[P, Hook]:
+    """Decorate a function that makes hooks: each gets the name of the factory with its settings."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> Hook:
+        settings = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        return NamedHook(
+            functools.partial(_call_in_words, factory.__name__, settings, defaults), factory(*args, **kwargs)
+        )
+
+    return make
+
+
+def name_of(hook: Any) -> str:
+    """The name of a hook, or the qualified name of a function without one, marked as unnamed."""
+    if isinstance(hook, NamedHook):
+        return hook.name
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return f"{getattr(function, '__qualname__', None) or type(hook).__qualname__} {UNNAMED}"
 
 
 def require_named_hooks(record: Mapping[str, Any], where: str) -> None:
@@ -148,9 +220,9 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
         is_own = kind.__module__.startswith("diffusion_lens.")
         training = None if is_own or isinstance(module, _SAME_IN_TRAINING) else module.training
         plain, others = [], {}
-        for name in sorted(values.keys() - LEFT_OUT):
+        for name in sorted(values.keys() - _LEFT_OUT):
             value = values[name]
-            if type(value) in PLAIN:
+            if type(value) in _PLAIN:
                 plain.append((name, value))
             elif value.__class__ is not dict or value:
                 others[name] = value
@@ -160,6 +232,43 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
         if not is_own and not kind.__module__.startswith("torch.nn."):
             described[path] = f"{kind.__module__}.{kind.__qualname__}"
     return {ATTRIBUTES: f"#{sha256.hexdigest()[:8]}", **described}
+
+
+def value_in_words(value: Any) -> str:
+    """A setting in a name: a plain value as it is, a function by its name, anything else by a hash of its contents."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if callable(value) and not isinstance(value, nn.Module | type):
+        return name_of(value)
+    if isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
+        return repr(list(value))
+    kind = "" if isinstance(value, Tensor | Mapping | list | tuple) else f"{type(value).__qualname__} "
+    update_hash(sha256 := hashlib.sha256(), value, _DEEPEST)
+    return f"{kind}#{sha256.hexdigest()[:8]}"
+
+
+def update_hash(sha256: Any, value: Any, depth: int) -> None:
+    """Add the contents of a value to a hash; of objects inside more than `depth` others, and functions, the name."""
+    if isinstance(value, _PLAIN):
+        sha256.update(f"{value!r}\0".encode())
+    elif isinstance(value, Tensor):
+        dense = value.detach().cpu()
+        sha256.update(f"{value.dtype} {list(value.shape)}\0".encode())
+        sha256.update(bytes_of(dense if dense.layout == torch.strided else dense.to_dense()).numpy().data)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            sha256.update(f"{key}\0".encode())
+            update_hash(sha256, item, depth)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            update_hash(sha256, item, depth)
+    else:
+        sha256.update(f"{getattr(value, '__qualname__', type(value).__qualname__)}\0".encode())
+        if depth and isinstance(value, nn.Module):
+            update_hash(sha256, {**dict(value.named_parameters()), **dict(value.named_buffers())}, depth)
+        if depth and hasattr(value, "__dict__") and not hasattr(value, "__qualname__"):
+            left_out = _OF_TORCH | _LEFT_OUT - {"cfg"} if isinstance(value, nn.Module) else frozenset()
+            update_hash(sha256, {name: vars(value)[name] for name in sorted(vars(value).keys() - left_out)}, depth - 1)
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -175,7 +284,7 @@ def weights_sha256(model: nn.Module) -> str:
     known: dict[str, tuple[bytes, str]] = model.__dict__.setdefault("_weight_digests", {})
     digest = functools.partial(_digest, known=known)
     digests: Iterator[str] = map(digest, weights, weights.values())
-    if sum([weight.nbytes for weight in weights.values()]) >= (_SMALL_KNOWN if known else _SMALL):
+    if sum(map(attrgetter("nbytes"), weights.values())) >= (_SMALL_KNOWN if known else _SMALL):
         with ThreadPoolExecutor(_n_cores()) as threads:
             digests = threads.map(digest, weights, weights.values())
     sha256 = hashlib.sha256()
@@ -205,6 +314,13 @@ def fingerprint(weight: Tensor) -> bytes:
         ]
         digest.update(torch.cat(sums).cpu().numpy().data)
     return digest.digest()
+
+
+def _call_in_words(function: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """A call such as "steer(direction=#1f0c22ab, strength=4.0)", without the settings that are the default."""
+    given = {name: value_in_words(value) for name, value in settings.items() if value is not defaults[name]}
+    words = (f"{name}={text}" for name, text in given.items() if text != repr(defaults[name]))
+    return f"{function}({', '.join(words)})"
 
 
 def _identify(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> Identity:

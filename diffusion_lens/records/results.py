@@ -106,18 +106,22 @@ def tokenizer_sha256(tokenizer: Any, prepend_bos: bool) -> str | None:
 
 
 class Saved:
-    """A dataclass that is kept in one `.safetensors` file; `diffusion_lens.load` reads any of them."""
+    """A dataclass that is kept in one `.safetensors` file, its tensors as tensors and all other fields in the record.
+
+    Fields that only earlier versions had are ignored. `diffusion_lens.load` reads any of them.
+    """
 
     KIND: ClassVar[str]  # what it is, in the file
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
-        return save_fields(path, self.KIND, self)
+        return save_result(path, self.KIND, *split_fields(self))
 
     @classmethod
     def load(cls: type[S], path: str | Path) -> S:
         """Read what `save` wrote."""
-        return load_fields(path, cls.KIND, cls)
+        tensors, record = load_result(path, cls.KIND)
+        return as_dataclass(cls, {**tensors, **record})
 
 
 def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
@@ -146,17 +150,6 @@ def open_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[st
         raise ValueError(f"{path} is not a saved {kind}")
     record.pop(PART, None)
     return tensors, record
-
-
-def save_fields(path: str | Path, kind: str, result: Any) -> Path:
-    """Write a dataclass in one atomic file: its tensors as tensors, all other fields in the record."""
-    return save_result(path, kind, *split_fields(result))
-
-
-def load_fields(path: str | Path, kind: str, result_type: type[D]) -> D:
-    """The dataclass that `save_fields` wrote. Fields that only earlier versions had are ignored."""
-    tensors, record = load_result(path, kind)
-    return as_dataclass(result_type, {**tensors, **record})
 
 
 def split_fields(result: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

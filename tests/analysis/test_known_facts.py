@@ -26,7 +26,8 @@ from diffusion_lens.analysis.over_facts.folder import fact_seed
 from diffusion_lens.data.toy_facts import load
 from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.samplers import Ancestral, Confidence
-from diffusion_lens.interventions import at_steps, freeze, name_of, named, on_branch, while_masked, zero_ablate
+from diffusion_lens.interventions import at_steps, freeze, named, on_branch, while_masked, zero_ablate
+from diffusion_lens.records.identity import name_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 20 positions:UserWarning")
 # What a study does with the facts, once a rule has chosen them, does not depend on the model.

@@ -36,11 +36,11 @@ from diffusion_lens.analysis.dictionaries.splice import Dictionary, check_dictio
 from diffusion_lens.analysis.dictionaries.store import run_to
 from diffusion_lens.analysis.engine.inputs import CleanTexts, Texts, readable_points
 from diffusion_lens.hooks.names import Hook
-from diffusion_lens.interventions import value_in_words, zero_ablate
+from diffusion_lens.interventions import zero_ablate
 from diffusion_lens.model.loss import LossBatch, masked_batch, next_token_batch
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.identity import begins_run, value_in_words
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shown_model
 from diffusion_lens.settings import Whole, at_least, whole_number
 

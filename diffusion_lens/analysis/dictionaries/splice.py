@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from diffusion_lens.analysis.engine.inputs import check_vectors
 from diffusion_lens.hooks.names import Hook
-from diffusion_lens.interventions import names_its_hook
 from diffusion_lens.model.shapes import PosMask
+from diffusion_lens.records.identity import names_its_hook
 from diffusion_lens.settings import check_bool, suggest_keywords
 
 Edit = Callable[[Tensor, Any], Tensor | None]

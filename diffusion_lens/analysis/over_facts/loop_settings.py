@@ -10,8 +10,8 @@ from diffusion_lens.analysis.over_facts.folder import fact_seed
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.sampler import Sampler
-from diffusion_lens.denoising.samplers import LeftToRight, resolve_sampler
-from diffusion_lens.denoising.settings import DenoiseSettings
+from diffusion_lens.denoising.samplers import LeftToRight
+from diffusion_lens.denoising.settings import DenoiseSettings, resolve_sampler
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least, whole_number

@@ -91,55 +91,10 @@ def named_sampler(sampler: str | Sampler) -> Sampler:
     return sampler
 
 
-def resolve_sampler(sampler: str | Sampler | None, variant: Variant, steps: int | None = None) -> Sampler:
-    """The sampler of a name, or the default of a kind of model, settled for a number of steps.
-
-    Raises:
-        ValueError: An unknown name, or a sampler that this kind of model cannot follow.
-        TypeError: As for `named_sampler`.
-    """
-    if sampler is None:
-        name = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}[variant.noise]
-        if variant.opens_blocks and variant.has_mask:
-            name = "block_posterior" if variant.time_conditioning else "block_confidence"
-        sampler = SAMPLERS[name]
-    elif not isinstance(sampler, Sampler):
-        sampler = named_sampler(sampler)
-    if problem := _misfit(sampler, variant):
-        if problem in _OTHER_NOISE.values():
-            fitting = (name for name in fitting_samplers(variant) if name in SAMPLERS)
-            problem += f"; use {', '.join(map(repr, fitting))}"
-        raise ValueError(f"the sampler {sampler.name!r} {problem}")
-    return sampler.settled(steps, variant)
-
-
 def fitting_samplers(variant: Variant) -> list[str]:
     """The names of the samplers and presets that can write the text of a kind of model."""
     known = {**SAMPLERS, **{name: preset() for name, preset in PRESETS.items()}}
-    return [name for name, sampler in known.items() if not _misfit(sampler, variant)]
-
-
-def _misfit(sampler: Sampler, variant: Variant) -> str | None:
-    """Why a sampler cannot write the text of a kind of model; `None` if it can."""
-    if variant.noise is not None and variant.noise not in sampler.noises:
-        return _OTHER_NOISE[variant.noise]
-    if problem := sampler.misfit(variant):
-        return problem
-    if variant.opens_blocks and variant.time_conditioning and not sampler.has_times_of_rows:
-        return (
-            "gives a step one time, that of the run, and this model is told the time and writes block after block: "
-            "each row is at its own time in its own block. Use 'block_posterior' or 'first_hitting'"
-        )
-    return None
-
-
-# Why a sampler does not fit a model's noise.
-_OTHER_NOISE = {
-    "absorbing": "draws every position again in every step, and under the noise of this model, [MASK], a token that is "
-    "written stays",
-    "uniform": "reveals masked positions, and the noise of this model is uniform: every position has a token, and may "
-    "change in every step",
-}
+    return [name for name, sampler in known.items() if not sampler.misfit(variant)]
 
 
 __all__ = [
@@ -168,7 +123,6 @@ __all__ = [
     "named_sampler",
     "nemotron",
     "radd",
-    "resolve_sampler",
     "sdar",
     "sedd",
     "smdm",

@@ -43,7 +43,6 @@ class BlockConfidence(Sampler):
             to be "entropy".
         block_length: Number of positions in a block for which the settings are meant; `None` for any. A model with
             another one is refused.
-        proposal: Rule by which tokens are proposed and scored.
     """
 
     steps_per_block: int | None = None
@@ -53,6 +52,7 @@ class BlockConfidence(Sampler):
     block_length: int | None = None
     proposal: Proposal = field(default_factory=Proposal)
     name = "block_confidence"
+    writes = "block"
     reads_confidence = False
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class BlockConfidence(Sampler):
             )
 
     def misfit(self, variant: Variant) -> str | None:
-        if problem := _without_blocks(variant):
+        if problem := super().misfit(variant) or _without_blocks(variant):
             return problem
         if self.block_length not in (None, variant.block_size):
             return (
@@ -84,9 +84,8 @@ class BlockConfidence(Sampler):
             )
         return None
 
-    def settled(self, steps: int | None, variant: Variant) -> Sampler:
-        unknown = steps is None and self.steps_per_block is None
-        return replace(self, steps_per_block=variant.block_size) if unknown else self
+    def settled(self, variant: Variant) -> Sampler:
+        return replace(self, steps_per_block=self.steps_per_block or variant.block_size)
 
     def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"], size: int) -> int:
         """Number of steps of the run, as many as the row that needs most takes at most.
@@ -139,14 +138,15 @@ class BlockConfidence(Sampler):
 
 
 class _InBlock(Sampler):
-    """The reverse process in the open block, whose rows have times of their own."""
+    """The reverse process in the open block, whose rows have times of their own; `proposal` ranks nothing."""
 
+    writes = "block"
     reads_confidence = False
     has_times_of_rows = True
 
     def misfit(self, variant: Variant) -> str | None:
-        if variant.grows:
-            return _without_blocks(variant)
+        if problem := super().misfit(variant) or (_without_blocks(variant) if variant.grows else None):
+            return problem
         if variant.block_context == "causal":
             return (
                 "draws all positions of the open block together, and this model predicts a block's first token from "
@@ -171,8 +171,6 @@ class BlockPosterior(_InBlock):
         steps_per_block: Steps S of a block. By default the `steps` of the run are shared evenly among the blocks of a
             row, and without `steps` a block has 32.
         keeps_prediction: Whether the network is told the time of the last step that changed the row's canvas.
-        proposal: Limits of the likeliest tokens that are drawn from. It ranks nothing.
-        schedule: Schedule of noise; `None` takes the model's.
     """
 
     steps_per_block: int | None = None
@@ -186,9 +184,8 @@ class BlockPosterior(_InBlock):
         if self.steps_per_block is not None and whole_number("steps_per_block", self.steps_per_block) < 1:
             raise ValueError(f"steps_per_block={self.steps_per_block}; it must be a whole number, at least 1, or None")
 
-    def settled(self, steps: int | None, variant: Variant) -> Sampler:
-        unknown = steps is None and self.steps_per_block is None
-        return replace(self, steps_per_block=STEPS) if unknown else self
+    def settled(self, variant: Variant) -> Sampler:
+        return replace(self, steps_per_block=self.steps_per_block or STEPS)
 
     def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"], size: int) -> int:
         """Number of steps of the run, as many as the row with most blocks takes at most.
@@ -234,10 +231,6 @@ class FirstHitting(_InBlock):
 
     From a time t at which m positions are masked, the first of them is revealed at the time t · u^(1/m), with u ~
     U(0, 1). A network that is told the time is told that one.
-
-    Attributes:
-        proposal: Limits of the likeliest tokens that are drawn from. It ranks nothing.
-        schedule: Schedule of noise; `None` takes the model's.
     """
 
     proposal: Proposal = field(default_factory=Proposal)

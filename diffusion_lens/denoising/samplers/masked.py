@@ -36,10 +36,8 @@ class Confidence(Sampler):
         scope: Set of positions that are counted and ranked together. "row" takes each row by itself. "batch" takes the
             batch as one pool, as SMDM's code does. "mean" ranks each row by itself and reveals in each the number that
             an average row is due, as Dream's code does, so that a row with more masks than average keeps some.
-        eps: Time at which the run ends.
         choice_temperature: 0 takes the positions of the highest confidence; above 0, positions are sampled without
             replacement, with probabilities softmax(confidence / choice_temperature).
-        proposal: Rule by which tokens are proposed and scored.
     """
 
     scope: str = "row"
@@ -70,7 +68,8 @@ class Confidence(Sampler):
             n_masked = n_masked.sum(dim=0, keepdim=True)
         elif self.scope == "mean":
             n_masked = n_masked.mean().expand_as(n_masked)
-        share = _revealed_share(step) if step.index < step.n_steps - 1 else 1.0
+        # 1 - s/t in float32, as in the authors' code.
+        share = float(1 - torch.tensor(step.s) / torch.tensor(step.t)) if step.index < step.n_steps - 1 else 1.0
         jitter = None
         if self.choice_temperature:
             # Gumbel noise: the largest of score + noise sample without replacement (Kool et al. 2019, 1903.06059).
@@ -85,7 +84,6 @@ class Ancestral(Sampler):
     """Reveals positions at random; the last step reveals all that remain.
 
     Attributes:
-        eps: Time at which the run ends.
         proposal: Rule by which tokens are proposed; its scores are not used, because nothing is ranked.
     """
 
@@ -100,8 +98,8 @@ class Ancestral(Sampler):
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         positions = step.masked
         if step.index < step.n_steps - 1:
-            positions = step.masked.clone()
-            positions[step.masked] = noise.by_position(step.index, step.masked) < _revealed_share(step)
+            positions, share = step.masked.clone(), float(1 - torch.tensor(step.s) / torch.tensor(step.t))
+            positions[step.masked] = noise.by_position(step.index, step.masked) < share
         return Plan.of_all(positions)
 
 
@@ -182,10 +180,8 @@ class LeftToRight(Sampler):
     """One position a step in every row that has one left; `steps=` has no effect."""
 
     name = "left_to_right"
+    writes = "next"
     reads_confidence = False
-
-    def misfit(self, variant: Variant) -> str | None:
-        return None
 
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:
         return int(blanks.sum(dim=1).max())
@@ -208,7 +204,6 @@ class Blocks(Sampler):
         masks_in_prompt: "counted" treats masks in the prompt like the other masks. "uncounted", as in LLaDA's code,
             divides only the last unbroken series of masks into blocks. Earlier masks compete with this series for the
             same number of reveals. As many positions as the prompt had masks therefore stay masked.
-        proposal: Rule by which tokens are proposed and scored.
     """
 
     block_length: int | None = None
@@ -276,11 +271,6 @@ class Blocks(Sampler):
         # Masks without another token between them share a number; the last series has the highest.
         series = (~blanks).cumsum(dim=1)
         return blanks & (series == series.masked_fill(~blanks, -1).amax(dim=1, keepdim=True))
-
-
-def _revealed_share(step: StepState) -> float:
-    """Share of the masked positions to be revealed between t and s, 1 - s/t, in float32."""
-    return float(1 - torch.tensor(step.s) / torch.tensor(step.t))
 
 
 def _rounded_up(n: Int[Tensor, "batch"], parts: int | Int[Tensor, "batch"]) -> Int[Tensor, "batch"]:

@@ -4,6 +4,10 @@ The authors of samplers of transitions (`mdlm`, `bd3lm`, `sedd`, `udlm`, `radd`)
 probabilities: run them with temperature=1. At temperature 0 the time at which a position changes is still drawn, and
 its token is the likeliest. The last step of a run that removes the rest of the noise counts among `steps=`: the
 authors' `num_steps` is one less.
+
+All differ from the authors' code in this: seeds give other samples, because random numbers belong to row, step and
+position here; a run does not stop at an end token; and the canvas ends where `length` says, where their code may fill
+the last block beyond it.
 """
 
 from diffusion_lens.denoising.sampler import Proposal
@@ -40,7 +44,6 @@ def llada(block_length: int | None = None, remasking: str = "low_confidence", *,
     - Guidance needs no attention mask. The authors' code fails without one.
     - There is no option against the end token (`logits_eos_inf`, `confidence_eos_eot_inf`), whose ids the authors' code
       contains. A hook on `denoise.hook_logits` or `denoise.hook_confidence` has the same effect.
-    - Seeds give other samples: random numbers belong to row, step and position here.
 
     Args:
         block_length: Number of masked positions of a block; `None` makes one block.
@@ -86,7 +89,6 @@ def dream(
     - `top_k` is the value that you give. In the authors' code, called without a generation config, it became 50, and
       the temperature 1 (transformers 4.46).
     - Sampling that fails raises an error. In the authors' code it silently takes the likeliest token.
-    - Seeds give other samples: random numbers belong to row, step and position here.
 
     Args:
         alg: Score of a position: "maskgit_plus" (probability of the token), "topk_margin" (likeliest minus second) or
@@ -145,7 +147,6 @@ def diffullama(top_p: float | None = 0.9, *, as_published: bool = False) -> Ance
       it is masked, and the position is "revealed" to the token that the input has there.
     - [MASK] is never written. In the authors' code it may be sampled; the position then counts as revealed and stays
       masked (`as_published=True`).
-    - Seeds give other samples: random numbers belong to row, step and position here.
 
     Args:
         top_p: Limit of the likeliest tokens that are sampled from; `None` for all tokens.
@@ -183,9 +184,6 @@ def sdar(
       tokens by its predictions, tokens of the prompt included; their evaluation code does not.
     - Temperature 0 takes the likeliest token. The authors' code divides by it.
     - [MASK] is never written. In the authors' code it may be proposed; the run can then fail with an `IndexError`.
-    - The canvas ends where `length` says. The authors' code fills the last block, which may be longer.
-    - A run does not stop at an end token.
-    - Seeds give other samples: random numbers belong to row, step and position here.
 
     Args:
         block_length: Number of positions in a block, which has to be that of the model; `None` for any.
@@ -228,13 +226,11 @@ def llada2(
     Differences from the authors' code:
 
     - [MASK] is never written. In the authors' code it may be proposed; the position then stays masked.
-    - The canvas ends where `length` says. The authors' code fills the last block, which may be longer.
     - A run does not stop after the block with the end token, nor at that token (`eos_early_stop`).
     - `minimal_topk` is left out. With fewer new tokens than steps of a block, the authors' code takes as few steps as
       new tokens.
     - Revealed tokens stay. The code of LLaDA2.1 may replace them by others (`editing_threshold`), which is not
       supported: its models run by the rule of LLaDA2.0.
-    - Seeds give other samples: random numbers belong to row, step and position here.
 
     Args:
         block_length: Number of positions in a block, which has to be that of the model; `None` for any.

@@ -24,7 +24,10 @@ STEPS = ("analytic", "euler")
 
 
 class _Transitions(Sampler):
-    """Draws at every open position. With `removes_rest` the last step, from `eps` to 0, removes what noise remains."""
+    """Draws at every open position, from the likeliest tokens as far as `proposal` limits them; it ranks nothing.
+
+    With `removes_rest` the last step, from `eps` to 0, removes what noise remains.
+    """
 
     removes_rest: bool = False
     reads_confidence = False
@@ -56,9 +59,6 @@ class Posterior(_Transitions):
         chance: Probability that a token is masked at time t: "schedule", 1 - exp(-sigma(t)), or "time", t itself.
         removes_rest: Whether the last step is one at time `eps` that writes the likeliest token at each position still
             masked. Otherwise the last of the steps to `eps` draws a token at each of them.
-        eps: Time at which the run ends.
-        proposal: Limits of the likeliest tokens that are drawn from. It ranks nothing.
-        schedule: Schedule of noise; `None` takes the model's.
     """
 
     chance: str = "schedule"
@@ -90,9 +90,6 @@ class UniformPosterior(_Transitions):
     Attributes:
         keeps_prediction: Whether the network is told the time of the last step that changed the canvas (of any row of
             the batch), as in the authors' code with `use_cache`, which saves forward passes.
-        eps: Time at which the run ends.
-        proposal: Limits of the likeliest tokens that are drawn from. It ranks nothing.
-        schedule: Schedule of noise; `None` takes the model's.
     """
 
     keeps_prediction: bool = False
@@ -119,8 +116,6 @@ class Score(_Transitions):
     Attributes:
         step: "analytic", the exact step for the scores at its start (Tweedie); or "euler", a step of first order.
         eps: Time at which the last step begins.
-        proposal: Limits of the likeliest tokens that are drawn from. It ranks nothing.
-        schedule: Schedule of noise; `None` takes the model's.
     """
 
     step: str = "analytic"

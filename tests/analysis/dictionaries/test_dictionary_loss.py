@@ -13,7 +13,7 @@ from diffusion_lens import Fact
 from diffusion_lens.analysis import DictionaryLoss, NoiseRange, activations, dictionary_loss, splice
 from diffusion_lens.analysis.dictionaries.loss import STATES
 from diffusion_lens.data import toy_facts
-from diffusion_lens.interventions import value_in_words
+from diffusion_lens.records.identity import value_in_words
 from diffusion_lens.settings import own_seed
 
 RESID = "blocks.1.hook_resid_post"

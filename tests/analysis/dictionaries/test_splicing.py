@@ -10,7 +10,8 @@ from random_dictionaries import Identity, InPlace, RandomDictionary, Rescaling
 from diffusion_lens.analysis import splice
 from diffusion_lens.analysis.dictionaries.splice import check_dictionary
 from diffusion_lens.data import toy_facts
-from diffusion_lens.interventions import UNNAMED, at_steps, name_of, named, while_masked
+from diffusion_lens.interventions import at_steps, named, while_masked
+from diffusion_lens.records.identity import UNNAMED, name_of
 
 RESID = "blocks.1.hook_resid_post"
 
