@@ -198,7 +198,7 @@ def by_model_type(
     write: Callable[[Architecture], dict[str, Any]],
     classes: Mapping[str, str],
     *,
-    where: Callable[[Config], bool] = lambda config: True,
+    where: Callable[[Config], bool] | None = None,
     **more: Any,
 ) -> Family:
     """A family of Hugging Face's `config.json`, recognised by the model types that `classes` has as keys.
@@ -208,7 +208,9 @@ def by_model_type(
     """
 
     def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-        return config is not None and config.get("model_type") in classes and where(config)
+        if config is None or config.get("model_type") not in classes:
+            return False
+        return where is None or where(config)
 
     def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
         assert config is not None
