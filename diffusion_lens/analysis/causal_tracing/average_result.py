@@ -51,7 +51,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
 from diffusion_lens.analysis.causal_tracing.trajectory import TrajectoryTrace
-from diffusion_lens.analysis.over_facts.study import StudyResult, bootstrap_interval
+from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult, bootstrap_interval
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.hooks.names import nearest
 from diffusion_lens.model.config import reached
@@ -85,7 +85,7 @@ A = TypeVar("A", bound="FactAverage")
 
 
 @dataclass(frozen=True, eq=False)
-class FactEffect:
+class FactEffect(FactResult):
     """The effects in one fact, step by step; a trace of one canvas counts as one step.
 
     Attributes:
@@ -116,12 +116,6 @@ class FactEffect:
             corrupted=torch.as_tensor(trace.corrupted, dtype=torch.float64).reshape(-1),
             effect=torch.stack(effects),
         )
-
-    def equals(self, other: "FactEffect") -> bool:
-        """Whether both are the same to the bit."""
-        pairs = ((self.clean, other.clean), (self.corrupted, other.corrupted), (self.effect, other.effect))
-        same = all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
-        return same and self.averaged == other.averaged
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -25,7 +25,14 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard
-from diffusion_lens.analysis.over_facts.study import Compute, Study, StudyResult, bootstrap_interval
+from diffusion_lens.analysis.over_facts.study import (
+    FactResult,
+    FactsJob,
+    Study,
+    StudyResult,
+    bootstrap_interval,
+    in_batches_of,
+)
 from diffusion_lens.analysis.representations import Comparisons, compare_along
 from diffusion_lens.analysis.rome.keys import check_key_position, compute_keys, lay_out_request
 from diffusion_lens.analysis.rome.values import ValueSettings, optimize_values
@@ -50,7 +57,7 @@ ByLayer = dict[int, dict[str, Tensor]]  # vectors of persons
 
 
 @dataclass(frozen=True, eq=False)
-class FactVectors(Saved):
+class FactVectors(FactResult, Saved):
     """One fact's keys and values.
 
     Attributes:
@@ -70,12 +77,6 @@ class FactVectors(Saved):
     after: Float[Tensor, "layer"]
 
     __repr__ = one_line
-
-    def equals(self, other: "FactVectors") -> bool:
-        """Whether both are identical to the bit."""
-        tensors = (self.keys, other.keys), (self.outputs, other.outputs), (self.deltas, other.deltas)
-        same = all(torch.equal(*pair) for pair in tensors) and torch.equal(self.after, other.after)
-        return same and self.before == other.before
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -374,10 +375,9 @@ def key_value_study(
     """
     settings = replace(settings.on(model), layers=settings.blocks(model.cfg))
     usable = UsableFacts.of(facts, lambda fact: settings.request(model, fact))
-    ids, size = list(usable.prepared), int(settings.batch_size)
     record = {**settings.describe_on(model.cfg), **usable.describe(), **provenance(model, model.cfg)}
-    batches = [ids[start : start + size] for start in range(0, len(ids), size)]
-    study = Study(model, record, batches, VectorJob(usable.prepared, settings))
+    batches = in_batches_of(int(settings.batch_size), usable.prepared)
+    study = Study(model, record, batches, FactsJob(usable.prepared, partial(find_vectors, settings=settings)))
     return study.collect(KeyValueStudy, out, shard, progress, executor)
 
 
@@ -394,29 +394,13 @@ def study_keys_and_values(
     return key_value_study(model, facts, settings=settings, **given, **more)
 
 
-@dataclass(frozen=True)
-class VectorJob:
-    """The keys and values of requests, which are laid out by id."""
-
-    requests: Mapping[str, list[Query]]
-    settings: KeyValueSettings
-
-    def part(self, ids: Sequence[str]) -> "VectorJob":
-        """The job with these facts."""
-        return replace(self, requests={fact_id: self.requests[fact_id] for fact_id in ids})
-
-    def on(self, model: DiffusionTransformer) -> Compute:
-        """The function that computes the vectors of a batch."""
-        return lambda batch: find_vectors(model, [self.requests[fact_id] for fact_id in batch], self.settings)
-
-
 def find_vectors(
-    model: DiffusionTransformer, requests: list[list[Query]], settings: KeyValueSettings
+    model: DiffusionTransformer, requests: Mapping[str, list[Query]], settings: KeyValueSettings
 ) -> list[FactVectors]:
     """k* and v* of a batch of requests at every layer."""
-    layers = settings.blocks(model.cfg)
-    keys = [compute_keys(model, requests, layer, settings.at) for layer in layers]
-    values = [optimize_values(model, requests, layer, settings=settings.search) for layer in layers]
+    layers, queries = settings.blocks(model.cfg), list(requests.values())
+    keys = [compute_keys(model, queries, layer, settings.at) for layer in layers]
+    values = [optimize_values(model, queries, layer, settings=settings.search) for layer in layers]
     return [
         FactVectors(
             keys=torch.stack([of_layer[row].vector for of_layer in keys]),
@@ -425,5 +409,5 @@ def find_vectors(
             before=values[0][row].probability_before,
             after=torch.tensor([of_layer[row].probability_after for of_layer in values]),
         )
-        for row in range(len(requests))
+        for row in range(len(queries))
     ]

@@ -31,6 +31,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.engine.layout import CanvasLayout
-from diffusion_lens.analysis.over_facts.study import Compute, Study
+from diffusion_lens.analysis.over_facts.study import FactsJob, Study
 from diffusion_lens.analysis.rome.covariance import (
     Covariance,
     InverseMoment,
@@ -48,7 +49,7 @@ from diffusion_lens.analysis.rome.covariance import (
     require_covariance_of,
 )
 from diffusion_lens.analysis.rome.edit import judge
-from diffusion_lens.analysis.rome.edit_study import EditOutcome, EditStudy, Requests
+from diffusion_lens.analysis.rome.edit_study import EditOutcome, EditStudy, RequestSettings
 from diffusion_lens.analysis.rome.keys import Request, as_request, compute_keys, pick_edited_layers, states_at
 from diffusion_lens.analysis.rome.values import Number, ValueSettings, search_together
 from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before_gate
@@ -58,7 +59,7 @@ from diffusion_lens.hooks.names import resid_post
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import network_of, provenance
-from diffusion_lens.settings import Settings, Whole, plain_number, setting
+from diffusion_lens.settings import Whole, plain_number, setting
 
 COV_WEIGHT = 15000.0
 SEARCH = ValueSettings(steps=25, clamp_norm_factor=0.75)  # The authors' for GPT-J.
@@ -156,7 +157,7 @@ def memit(
     # 2. The update of each layer, upon those of the layers before it.
     updates: dict[int, Factors] = {}
     ridges, errors = {}, []
-    with ExitStack() as partial:
+    with ExitStack() as applied:
         for n, layer in enumerate(chosen):
             missing = targets - states
             errors.append(missing.norm(dim=1))
@@ -167,7 +168,7 @@ def memit(
             gate = model.time.gates(layer)[1] if model.cfg.time_conditioning else None
             written = before_gate(missing / (len(chosen) - n), gate)
             updates[layer] = Factors(written.T.contiguous(), inverse.times(keys))
-            partial.enter_context(MemitEdit(model, {layer: updates[layer]}))
+            applied.enter_context(MemitEdit(model, {layer: updates[layer]}))
             states = subject_states(model, plain, last)
         errors.append((targets - states).norm(dim=1))
     record = {
@@ -212,7 +213,7 @@ def _positive(name: str, value: Any) -> float:
 
 
 @dataclass(frozen=True)
-class MemitSettings(Settings):
+class MemitSettings(RequestSettings):
     """Settings of edits that are made at once."""
 
     layers: Iterable[Whole] = setting(
@@ -237,11 +238,6 @@ class MemitSettings(Settings):
         """These settings with the layers counted from 0 and the length of canvas that applies to `model`."""
         layers = pick_edited_layers(model, self.layers)
         return replace(self, layers=layers, layout=self.layout.on(model))
-
-    def describe(self) -> dict[str, Any]:
-        """The settings for a record."""
-        described = Settings.describe(self)
-        return described | {"settings": asdict(described.pop("search")), **asdict(described.pop("layout"))}
 
 
 @begins_run
@@ -272,47 +268,29 @@ def memit_study(
     """
     settings = settings.on(model)
     used = covariances_of(model, [int(layer) for layer in settings.layers], covariances)
-    usable, of_requests = Requests.usable(model, requests, settings.prefixes, settings.layout)
+    usable, facts = settings.usable(model, requests)
     described = {str(layer): describe_covariance(each) for layer, each in used.items()}
-    record = {**settings.describe(), "covariances": described, **of_requests, **provenance(model, model.cfg)}
-    job = MassEditJob(usable, settings, covariances)
-    return Study(model, record, [list(usable.by_id)], job).collect(EditStudy, out, (0, 1), progress, None)
-
-
-@dataclass(frozen=True, eq=False)
-class MassEditJob:
-    """One edit of all requests."""
-
-    requests: Requests
-    settings: MemitSettings
-    covariances: Covariances | None
-
-    def part(self, ids: Sequence[str]) -> "MassEditJob":
-        """The job itself: the requests are edited together."""
-        return self
-
-    def on(self, model: DiffusionTransformer) -> Compute:
-        """The function that applies and scores the edit."""
-        return lambda batch: edit_together(model, self.requests, batch, self.settings, self.covariances)
+    record = {**settings.describe(), "covariances": described, **facts, **provenance(model, model.cfg)}
+    job = FactsJob(usable, partial(edit_together, settings=settings, covariances=covariances))
+    return Study(model, record, [list(usable)], job).collect(EditStudy, out, (0, 1), progress, None)
 
 
 def edit_together(
     model: DiffusionTransformer,
-    requests: Requests,
-    ids: Sequence[str],
+    requests: Mapping[str, EditRequest],
     settings: MemitSettings,
     covariances: Covariances | None,
 ) -> list[EditOutcome]:
     """Apply one edit of all requests, and score the probes of each."""
     edit = memit(
         model,
-        [requests.queries(model, request_id) for request_id in ids],
+        [settings.queries(model, request) for request in requests.values()],
         settings.layers,
         covariances=covariances,
         settings=settings.search,
         cov_weight=settings.cov_weight,
     )
-    probes = [requests.probes(model, request_id) for request_id in ids]
+    probes = [settings.probes(model, request) for request in requests.values()]
     before = [judge(model, own) for _, own in probes]
     with edit:
         after = [judge(model, own) for _, own in probes]
