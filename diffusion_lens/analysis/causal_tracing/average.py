@@ -15,18 +15,14 @@ canvas. No grid is computed for the others, and the result lists them in `unknow
 
 Average effects by denoising step: which states carry the answer before it is written, and which while it is?
 
-The loop reveals the tokens of an answer at different steps, from t1, which unmasks the first of them, to t2, which
-reveals the last one finally; for an answer of one token, or a loop that reveals all in one step, t1 = t2. Every fact is
-traced at all steps from t1 to t2, on the canvases of its own denoising run (`trace_trajectory`). Runs differ in length,
-so they are aligned at their ends, and a column of the average is an offset from t2:
+Every fact is traced at all steps from t1, which unmasks the first token of its answer, to t2, which reveals the last
+one finally, on the canvases of its own denoising run (`trace_trajectory`). Runs differ in length, so they are aligned
+at their ends, and a column of the average is an offset from t2:
 
     AIE(offset, role, layer) = mean over the facts that have a step t2 + offset >= t1 of their IE at that step
 
-Offset 0 is the canvas from which the answer's last token is read, or the last few where one step reveals them together;
-all others are revealed there. The first step of a fact isolates the flow from the subject. p(answer) at a step is the
-joint probability of the tokens that are still masked.
-
-Few facts have a step far from t2: `n_facts` counts them, and their answers are the longest.
+The first step of a fact isolates the flow from the subject. p(answer) at a step is the joint probability of the tokens
+that are still masked. Few facts have a step far from t2: `n_facts` counts them, and their answers are the longest.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -52,8 +48,8 @@ from diffusion_lens.analysis.causal_tracing.average_result import (
     token_roles,
 )
 from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
-from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace
-from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES, TrajectoryTrace, trace_trajectory
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace, record_of_trace
+from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES, TrajectoryTrace, record_of_run, trace_trajectory
 from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, loop_prompt
@@ -63,7 +59,6 @@ from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
 from diffusion_lens.analysis.over_facts.study import Compute, FactsJob, Study, in_batches_of, say_failed, spread
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise
-from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.names import loop_hook
@@ -103,9 +98,6 @@ class AverageSettings(CanvasLayout, TraceSettings):
 
     Each fact has its own seed, made of `seed` and its id. The swap has to fit: facts whose subject has another number
     of tokens, or is that subject, are set aside.
-
-    Raises:
-        ValueError: A setting is out of range, or two of them contradict each other.
     """
 
     BY_STEP: ClassVar[bool] = False
@@ -271,23 +263,10 @@ def average_trajectory_effect(
     """Trace many facts at the steps that write their answers, on either variant, and average step by step.
 
     Args:
-        model: Masked diffusion model or causal model.
-        facts: Facts to trace.
         settings: Settings of all traces.
-        out: Folder for one file per fact, which `TrajectoryTrace.load` reads. A call that finds facts there computes
-            only the others. By default nothing is written.
-        shard: (i, n) or "i/n": trace the facts i, i + n, i + 2n, ... only; `AverageTrajectoryEffect.merge` joins the
-            shards, bit for bit what one process gives on the same machine.
-        max_bytes: Memory to use in addition to the weights.
-        progress: Whether to show a progress bar.
-        executor: `concurrent.futures.Executor`, or `Workers`, that traces the facts; by default this process does. The
-            numbers are the same to the bit on the same kind of machine.
-
-    Raises:
-        ValueError: `average_indirect_effect` refuses an argument.
-
-    Warns:
-        UserWarning: The rule leaves out all facts, so that nothing is averaged.
+        out: Folder for one file per fact, which `TrajectoryTrace.load` reads.
+        model, facts, shard, max_bytes, progress, executor: The same as in `average_indirect_effect`, which also
+            describes errors and warnings.
     """
     return plan(model, facts, settings, max_bytes).collect(AverageTrajectoryEffect, out, shard, progress, executor)
 
@@ -315,11 +294,9 @@ def recalled_facts(
         average_indirect_effect(baseline, facts, known=both)
 
     Args:
-        model: Masked diffusion model or causal model.
-        facts: Facts that are queried.
         loop: Settings of the loop; by default those of `denoise`.
         settings: Layout of the facts.
-        executor: `concurrent.futures.Executor`, or `Workers`, that runs the loop; by default this process does.
+        executor: The same as in `average_indirect_effect`.
 
     Raises:
         ValueError: A setting is out of range, two facts have one id, a worker does not get the network, or the model
@@ -414,17 +391,17 @@ def _trace_of_canvas(model: DiffusionTransformer, job: TraceJob, runs: "LoopRuns
     if _is_averaged(job.settings.rule, runs, fact_id, known):
         trace = causal_trace(model, query, settings, max_bytes=job.max_bytes)
     else:
-        scores = answer.probabilities(logits, 1)[0].cpu()
+        scores, layers = answer.probabilities(logits, 1)[0].cpu(), whole_numbers("layers", settings.layers or ())
         trace = CausalTrace(
-            **{name: grid[0] for name, grid in _no_cells(scores, settings).items()},
+            **{name: grid[0] for name, grid in _no_cells(scores, layers).items()},
             clean=scores.prod().item(),
             corrupted=torch.nan,
             known=known,
             str_tokens=model.words(query.tokens.tolist()),
             subject=query.subject,
             positions=[],
-            layers=whole_numbers("layers", settings.layers or ()),
-            record=_record_without_cells(model, query, settings),
+            layers=layers,
+            record=record_of_trace(model, query, settings, [], layers),
         )
     return replace(trace, record={**trace.record, "fact": fact_id, "roles": token_roles(query)})
 
@@ -485,8 +462,9 @@ def _first_canvas(run: TracedTrajectory, settings: TraceSettings, canvas_of: str
     answer = run.answer(step, canvas)
     with model.clock.at(run.state(step, canvas)):
         scores = answer.probabilities(model(run.seen(canvas), logits_at=answer.rows), 1)[0].cpu()
+    layers = whole_numbers("layers", settings.layers or ())
     return TrajectoryTrace(
-        **_no_cells(scores, settings),
+        **_no_cells(scores, layers),
         chained=None,
         clean=scores.prod(dim=1),
         corrupted=torch.full((1,), torch.nan),
@@ -496,30 +474,19 @@ def _first_canvas(run: TracedTrajectory, settings: TraceSettings, canvas_of: str
         str_canvases=[model.words(canvas[0].tolist())],
         subject=run.query.subject,
         positions=[],
-        layers=whole_numbers("layers", settings.layers or ()),
+        layers=layers,
         record={
-            **run.trajectory.record,
-            **_record_without_cells(model, run.query, settings),
+            **record_of_run(run, settings, [], layers),
             "canvas": canvas_of,
-            "trajectory": canvas_provenance(run.trajectory.record),
         },
     )
 
 
-def _record_without_cells(model: DiffusionTransformer, query: Query, settings: TraceSettings) -> dict[str, Any]:
-    return {
-        **settings.describe([], whole_numbers("layers", settings.layers or ())),
-        "answer": model.words(query.answer_tokens),
-        **provenance(model, model.cfg),
-    }
-
-
-def _no_cells(scores: Float[Tensor, "step selected"], settings: TraceSettings) -> dict[str, Tensor]:
+def _no_cells(scores: Float[Tensor, "step selected"], layers: Sequence[int]) -> dict[str, Tensor]:
     """The scores of a trace of one step that restored nothing."""
-    n_layers = len(whole_numbers("layers", settings.layers or ()))
     return {
-        "scores": scores.new_empty(1, 0, n_layers),
-        "token_scores": scores.new_empty(1, 0, n_layers, scores.shape[1]),
+        "scores": scores.new_empty(1, 0, len(layers)),
+        "token_scores": scores.new_empty(1, 0, len(layers), scores.shape[1]),
         "clean_token_scores": scores,
         "corrupted_token_scores": torch.full_like(scores, torch.nan),
     }
@@ -528,12 +495,9 @@ def _no_cells(scores: Float[Tensor, "step selected"], settings: TraceSettings) -
 class LoopRuns:
     """The denoising run of each fact, as a trajectory of one row, by id.
 
-    Batches are planned for all facts of a study, and a whole batch is denoised when one of its facts is first needed.
-    So no number depends on the shard, and a study that is resumed denoises only the batches that it needs. Some whole
-    batches of a study, given by themselves, are planned as the same batches.
-
-    Attributes:
-        batches: Ids of the facts that are denoised together.
+    `batches`, the ids of the facts that are denoised together, are planned for all facts of a study, and a whole batch
+    is denoised when one of its facts is first needed, so that no number depends on the shard. Some whole batches of a
+    study, given by themselves, are planned as the same batches.
     """
 
     def __init__(self, model: DiffusionTransformer, queries: Mapping[str, Query], settings: LoopSettings) -> None:

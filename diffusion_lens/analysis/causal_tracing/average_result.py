@@ -1,8 +1,5 @@
 """Results of averages over facts: which facts are averaged, over which tokens, and the effects side by side.
 
-Every fact counts once, however long its subject: within a fact the indirect effect is averaged over the positions of
-one role.
-
 Roles of the tokens of a query: the rows over which traces of many facts are averaged.
 
     before_subject   tokens before the subject, a prepended BOS among them
@@ -160,17 +157,15 @@ class FactAverage(StudyResult[FactEffect]):
 
     def by_fact(self) -> dict[str, FactEffect]:
         """The inverse of `of`."""
-        effects, clean, corrupted = self.effects, self.clean, self.corrupted
+        by_step = self.clean, self.corrupted, self.effects
         if not self.BY_STEP:
-            effects, clean, corrupted = effects[:, None], clean[:, None], corrupted[:, None]
+            by_step = self.clean[:, None], self.corrupted[:, None], self.effects[:, None]
         facts = {}
-        for fact_id, effect, p_clean, p_corrupted in zip(self.ids, effects, clean, corrupted, strict=True):
-            steps = ~p_clean.isnan()
-            facts[fact_id] = FactEffect(True, p_clean[steps], p_corrupted[steps], effect[steps])
-        no_effect, nan = (
-            torch.full((1, *effects.shape[2:]), torch.nan),
-            torch.full((1,), torch.nan, dtype=torch.float64),
-        )
+        for fact_id, clean, *rest in zip(self.ids, *by_step, strict=True):
+            steps = ~clean.isnan()
+            facts[fact_id] = FactEffect(True, clean[steps], *(each[steps] for each in rest))
+        no_effect = torch.full((1, len(self.roles), len(self.layers)), torch.nan)
+        nan = torch.full((1,), torch.nan, dtype=torch.float64)
         for fact_id, probability in self.unknown.items():
             facts[fact_id] = FactEffect(False, nan.new_tensor([probability]), nan, no_effect)
         return facts
@@ -266,11 +261,8 @@ class AverageEffect(FactAverage):
         return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes.
-
-        Raises:
-            ValueError: No fact is averaged.
-        """
+        """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes; a
+        `ValueError` if no fact is averaged."""
         if not self.ids:
             raise ValueError(
                 f"there is no average to plot: {shown_model(self.record)} knows none of the {len(self.unknown)} facts "
@@ -291,16 +283,10 @@ class AverageTrajectoryEffect(FactAverage):
     layer, effect, clean, corrupted.
 
     Attributes:
-        effects: Float[fact step role layer], indirect effect, mean over the positions of each role; NaN where a fact
-            has no such step or no such position.
-        clean: Float[fact step], p(answer) of the clean runs: the joint probability of the tokens masked at that step.
-        corrupted: Float[fact step], the same of the corrupted runs, mean over the samples.
-        ids: The fact of each row.
-        roles: The role of each row of the averages.
-        layers: The layer of each column of the averages.
+        effects, clean, corrupted, ids, roles, layers, record: Those of `AverageEffect`, with an axis for the steps; NaN
+            where a fact has no such step. p(answer) is the joint probability of the tokens masked at that step.
         unknown: p(answer) on the first canvas, by id, of the facts that the rule of the study leaves out as not known,
             or because some of their answer's positions are still masked at the end.
-        record: The same as in `AverageEffect`; `loop` contains the settings of the runs that are traced.
     """
 
     KIND: ClassVar[str] = "average trajectory effect"
@@ -358,11 +344,8 @@ class AverageTrajectoryEffect(FactAverage):
     def plot(self, role: str | None = None, ax: Any = None, title: str | None = None) -> Any:
         """The AIE of one role: steps down, with the one that reveals the answer at the bottom, and layers across.
 
-        Args:
-            role: Role to draw; by default "subject_last", or the first role that occurs.
-
-        Raises:
-            ValueError: No fact is averaged, no position has any of the roles, or there is no such role.
+        The role is by default "subject_last", or the first that occurs. A `ValueError` if no fact is averaged, no
+        position has any of the roles, or there is no such role.
         """
         self._require_facts()
         curves = dict(zip(self.roles, self.aie.unbind(dim=1), strict=True))
@@ -410,15 +393,8 @@ class AverageTrajectoryEffect(FactAverage):
 
 @dataclass(frozen=True)
 class Known:
-    """A rule that selects the facts of an average.
-
-    Attributes:
-        rule: One of `RULES`, or "ids".
-        ids: Ids of the facts, for "ids"; `None` for the other rules.
-
-    Raises:
-        ValueError: There is no such rule.
-    """
+    """A rule that selects the facts of an average: one of `RULES`, or "ids" with the ids of the facts. A `ValueError`
+    if there is no such rule."""
 
     rule: str
     ids: frozenset[str] | None = None

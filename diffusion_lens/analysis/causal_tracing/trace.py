@@ -102,15 +102,10 @@ class CausalTrace(PicturedResult, Saved):
         )
 
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
-        """ROME's heat map: tokens down, the subject's starred, layers across.
+        """ROME's heat map: tokens down, the subject's starred, layers across. Returns the matplotlib axes.
 
         Args:
-            ax: Matplotlib axes to draw on; by default new ones.
-            title: Title of the figure.
             limits: Probabilities at the ends of the colour scale; by default from corrupted to the highest score.
-
-        Returns:
-            The matplotlib axes.
 
         Raises:
             ValueError: A trace without cells, of a fact that an average leaves out.
@@ -187,13 +182,20 @@ def causal_trace(
         subject=query.subject,
         positions=positions,
         layers=layers,
-        record={
-            **settings.describe(positions, layers),
-            "answer": model.words(query.answer_tokens),
-            "query": query.describe(),
-            **provenance(model, model.cfg),
-        },
+        record={**record_of_trace(model, query, settings, positions, layers), "query": query.describe()},
     )
+
+
+def record_of_trace(
+    model: DiffusionTransformer,
+    query: Query,
+    settings: TraceSettings,
+    positions: Sequence[int],
+    layers: Sequence[int],
+) -> dict[str, Any]:
+    """Settings, answer and model, for the record of a trace."""
+    answer = {"answer": model.words(query.answer_tokens)}
+    return {**settings.describe(positions, layers), **answer, **provenance(model, model.cfg)}
 
 
 class RestoredRuns:

@@ -92,9 +92,8 @@ class Answer:
     ) -> Float[Tensor, "batch selected d_vocab_out"]:
         """Logits of p(x_0), guided where there is guidance."""
         if self.unconditional is not None:
-            by_cell = logits.unflatten(0, (-1, samples))
             unconditional = self.unconditional if indices is None else self.unconditional[:, indices]
-            logits = guide(by_cell, unconditional.expand_as(by_cell), self.cfg_scale).flatten(0, 1)
+            logits = guided_copies(logits, unconditional, self.cfg_scale, samples)
         return self.head.clean_logits(logits, indices)
 
     def settle(
@@ -105,6 +104,17 @@ class Answer:
             return probabilities
         settled = (self.settled if indices is None else self.settled[:, indices]).to(probabilities.device)
         return torch.where(settled.isnan(), probabilities, settled)
+
+
+def guided_copies(
+    logits: Float[Tensor, "batch selected d_vocab_out"],
+    unconditional: Float[Tensor, "#sample selected d_vocab_out"],
+    scale: float,
+    samples: int,
+) -> Float[Tensor, "batch selected d_vocab_out"]:
+    """The logits of copies of all samples after guidance."""
+    by_copy = logits.unflatten(0, (-1, samples))
+    return guide(by_copy, unconditional.expand_as(by_copy), scale).flatten(0, 1)
 
 
 def token_probabilities(
