@@ -2,9 +2,8 @@
 
 A study has a record that describes it, batches of facts that are computed together, and a job that computes a batch.
 `Study.collect` reads the facts that are in the folder already, computes the others and saves each when it is done: in
-this process or on the workers of an executor, which write to the folder if they see it. The result is a `StudyResult`:
-its shards can be merged, and it can be loaded from its own file or from the folder of its study. Confidence intervals
-of means over facts come from resampling the facts.
+this process or on the workers of an executor, which write to the folder if they see it. Confidence intervals of means
+over facts come from resampling the facts.
 """
 
 import os
@@ -61,9 +60,7 @@ class FactResult:
 class StudyResult(PicturedResult, Saved, Generic[F]):
     """The result of a study over facts, or of a part of one; F is the type of the result of one fact, with `equals`.
 
-    Attributes:
-        ids: The fact of each row.
-        record: Settings, all facts of the study by id, those `set_aside`, model, weights' hash, versions.
+    It is loaded from its own file or from the folder of its study, and shards can be merged.
     """
 
     FACT_FILE: ClassVar[type[Any]]  # Class of the saved result of one fact, with `save` and `load`.
@@ -121,12 +118,8 @@ class StudyResult(PicturedResult, Saved, Generic[F]):
     def merge(cls: type[C], parts: str | Path | C | Sequence[str | Path | C]) -> C:
         """Merge the shards of one study. The result is bit-identical to that of one process on the same machine.
 
-        Args:
-            parts: Folders given as `out`, saved results, or results; one folder may contain all shards.
-
-        Raises:
-            ValueError: The parts belong to different studies, a fact is in none of them, or two of them differ in a
-                fact.
+        The parts are folders given as `out`, saved results, or results; one folder may contain all shards. A
+        `ValueError` if they belong to different studies, a fact is in none of them, or two of them differ in a fact.
         """
         given = list(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else [parts]
         opened = []
@@ -190,13 +183,8 @@ class Study:
     def collect(
         self, result_type: type[C], out: str | Path | None, shard: Shard, progress: bool, executor: Executes | None
     ) -> C:
-        """The result of a shard. Each fact is read from the folder if it is there, and computed otherwise.
-
-        Args:
-            out: Folder for one file per fact; by default nothing is written.
-            shard: (i, n) or "i/n": the batches i, i + n, i + 2n, ...
-            progress: Whether to show a progress bar.
-            executor: Executor whose workers compute; by default this process does.
+        """The result of a shard, the batches i, i + n, i + 2n, ... Each fact is read from the folder `out` if it is
+        there, and computed otherwise: on the executor's workers, or in this process.
 
         Raises:
             RuntimeError: Every fact failed on the workers, or as in `spread`.
@@ -253,15 +241,10 @@ def spread(
     progress: bool = False,
     unit: str = "fact",
 ) -> tuple[list[tuple[str, Any]], dict[str, str]]:
-    """Compute what is not in the folder yet on the workers. With a folder, `load` reads a result from its file.
+    """Compute what is not in the folder yet on the workers; the errors are those of `run_tasks`.
 
-    Returns:
-        The results of all facts with their ids, and the errors of the facts that failed.
-
-    Raises:
-        ValueError: The model or its hooks cannot be sent, or a worker gets another network.
-        RuntimeError: A task was given up after its workers died, or the executor takes no more tasks. What was
-            computed is in the folder.
+    Returns the results of all facts with their ids, which `load` reads from a folder, and the errors of those that
+    failed.
     """
     workers = Workers.of(executor)
     results: dict[str, Any] = {}
@@ -311,12 +294,7 @@ def bootstrap_interval(
     """Ends of the bias-corrected and accelerated interval (Efron 1987) of the mean over facts.
 
     All layers share the resampled facts. Where all facts agree, both ends are their value; where one is NaN, and for
-    fewer than two facts, both ends are NaN.
-
-    Args:
-        values: One row per fact.
-        level: Probability that such an interval covers the mean.
-        seed: Seed of `numpy.random.default_rng`.
+    fewer than two facts, both ends are NaN. `level` is the probability that such an interval covers the mean.
     """
     _check_level(level)
     if len(values) < 2:
@@ -351,14 +329,8 @@ def percentile_interval(
 ) -> tuple[float, float]:
     """Ends of the percentile interval (Efron 1979) of one number that is computed from means over facts.
 
-    In contrast to `bootstrap_interval` it applies to any function of several means. For fewer than two facts both ends
-    are NaN.
-
-    Args:
-        values: One row per fact, without NaN.
-        level: Probability that such an interval covers the number.
-        seed: Seed of `numpy.random.default_rng`.
-        statistic: Function of the means of each resample; by default the mean itself, of values without further axes.
+    In contrast to `bootstrap_interval` it applies to any function of several means, the `statistic` of each resample's
+    means; by default the mean itself, of values without further axes. For fewer than two facts both ends are NaN.
     """
     _check_level(level)
     if len(values) < 2:

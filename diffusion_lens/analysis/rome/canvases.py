@@ -21,7 +21,7 @@ every real position is moved.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -329,8 +329,7 @@ class Canvases:
         at = numbers, positions
         origins = origins_of(model, tokens, real)
         origins = None if origins is None else origins.repeat(len(numbers) // len(origins))
-        canvas = torch.tensor([canvas for canvas, _, _, _ in reads], device=device)
-        row = torch.tensor([row for _, row, _, _ in reads], device=device)
+        canvas, row, token, weight = (torch.tensor(column, device=device) for column in zip(*reads, strict=True))
         packed = None
         if is_plain(model, layer + 1):
             edited, read = (torch.zeros_like(tokens, dtype=torch.bool) for _ in range(2))
@@ -349,8 +348,8 @@ class Canvases:
             present=torch.tensor([int(flat[canvas][1].tokens[row]) for canvas, row, _, _ in reads], device=device),
             canvas=canvas,
             row=row,
-            token=torch.tensor([token for _, _, token, _ in reads], device=device),
-            weight=torch.tensor([weight for _, _, _, weight in reads], device=device),
+            token=token,
+            weight=weight,
             origins=origins,
             packed=packed,
         )
@@ -382,19 +381,13 @@ class Canvases:
                 self.positions[selected],
                 (numbers[self.canvas[read]], self.row[read]),
             )
-        return Canvases(
-            self.resid[selected],
-            None if self.real is None else self.real[selected],
-            self.positions[selected],
-            keys=self.keys[selected],
-            outputs=self.outputs[selected],
+        by_canvas = {name: getattr(self, name) for name in ("resid", "real", "positions", "keys", "outputs", "origins")}
+        return replace(
+            self,
+            **{name: None if each is None else each[selected] for name, each in by_canvas.items()},
+            **{name: getattr(self, name)[read] for name in ("row", "token", "weight", "present")},
             owner=torch.searchsorted(requests, self.owner[selected]),
             canvas=(selected.cumsum(dim=0) - 1)[self.canvas[read]],
-            row=self.row[read],
-            token=self.token[read],
-            weight=self.weight[read],
-            present=self.present[read],
-            origins=None if self.origins is None else self.origins[selected],
             packed=packed,
         )
 
@@ -406,14 +399,14 @@ class Canvases:
         edited = (widened(self.resid[at]) + delta[self.owner]).to(self.resid.dtype)
         if self.packed is not None:
             logits = self.packed.logits(edited)
-            return torch.log_softmax(clean_logits(model, widened(logits), self.present), dim=-1)
-        with model.clock.at(model.clock.step, origins=self.origins):
-            logits = model(
-                self.resid.index_put(at, edited),
-                start_at_layer=layer + 1,
-                attention_mask=self.real,
-                logits_at=(self.canvas, self.row),
-            )
+        else:
+            with model.clock.at(model.clock.step, origins=self.origins):
+                logits = model(
+                    self.resid.index_put(at, edited),
+                    start_at_layer=layer + 1,
+                    attention_mask=self.real,
+                    logits_at=(self.canvas, self.row),
+                )
         return torch.log_softmax(clean_logits(model, widened(logits), self.present), dim=-1)
 
 

@@ -21,10 +21,9 @@ Success of an edit: whether it changed the requested fact, and no other (Meng et
     reverse_old       the reverse question, given the old object, still has the subject
 
 The first three groups are the paper's. Each probe is a query whose answer should win after the edit. It may have a
-rival, a query whose answer should lose: the old object against the new one, and in the group neighbourhood the new one
-against the old one. As in ROME's code, the answer then wins if the mean log-probability of its tokens is above the
-rival's. Without a rival the criterion is stricter: the answer wins if each of its tokens is the likeliest of those that
-the model may write (never [MASK]).
+rival, a query whose answer should lose, such as the old object. As in ROME's code, the answer then wins if the mean
+log-probability of its tokens is above the rival's. Without a rival the criterion is stricter: each of its tokens has to
+be the likeliest of those that the model may write (never [MASK]).
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,15 +54,9 @@ from diffusion_lens.settings import Whole, at_least
 
 
 class RankOneEdit(WeightEdit):
-    """One edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
-
-    The weight is written in place, and restored bit for bit. Edits can be nested: each starts from the current W, and
-    the last one applied is the first to be reverted. A `with` restores the weight that it began with, also after an
-    exception. Other changes to that weight inside it are undone too, which raises a `ValueError`. Arithmetic is in
-    float64, whatever the model's dtype.
+    """The rank-one edit of one model, applied and reverted like every `WeightEdit`. It is computed in float64.
 
     Args:
-        model: The model to edit.
         layer: Number of the block, negative ones from the end; key and value must belong to this layer.
         key: k*.
         value: v*, with k_p.
@@ -275,7 +268,7 @@ def edit_success(
     before = judge(model, all_probes, max_batch)
     with edit:
         after = judge(model, all_probes, max_batch)
-    wins, probabilities = (torch.stack(pair) for pair in zip(before, after, strict=True))
+    wins, probabilities = map(torch.stack, zip(before, after, strict=True))
     return EditReport(wins, probabilities, [group for group, _ in grouped], record)
 
 

@@ -83,16 +83,10 @@ class EditOutcome(FactResult, Saved):
 
 @dataclass(frozen=True)
 class GroupScore:
-    """One group of probes over the requests that have such probes.
+    """One group of probes over the requests that have such probes; `Score` describes the shares and probabilities.
 
     Each request counts once: its score is the share, or the mean, over its own probes. The intervals are percentile
     intervals of the bootstrap over requests.
-
-    Attributes:
-        before, after: Share of probes whose answer wins, without the edit and with it.
-        before_interval, after_interval: Ends of their intervals.
-        probability_before, probability_after: Mean p(answer).
-        requests, probes: Number of requests with such probes, and of their probes.
     """
 
     before: float
@@ -107,13 +101,8 @@ class GroupScore:
 
 @dataclass(frozen=True)
 class HarmonicScore:
-    """ROME's score S: the harmonic mean of efficacy, paraphrase and neighbourhood.
-
-    Attributes:
-        before, after: S without the edits and with them.
-        before_interval, after_interval: Ends of their intervals.
-        requests: Number of requests that have probes of all three groups, over which S is computed.
-    """
+    """ROME's score S, the harmonic mean of efficacy, paraphrase and neighbourhood, without the edits and with them,
+    over the requests that have probes of all three groups."""
 
     before: float
     after: float
@@ -130,11 +119,9 @@ class EditStudy(StudyResult[EditOutcome]):
     probability_after; a row for each probe.
 
     Attributes:
-        wins: Float[state probe], 1 if the answer wins, else 0; state 0 is without the edit, state 1 with it.
-        probabilities: Float[state probe], p(answer).
+        wins, probabilities, groups: Those of `EditReport`, for the probes of all requests.
         owner: Int[probe], row of the request of each probe.
         searched: Float[request], p(new object) in the plain request with the δ that the search for v* found.
-        groups: Group of each probe.
         ids: The request of each row.
         record: Settings, all requests of the study by id, those `set_aside`, covariance, model, weights' hash, hooks,
             versions.
@@ -189,23 +176,13 @@ class EditStudy(StudyResult[EditOutcome]):
         return {self.ids[row]: of_request for row, of_request in zip(rows, wins, strict=True)}
 
     def table(self, level: float = 0.95, seed: int = 0) -> dict[str, GroupScore]:
-        """The scores of the groups that have probes, in the order of `edit.GROUPS`.
-
-        Args:
-            level: Probability that an interval covers the mean over all such requests.
-            seed: Seed of the bootstrap.
-        """
+        """The scores of the groups that have probes, in the order of `edit.GROUPS`, with intervals of this level from a
+        bootstrap with this seed."""
         return {group: self._score(group, level, seed) for group in GROUPS if group in self.groups}
 
     def score(self, level: float = 0.95, seed: int = 0) -> HarmonicScore:
-        """ROME's score S, the harmonic mean of the means of efficacy, paraphrase and neighbourhood over requests.
-
-        Args:
-            level, seed: The same as in `table`.
-
-        Raises:
-            ValueError: No request has probes of all three groups.
-        """
+        """ROME's score S, the harmonic mean of the means of efficacy, paraphrase and neighbourhood over requests; a
+        `ValueError` if no request has probes of all three groups."""
         by_group = [self.by_request(group) for group in SCORED]
         ids = [request_id for request_id in self.ids if all(request_id in wins for wins in by_group)]
         if not ids:

@@ -86,11 +86,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
     Columns of the data frame: fact, layer, before, after, key_norm, value_norm.
 
     Attributes:
-        keys: Float[fact layer d_mlp], k*.
-        outputs: Float[fact layer d_model], m.
-        deltas: Float[fact layer d_model], δ.
-        before: Float[fact], p(answer) in the plain request.
-        after: Float[fact layer], p(answer) with δ.
+        keys, outputs, deltas, before, after: Those of `FactVectors`, with a first axis for the facts.
         ids: The fact of each row.
         layers: The layer of each column.
         record: Settings, all facts of the study by id, those `set_aside`, model, weights' hash, versions.
@@ -180,11 +176,8 @@ class KeyValueStudy(StudyResult[FactVectors]):
                 "description"
             )
         names = [f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True)]
-        source = {
-            "model": shown_model(self.record),
-            "networks": [network_of(self.record)] * 2,
-            "vectors": list(kinds),
-        }
+        networks = [network_of(self.record)] * 2
+        source = {"model": shown_model(self.record), "networks": networks, "vectors": list(kinds)}
         sides = self._by_layer(forward), self._by_layer(reverse)
         return self._compare(sides, names, source, kinds[0] == kinds[1], progress=progress, **settings)
 
@@ -202,9 +195,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
         The models share no axes: "procrustes" and "cka" are computed.
 
         Args:
-            other: Study of the other model.
             vectors, asked: The same as in `by_person`.
-            progress: Whether to show a progress bar.
             settings: The same as in `compare`.
 
         Raises:
@@ -361,8 +352,7 @@ def key_value_study(
         model: Masked diffusion model or causal model.
         facts: Facts, with `person` and `asked` if the directions are to be compared.
         settings: Settings of the study.
-        out: Folder for one file per fact. A call that finds facts there computes only the others. By default nothing is
-            written.
+        out: Folder for one file per fact. A call that finds facts there computes only the others.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `KeyValueStudy.merge` joins the shards,
             bit for bit what one process gives on the same machine.
         progress: Whether to show a progress bar.

@@ -16,15 +16,12 @@ In a network that is told the time, R is divided by the gate of the block at tha
 C is the second moment of the unedited model (`rome.covariance`). One request in one block gets the direction C⁻¹ k of
 the rank-one edit, scaled by s / (λ + s) with s = kᵀ C⁻¹ k, because the ridge does not enforce the target.
 
-The steps and the defaults follow the authors' code for GPT-J (kmeng01/memit, `memit_main.py` and `compute_z.py`). There
-are two differences. Their key is the mean of the key in the plain prompt and the mean key after the prefixes; here all
-prompts count the same, as in `compute_key`. Their essence is read at the subject's last token; here it is read at its
-[MASK] or next token unless `essence_at="subject_last"`.
+The steps and the defaults follow the authors' code for GPT-J (kmeng01/memit, `memit_main.py` and `compute_z.py`), with
+two differences. Their key is the mean of the key in the plain prompt and the mean key after the prefixes; here all
+prompts count the same. Their essence is read at the subject's last token; here that is `essence_at="subject_last"`.
 
 Their λ of 15000 is for an MLP of 16384 units. The share of the target that an update reaches depends on the size of
 kᵀ C⁻¹ k, about the number of units for an average key of the corpus, so a smaller model needs a smaller λ.
-
-`memit_study` is the experiment of `edit_study` with all requests edited at once.
 """
 
 import math
@@ -68,14 +65,11 @@ Covariances = Mapping[int, Covariance]
 
 
 class MemitEdit(WeightEdit):
-    """Edits of many facts in several layers, which `memit` computes: `with edit: ...`, or `apply()` and `revert()`.
+    """Edits of many facts in several layers, which `memit` computes, applied and reverted like every `WeightEdit`.
 
-    As with `RankOneEdit`, the weights are written in place and restored bit for bit, also after an exception, and edits
-    can be nested. The updates are those of the model for which they were computed: they do not depend on the weights at
-    the time they are applied.
+    The updates do not depend on the weights at the time they are applied.
 
     Attributes:
-        model: The edited model.
         searched: p(new object) of each request with δ added to the residual stream, before the weights are edited.
         errors: Float[entry request], ‖z - h_L‖ of each request before each block is edited, and after all are.
         record: Layers, λ, C and ridge of each layer (the ridge is 0 unless λ C + K Kᵀ was singular), settings of the
@@ -255,16 +249,13 @@ def memit_study(
     Intervals of the result are over the requests of this one edit; another set of requests is another edit.
 
     Args:
-        model: Masked diffusion model or causal model. Its weights are restored.
-        requests: Requests of `data.counterfact`, `data.bake` or `data.site_edits`, or your own.
+        model, requests, progress: The same as in `edit_study`, which also says when a request is set aside.
         settings: Settings of the edit.
         covariances: C of each layer by its number, as in `memit`.
         out: Folder for one file per request; a call that finds them all there computes nothing.
-        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The same as in `memit`, or the folder contains another study. A single request that cannot be laid
-            out is set aside, as in `edit_study`.
+        ValueError: The same as in `memit`, or the folder contains another study.
     """
     settings = settings.on(model)
     used = covariances_of(model, [int(layer) for layer in settings.layers], covariances)

@@ -33,11 +33,8 @@ class Factors(NamedTuple):
 
 
 def before_gate(added: Float[Tensor, "*rest d_model"], gate: Float[Tensor, "d_model"] | None) -> Tensor:
-    """What a down-projection has to write so that `added` is added to the stream behind its gate.
-
-    Raises:
-        ValueError: An entry of the gate is 0, so that nothing reaches the stream there.
-    """
+    """What a down-projection has to write so that `added` is added to the stream behind its gate; a `ValueError` if an
+    entry of the gate is 0, so that nothing reaches the stream there."""
     if gate is None:
         return added
     if not bool(gate.all()):
@@ -84,11 +81,7 @@ class WeightEdit(ABC):
 
     @torch.no_grad()
     def apply(self: W) -> W:
-        """Write the edit into the model.
-
-        Raises:
-            ValueError: The edit is applied already, or an edited weight is not finite.
-        """
+        """Write the edit into the model; a `ValueError` if it is applied already, or an edited weight is not finite."""
         if self._applied is not None:
             raise ValueError(f"this edit of {say_layers(self.layers)} is applied already; revert it first")
         applied = {layer: _Applied.of(self.weight_of(layer), self.factors(layer)) for layer in self.layers}
@@ -106,11 +99,8 @@ class WeightEdit(ABC):
 
     @torch.no_grad()
     def revert(self) -> None:
-        """Restore the weights bit for bit.
-
-        Raises:
-            ValueError: The edit is not applied, or a weight has changed since, so that reverting would undo more.
-        """
+        """Restore the weights bit for bit; a `ValueError` if the edit is not applied, or a weight has changed since, so
+        that reverting would undo more."""
         if self._applied is None:
             raise ValueError(f"this edit of {say_layers(self.layers)} is not applied, so there is nothing to revert")
         if changed := self._changed(self._applied):
@@ -139,10 +129,7 @@ class WeightEdit(ABC):
             )
 
     def export(self, path: str | Path) -> Path:
-        """Write the edited model in its checkpoint's own format (`weight_conversion.export`).
-
-        The edit need not be applied.
-        """
+        """Write the edited model in its checkpoint's own format; the edit need not be applied."""
         if self.is_applied:
             return export(self.model.state_dict(), self.model.cfg.architecture, path)
         with self:
