@@ -67,14 +67,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, name_of, run_of
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import (
-    fields_of,
-    one_of,
-    pick_indices,
-    setting,
-    takes,
-    whole_numbers,
-)
+from diffusion_lens.settings import fields_of, one_of, pick_indices, setting, takes, whole_numbers
 from weight_conversion import Architecture
 
 _TRACED = tuple(fields_of(TraceSettings))
@@ -225,7 +218,6 @@ def average_indirect_effect(
         shard: (i, n) or "i/n": trace the facts i, i + n, i + 2n, ... only; `AverageEffect.merge` joins the shards, bit
             for bit what one process gives on the same machine.
         max_bytes: Memory to use in addition to the weights.
-        progress: Whether to show a progress bar.
         executor: `concurrent.futures.Executor`, or `Workers`, that traces the facts; by default this process does. The
             numbers are the same to the bit on the same kind of machine.
 
@@ -422,13 +414,7 @@ def _trace_of_steps(
     known = study.rule.rule == "one_canvas" and _knows(run)
     if min(run.revealed_at) >= 0 and _is_averaged(study.rule, runs, fact_id, known):
         trace = trace_trajectory(
-            model,
-            query,
-            None,
-            study.canvas,
-            trajectory=run.trajectory,
-            settings=settings,
-            max_bytes=job.max_bytes,
+            model, query, None, study.canvas, trajectory=run.trajectory, settings=settings, max_bytes=job.max_bytes
         )
     else:
         trace = _first_canvas(run, settings, study.canvas)
@@ -475,10 +461,7 @@ def _first_canvas(run: TracedTrajectory, settings: TraceSettings, canvas_of: str
         subject=run.query.subject,
         positions=[],
         layers=layers,
-        record={
-            **record_of_run(run, settings, [], layers),
-            "canvas": canvas_of,
-        },
+        record={**record_of_run(run, settings, [], layers), "canvas": canvas_of},
     )
 
 

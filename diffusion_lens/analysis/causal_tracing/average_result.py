@@ -206,6 +206,13 @@ class FactAverage(StudyResult[FactEffect]):
         averaged = f"{len(self.ids)} of {len(self.ids) + len(self.unknown)} facts, {rules[self.record['known']]}"
         return averaged + (f" ({n_set_aside} set aside)" if n_set_aside else "")
 
+    def _require_facts(self) -> None:
+        if not self.ids:
+            raise ValueError(
+                f"there is no average to plot: {shown_model(self.record)} knows none of the {len(self.unknown)} facts "
+                f"that it was queried for ({self.rule})"
+            )
+
     @property
     def total_effects(self) -> Float[Tensor, "fact ..."]:
         """How much the corruption takes away from each fact: clean - corrupted."""
@@ -263,11 +270,7 @@ class AverageEffect(FactAverage):
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
         """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes; a
         `ValueError` if no fact is averaged."""
-        if not self.ids:
-            raise ValueError(
-                f"there is no average to plot: {shown_model(self.record)} knows none of the {len(self.unknown)} facts "
-                "that it was queried for"
-            )
+        self._require_facts()
         title = title or f"{shown_model(self.record)}: {self.rule}\naverage total effect {self.ate:.2f}"
         low, high = self.aie_interval(level)
         return plots.effect_curves(
@@ -328,7 +331,12 @@ class AverageTrajectoryEffect(FactAverage):
 
     def at(self, offset: int) -> AverageEffect:
         """The average of one step, over the facts that have it."""
-        column = self._column(offset)
+        if offset not in self.offsets:
+            raise ValueError(
+                f"offset={offset}; the steps of this average are {self.offsets[0]} to 0, counted from the one that "
+                "reveals the answer's last token"
+            )
+        column = self.offsets.index(offset)
         has_step = ~self.clean[:, column].isnan()
         return AverageEffect(
             effects=self.effects[has_step, column],
@@ -348,23 +356,20 @@ class AverageTrajectoryEffect(FactAverage):
         position has any of the roles, or there is no such role.
         """
         self._require_facts()
-        curves = dict(zip(self.roles, self.aie.unbind(dim=1), strict=True))
+        curves, kind = dict(zip(self.roles, self.aie.unbind(dim=1), strict=True)), self.record["kind"]
         occurring = [name for name, values in curves.items() if not values.isnan().all()]
         if not occurring:
             raise ValueError(f"there is no map to draw: the effect is NaN in every role of {', '.join(self.roles)}")
         drawn = role or ("subject_last" if "subject_last" in occurring else occurring[0])
         if drawn not in curves:
             raise ValueError(f"there is no role {drawn!r} in this average; it has {', '.join(self.roles)}")
-        values = curves[drawn]
-        highest = float(self.aie.nan_to_num().max())
-        kind = self.record["kind"]
         return plots.labelled_map(
-            values,
+            curves[drawn],
             rows=[f"{_step_label(offset)}, n = {n}" for offset, n in zip(self.offsets, self.n_facts, strict=True)],
             layers=self.layers,
             xlabel=plots.RESTORED[kind],
             hue=plots.HUES[kind],
-            limits=(0.0, highest),
+            limits=(0.0, float(self.aie.nan_to_num().max())),
             bar="AIE",
             title=title or f"{shown_model(self.record)}, {drawn}\n{self.rule}",
             ax=ax,
@@ -377,18 +382,6 @@ class AverageTrajectoryEffect(FactAverage):
         counts = f"{len(average.ids)} of them have this step, average total effect {average.ate:.2f}"
         default = f"{shown_model(self.record)}, {_step_label(offset)}: {self.rule}\n{counts}"
         return average.plot(level, ax=ax, title=title or default)
-
-    def _column(self, offset: int) -> int:
-        if offset not in self.offsets:
-            raise ValueError(
-                f"offset={offset}; the steps of this average are {self.offsets[0]} to 0, counted from the one that "
-                "reveals the answer's last token"
-            )
-        return self.offsets.index(offset)
-
-    def _require_facts(self) -> None:
-        if not self.ids:
-            raise ValueError(f"there is no average to plot: {shown_model(self.record)} has {self.rule}")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ Only final tokens count here. A state without an effect may still change the pro
 (`trace_trajectory`).
 
 After the restored step a branch is a corrupted run like any other: what it writes depends on its canvas, its sample of
-the noise and the step. Most restored states change no token of their step, so that their branches are the corrupted run
-itself, and others write what another branch has written. Branches are therefore compared after every step, and the loop
-goes on with the distinct ones.
+the noise and the step. Most branches become the corrupted run itself or another branch, so they are compared after
+every step, and the loop goes on with the distinct ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -123,14 +122,12 @@ def temporal_effect(
     `layers`.
 
     Args:
-        model: Masked diffusion model or causal model.
-        fact_or_query: Fact or query, as in `causal_trace`.
+        model, fact_or_query, max_bytes, progress: The same as in `causal_trace`.
         steps: Steps at which states are restored; by default all up to the one that reveals the answer's last token.
         trajectory: Clean run, as in `trace_trajectory`, written with the hooks, weights and modules that the model has
             now, because its final text is compared with the model's corrupted runs.
         settings: What is corrupted and restored. Severed outputs keep their corrupted values in the step in which the
             state is restored.
-        max_bytes, progress: The same as in `causal_trace`.
 
     Raises:
         ValueError: `trace_trajectory` would refuse an argument, or the trajectory was written by another checkpoint or
@@ -337,13 +334,7 @@ class Branches:
                     self._next[numbers[i]] = number
 
     def _run_on(
-        self,
-        step: int,
-        stop: int,
-        numbers: Sequence[int],
-        rows: LoopRows,
-        kept: KeptRun | None,
-        chosen: Sequence[int],
+        self, step: int, stop: int, numbers: Sequence[int], rows: LoopRows, kept: KeptRun | None, chosen: Sequence[int]
     ) -> LoopRows:
         """Some of these branches, denoised from one step to another."""
         run = self.corrupted.resume(self.run.model, rows.at(chosen))

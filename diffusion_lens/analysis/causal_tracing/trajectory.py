@@ -2,9 +2,9 @@
 
 In the loop of a masked diffusion model the tokens of an answer appear at different steps, from t1, which reveals the
 first of them, to t2, which reveals the last. A causal trace is made on the canvas of every step from t1 to t2:
-p(answer) is the joint probability of the tokens still masked, and the tokens already revealed are context. The first
-step isolates the flow from the subject; later steps also show the flow from the tokens already revealed. A causal model
-takes the same call; the answer's tokens that it has not reached are filled in (teacher forcing).
+p(answer) is the joint probability of the tokens still masked. The first step isolates the flow from the subject; later
+steps also show the flow from the tokens already revealed. A causal model takes the same call; the answer's tokens that
+it has not reached are filled in (teacher forcing).
 
 There are two kinds of corrupted canvases. *Forced*: the corrupted run reads the canvases of the clean run. *Free*: each
 sample reveals its own tokens from the start. In both, an answer token that has been revealed counts 1, and another
@@ -183,8 +183,7 @@ def trace_trajectory(
     """Make a causal trace at every step at which an answer token is masked.
 
     Args:
-        model: Masked diffusion model or causal model.
-        fact_or_query: Fact or query, as in `causal_trace`.
+        model, fact_or_query, max_bytes, progress: The same as in `causal_trace`.
         steps: Steps to trace; by default from t1, which unmasks the first answer token, to t2, which reveals the last.
         canvas: "forced" or "free", canvases that the corrupted run reads.
         trajectory: Clean run, `model.denoise(query.tokens[None], ...)` with the settings you study (on a causal model,
@@ -192,8 +191,6 @@ def trace_trajectory(
             network's, such as the plain run's for a model under a hook. All scores are then of the model as it is now,
             but `known`, `revealed_at` and the canvases are of the network that wrote them.
         settings: What is corrupted and restored.
-        max_bytes: Memory to use in addition to the weights.
-        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: A setting out of range, a trajectory of another prompt or architecture, a step at which no answer
@@ -258,11 +255,7 @@ def trace_trajectory(
         subject=run.query.subject,
         positions=positions,
         layers=layers,
-        record={
-            **record_of_run(run, settings, positions, layers),
-            "canvas": canvas,
-            "query": run.query.describe(),
-        },
+        record={**record_of_run(run, settings, positions, layers), "canvas": canvas, "query": run.query.describe()},
     )
 
 

@@ -346,9 +346,7 @@ class Inputs:
             return cls(model, (), (ForwardPass(model, *_read_tokens(model, given, attention_mask)),))
         if attention_mask is not None:
             raise ValueError(_KNOWN_PADDING)
-        if isinstance(given, str | Query | Fact):
-            return cls(model, (), tuple(_passes(model, [given], batch_size)))
-        items = [given] if isinstance(given, Trajectory) else list(given)
+        items = [given] if isinstance(given, str | Query | Fact | Trajectory) else list(given)
         runs = [item for item in items if isinstance(item, Trajectory)]
         if not items:
             raise ValueError("there is no input; give texts, queries, facts or trajectories")

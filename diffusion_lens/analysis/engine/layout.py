@@ -73,11 +73,7 @@ class CanvasLayout(Settings):
                     f"{fact.answer!r} {len(answer)}: give length={len(prompt) + len(answer)} or more"
                 )
         query = fact.to_query(
-            model,
-            n_masks=n_masks,
-            first_tokens=self.first_tokens,
-            occurrence=self.occurrence,
-            prepend_bos=prepend_bos,
+            model, n_masks=n_masks, first_tokens=self.first_tokens, occurrence=self.occurrence, prepend_bos=prepend_bos
         )
         check_answer(model, query)
         if check is not None:

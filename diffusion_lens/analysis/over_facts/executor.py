@@ -195,10 +195,8 @@ def run_tasks(
     """Each task with its result. What still runs is cancelled when the caller stops, by Ctrl-C too.
 
     Args:
-        bar: Progress bar, which moves as tasks end.
         ahead: If given, results come in the order of the tasks, and no task is submitted until fewer than this number
             of earlier ones have not been given out. By default all are submitted, and results come as tasks end.
-        while_waiting: Called every second while no task ends.
 
     Raises:
         ValueError: The model or its hooks cannot be sent, or a worker gets another network.
@@ -420,18 +418,15 @@ def _ended(running: Mapping[Any, int], while_waiting: Callable[[], None]) -> lis
 
 def _hooks_of(model: DiffusionTransformer) -> bytes:
     hooks = [(name, handle.user_hook) for name, point in model.hook_dict.items() for handle in point.fwd_hooks]
-    try:
-        return packed(hooks)
-    except Exception:
-        for name, hook in hooks:
-            try:
-                packed(hook)
-            except Exception as error:
-                raise ValueError(
-                    f"the hook {name_of(hook)} at {name!r} cannot be sent to workers ({error}): let it refer to "
-                    "nothing that belongs to this process, or run the study without executor="
-                ) from error
-        raise
+    for name, hook in hooks:
+        try:
+            packed(hook)
+        except Exception as error:
+            raise ValueError(
+                f"the hook {name_of(hook)} at {name!r} cannot be sent to workers ({error}): let it refer to "
+                "nothing that belongs to this process, or run the study without executor="
+            ) from error
+    return packed(hooks)
 
 
 def _as_sent(error: Exception) -> Exception:

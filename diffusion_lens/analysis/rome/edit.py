@@ -43,13 +43,7 @@ from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before
 from diffusion_lens.facts.fact import Probe, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import (
-    PicturedResult,
-    Saved,
-    Table,
-    network_of,
-    provenance,
-)
+from diffusion_lens.records.results import PicturedResult, Saved, Table, network_of, provenance
 from diffusion_lens.settings import Whole, at_least
 
 
@@ -158,7 +152,6 @@ class Score:
     Attributes:
         before, after: Share of probes whose answer wins, without the edit and with it.
         probability_before, probability_after: Mean p(answer), all positions read from one canvas.
-        count: Number of probes.
     """
 
     before: float

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -157,16 +158,12 @@ class EditStudy(StudyResult[EditOutcome]):
     def by_fact(self) -> dict[str, EditOutcome]:
         """The inverse of `of`."""
         counts = torch.bincount(self.owner, minlength=len(self.ids)).tolist()
-        starts = torch.tensor([0, *counts]).cumsum(dim=0).tolist()
+        tensors = (each.split(counts, dim=1) for each in (self.wins, self.probabilities))
+        groups = iter(self.groups)
         return {
-            request_id: EditOutcome(
-                wins=self.wins[:, start : start + count].clone(),
-                probabilities=self.probabilities[:, start : start + count].clone(),
-                groups=self.groups[start : start + count],
-                searched=searched,
-            )
-            for request_id, start, count, searched in zip(
-                self.ids, starts[:-1], counts, self.searched.tolist(), strict=True
+            request_id: EditOutcome(wins.clone(), probabilities.clone(), list(islice(groups, wins.shape[1])), searched)
+            for request_id, wins, probabilities, searched in zip(
+                self.ids, *tensors, self.searched.tolist(), strict=True
             )
         }
 
@@ -341,7 +338,6 @@ def edit_study(
         out: Folder for one file per request. A call that finds requests there computes only the others. By default
             nothing is written.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `EditStudy.merge` joins the shards.
-        progress: Whether to show a progress bar.
         executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
 
     Raises:

@@ -40,20 +40,12 @@ from diffusion_lens.facts.fact import Direction, Fact, Query
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import (
-    Saved,
-    Table,
-    network_of,
-    one_line,
-    provenance,
-    shown_model,
-)
+from diffusion_lens.records.results import Saved, Table, network_of, one_line, provenance, shown_model
 from diffusion_lens.settings import Settings, Whole, at_least, pick_indices, setting, takes, unique_indices
 from weight_conversion import Architecture
 
 DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
 VECTORS = ("keys", "values", "outputs")
-ByLayer = dict[int, dict[str, Tensor]]  # vectors of persons
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +154,6 @@ class KeyValueStudy(StudyResult[FactVectors]):
             vectors: Vectors of the queries from name to description, as in `by_person`.
             against: Vectors of the queries from description to name; by default the same. Keys and values have no
                 common axes: for them "procrustes" and "cka" are computed.
-            progress: Whether to show a progress bar.
             settings: rank, resamples and seed of `representations.compare`.
 
         Raises:
@@ -178,8 +169,8 @@ class KeyValueStudy(StudyResult[FactVectors]):
         names = [f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True)]
         networks = [network_of(self.record)] * 2
         source = {"model": shown_model(self.record), "networks": networks, "vectors": list(kinds)}
-        sides = self._by_layer(forward), self._by_layer(reverse)
-        return self._compare(sides, names, source, kinds[0] == kinds[1], progress=progress, **settings)
+        shared = kinds[0] == kinds[1]
+        return self._compare(self, (forward, reverse), names, source, shared, progress=progress, **settings)
 
     def compare_with(
         self,
@@ -201,36 +192,42 @@ class KeyValueStudy(StudyResult[FactVectors]):
         Raises:
             ValueError: `by_person` refuses an argument, or the studies share no layer or person.
         """
-        mine, theirs = (study._by_layer(study.by_person(vectors, asked)) for study in (self, other))
+        sides = self.by_person(vectors, asked), other.by_person(vectors, asked)
         models = [shown_model(study.record) for study in (self, other)]
-        if not mine.keys() & theirs.keys():
+        if set(self.layers).isdisjoint(other.layers):
             raise ValueError(
                 f"the studies have no layer in common: {models[0]} has the layers {self.layers}, {models[1]} has "
                 f"{other.layers}"
             )
+        if sides[0].keys().isdisjoint(sides[1]):
+            raise ValueError(f"the studies of {models[0]} and {models[1]} have no person in common")
         networks = [network_of(study.record) for study in (self, other)]
         source = {"model": " and ".join(models), "networks": networks, "vectors": [vectors, vectors]}
-        return self._compare((mine, theirs), models, source, False, progress=progress, **settings)
+        return self._compare(other, sides, models, source, False, progress=progress, **settings)
 
     def _compare(
-        self, sides: tuple[ByLayer, ByLayer], names: Sequence[str], source: dict[str, Any], shared: bool, **more: Any
+        self,
+        other: "KeyValueStudy",
+        sides: tuple[dict[str, Tensor], dict[str, Tensor]],
+        names: Sequence[str],
+        source: dict[str, Any],
+        shared: bool,
+        **more: Any,
     ) -> Comparisons:
-        """Compare the vectors of the persons that both sides have, at each layer that both have."""
-        one, other = sides
-        layers = [layer for layer in one if layer in other]
-        persons = [person for person in one[layers[0]] if person in other[layers[0]]]
-        sets = {
-            layer: (
-                torch.stack([one[layer][person] for person in persons]),
-                torch.stack([other[layer][person] for person in persons]),
-            )
-            for layer in layers
-        }
+        """Compare vectors of this study with those of another, of the persons and at the layers that both have."""
+        one, another = sides
+        persons = [person for person in one if person in another]
+
+        def at(layer: int, study: "KeyValueStudy", vectors: dict[str, Tensor]) -> Tensor:
+            column = study.layers.index(layer)
+            return torch.stack([vectors[person][column] for person in persons])
+
+        layers = [layer for layer in self.layers if layer in other.layers]
         facts = [self.record["facts"][fact_id] for fact_id in self.ids]
         trained = {fact["person"]: str(fact["trained"]) for fact in facts}
         return compare_along(
             "layer",
-            sets,
+            {layer: (at(layer, self, one), at(layer, other, another)) for layer in layers},
             ids=persons,
             names=(names[0], names[1]),
             groups=[trained[person] for person in persons],
@@ -238,12 +235,6 @@ class KeyValueStudy(StudyResult[FactVectors]):
             shared_axes=shared,
             **more,
         )
-
-    def _by_layer(self, vectors: Mapping[str, Tensor]) -> ByLayer:
-        """The vectors of each person by layer."""
-        return {
-            layer: {person: own[column] for person, own in vectors.items()} for column, layer in enumerate(self.layers)
-        }
 
     def _table(self) -> Table:
         values = {
@@ -355,7 +346,6 @@ def key_value_study(
         out: Folder for one file per fact. A call that finds facts there computes only the others.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `KeyValueStudy.merge` joins the shards,
             bit for bit what one process gives on the same machine.
-        progress: Whether to show a progress bar.
         executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
 
     Raises:

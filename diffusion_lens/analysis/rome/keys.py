@@ -93,9 +93,6 @@ def compute_key(
         layer: Number of the block; negative ones count from the end.
         at: Token at which the key is taken: "subject_last", as in ROME, or "subject_first".
         max_batch: Largest number of rows in one forward pass.
-
-    Raises:
-        ValueError: The layer is out of range, `at` is unknown, or the request is empty.
     """
     return compute_keys(model, [queries], layer, at, max_batch=max_batch)[0]
 

@@ -129,7 +129,6 @@ def memit(
         settings: Settings of the search for δ; by default the authors' for GPT-J.
         cov_weight: λ, the weight of C against the keys of the requests.
         essences: One essence per request; by default "{subject} is a".
-        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: There are no requests, a layer is out of range or has no covariance, a covariance belongs to

@@ -168,7 +168,6 @@ def optimize_value(
         settings: Settings of the search.
         essence: Query whose prediction should not change, with its subject marked; by default "{subject} is a",
             followed by a [MASK] on a masked diffusion model.
-        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: A layer or setting is out of range, there is no object, the object has other tokens after a prefix
@@ -197,7 +196,6 @@ def optimize_values(
         settings: Settings of the search.
         max_batch: Largest number of canvases in one batch; it is halved while memory does not suffice. The canvases of
             one request always stay together.
-        progress: Whether to show a progress bar.
     """
     settings = settings or ValueSettings()
     layer, max_batch = pick_edited_layer(model, layer), at_least(1, "max_batch", max_batch)
