@@ -107,8 +107,10 @@ class RankOneEdit(WeightEdit):
 
     @torch.no_grad()
     def factors(self, layer: int) -> Factors:
-        """The two vectors whose outer product is ΔW, for the weight as it is now."""
-        return Factors(self._missing()[:, None], self.direction[:, None])
+        """The two vectors whose outer product is ΔW, for the weight as it is now: v* − W k_p, and the direction."""
+        written = self.weight.cpu().double() @ self._plain_key
+        missing = self._target - written - self.model.blocks[self.layer].mlp.b_out.cpu().double()
+        return Factors(missing[:, None], self.direction[:, None])
 
     def describe(self) -> dict[str, Any]:
         """Layer, ridge, and the networks that key, value and covariance were taken from."""
@@ -134,12 +136,6 @@ class RankOneEdit(WeightEdit):
                 "take key and value from the same subject"
             )
         return solved / overlap, ridge
-
-    def _missing(self) -> Float[Tensor, "d_model"]:
-        """v* − W k_p, for the weight as it is now."""
-        mlp = self.model.blocks[self.layer].mlp
-        missing: Tensor = self._target - self.weight.cpu().double() @ self._plain_key - mlp.b_out.cpu().double()
-        return missing
 
 
 GROUPS = ("efficacy", "paraphrase", "neighbourhood", "shared_name", "other_relations", "reverse", "reverse_old")

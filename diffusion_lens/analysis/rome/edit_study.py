@@ -1,9 +1,9 @@
 """ROME's experiment over many requests: key, value and rank-one edit of each, and what the edit changes.
 
 For each request to write another object (`EditRequest`) the study computes k* (`rome.keys`) and v* (`rome.values`),
-applies the rank-one edit (`rome.edit`), scores the probes of the request without and with it (`rome.success`), and
-restores the weights, so that each edit is applied to the model as it was given. `EditStudy.table` gives the means over
-requests, as in ROME's table 1.
+applies the rank-one edit, scores the probes of the request without and with it (`rome.edit`), and restores the weights,
+so that each edit is applied to the model as it was given. `EditStudy.table` gives the means over requests, as in ROME's
+table 1.
 
 The values of a batch of requests are searched together. The batches are fixed for the whole study, and a batch is
 always computed in full, so results are bit-identical in one process, in shards, and after an interruption.
