@@ -124,6 +124,7 @@ class Counter:
         self.work = PlannedWork(self.cfg)
         self.stored = 0
         self._weights = _active_weights(self.cfg)
+        self._parameters = list(model.parameters())  # listed once: that visits every module
         self._pass = (1, 1, 0)  # rows, positions and earlier positions of the last block
 
     def block(
@@ -139,7 +140,7 @@ class Counter:
         self.add(n_rows * row_bytes(cfg, n_pos, 0, n_past), operations=operations, **counts)
         out: Tensor = forward(resid, context, past, rows)
         if out.requires_grad:
-            row = graph_row_bytes(cfg, n_pos, 0, any(each.requires_grad for each in self.model.parameters()))
+            row = graph_row_bytes(cfg, n_pos, 0, any(each.requires_grad for each in self._parameters))
 
             def graded(gradient: Tensor) -> None:
                 self.add(n_rows * row, gradient_layers=n_rows, operations=2 * operations)

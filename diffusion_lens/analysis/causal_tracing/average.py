@@ -15,18 +15,14 @@ canvas. No grid is computed for the others, and the result lists them in `unknow
 
 Average effects by denoising step: which states carry the answer before it is written, and which while it is?
 
-The loop reveals the tokens of an answer at different steps, from t1, which unmasks the first of them, to t2, which
-reveals the last one finally; for an answer of one token, or a loop that reveals all in one step, t1 = t2. Every fact is
-traced at all steps from t1 to t2, on the canvases of its own denoising run (`trace_trajectory`). Runs differ in length,
-so they are aligned at their ends, and a column of the average is an offset from t2:
+Every fact is traced at all steps from t1, which unmasks the first token of its answer, to t2, which reveals the last
+one finally, on the canvases of its own denoising run (`trace_trajectory`). Runs differ in length, so they are aligned
+at their ends, and a column of the average is an offset from t2:
 
     AIE(offset, role, layer) = mean over the facts that have a step t2 + offset >= t1 of their IE at that step
 
-Offset 0 is the canvas from which the answer's last token is read, or the last few where one step reveals them together;
-all others are revealed there. The first step of a fact isolates the flow from the subject. p(answer) at a step is the
-joint probability of the tokens that are still masked.
-
-Few facts have a step far from t2: `n_facts` counts them, and their answers are the longest.
+The first step of a fact isolates the flow from the subject. p(answer) at a step is the joint probability of the tokens
+that are still masked. Few facts have a step far from t2: `n_facts` counts them, and their answers are the longest.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -52,18 +48,17 @@ from diffusion_lens.analysis.causal_tracing.average_result import (
     token_roles,
 )
 from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
-from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace
-from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES, TrajectoryTrace, trace_trajectory
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace, record_of_trace
+from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES, TrajectoryTrace, record_of_run, trace_trajectory
 from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, loop_prompt
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard, fact_seed
 from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
-from diffusion_lens.analysis.over_facts.study import Compute, Study, Work, spread
+from diffusion_lens.analysis.over_facts.study import Compute, FactsJob, Study, in_batches_of, say_failed, spread
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise
-from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.names import loop_hook
@@ -72,14 +67,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, name_of, run_of
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import (
-    fields_of,
-    one_of,
-    pick_indices,
-    setting,
-    takes,
-    whole_numbers,
-)
+from diffusion_lens.settings import fields_of, one_of, pick_indices, setting, takes, whole_numbers
 from weight_conversion import Architecture
 
 _TRACED = tuple(fields_of(TraceSettings))
@@ -103,9 +91,6 @@ class AverageSettings(CanvasLayout, TraceSettings):
 
     Each fact has its own seed, made of `seed` and its id. The swap has to fit: facts whose subject has another number
     of tokens, or is that subject, are set aside.
-
-    Raises:
-        ValueError: A setting is out of range, or two of them contradict each other.
     """
 
     BY_STEP: ClassVar[bool] = False
@@ -233,7 +218,6 @@ def average_indirect_effect(
         shard: (i, n) or "i/n": trace the facts i, i + n, i + 2n, ... only; `AverageEffect.merge` joins the shards, bit
             for bit what one process gives on the same machine.
         max_bytes: Memory to use in addition to the weights.
-        progress: Whether to show a progress bar.
         executor: `concurrent.futures.Executor`, or `Workers`, that traces the facts; by default this process does. The
             numbers are the same to the bit on the same kind of machine.
 
@@ -271,23 +255,10 @@ def average_trajectory_effect(
     """Trace many facts at the steps that write their answers, on either variant, and average step by step.
 
     Args:
-        model: Masked diffusion model or causal model.
-        facts: Facts to trace.
         settings: Settings of all traces.
-        out: Folder for one file per fact, which `TrajectoryTrace.load` reads. A call that finds facts there computes
-            only the others. By default nothing is written.
-        shard: (i, n) or "i/n": trace the facts i, i + n, i + 2n, ... only; `AverageTrajectoryEffect.merge` joins the
-            shards, bit for bit what one process gives on the same machine.
-        max_bytes: Memory to use in addition to the weights.
-        progress: Whether to show a progress bar.
-        executor: `concurrent.futures.Executor`, or `Workers`, that traces the facts; by default this process does. The
-            numbers are the same to the bit on the same kind of machine.
-
-    Raises:
-        ValueError: `average_indirect_effect` refuses an argument.
-
-    Warns:
-        UserWarning: The rule leaves out all facts, so that nothing is averaged.
+        out: Folder for one file per fact, which `TrajectoryTrace.load` reads.
+        model, facts, shard, max_bytes, progress, executor: The same as in `average_indirect_effect`, which also
+            describes errors and warnings.
     """
     return plan(model, facts, settings, max_bytes).collect(AverageTrajectoryEffect, out, shard, progress, executor)
 
@@ -315,11 +286,9 @@ def recalled_facts(
         average_indirect_effect(baseline, facts, known=both)
 
     Args:
-        model: Masked diffusion model or causal model.
-        facts: Facts that are queried.
         loop: Settings of the loop; by default those of `denoise`.
         settings: Layout of the facts.
-        executor: `concurrent.futures.Executor`, or `Workers`, that runs the loop; by default this process does.
+        executor: The same as in `average_indirect_effect`.
 
     Raises:
         ValueError: A setting is out of range, two facts have one id, a worker does not get the network, or the model
@@ -331,12 +300,18 @@ def recalled_facts(
     runs = LoopRuns(model, usable.prepared, loop)
     if executor is None:
         return [fact_id for fact_id in usable.prepared if runs.recalled(fact_id)]
-    results, failed = spread(Work(model, RecalledJob(usable.prepared, loop), runs.batches), executor)
+    job = FactsJob(usable.prepared, partial(_recalled, loop=loop))
+    results, failed = spread(Study(model, {}, runs.batches, job), executor)
     if failed:
-        first = next(iter(failed))
-        raise RuntimeError(f"{len(failed)} facts failed on the workers; {first!r}: {failed[first]}")
+        raise RuntimeError(say_failed(failed))
     recalled = dict(results)
     return [fact_id for fact_id in usable.prepared if recalled[fact_id]]
+
+
+def _recalled(model: DiffusionTransformer, queries: Mapping[str, Query], loop: LoopSettings) -> list[bool]:
+    """Whether the loop writes the answers of a batch of facts, given on their canvases by id."""
+    runs = LoopRuns(model, queries, loop)
+    return [runs.recalled(fact_id) for fact_id in queries]
 
 
 def plan(model: DiffusionTransformer, facts: Sequence[Fact], settings: AverageSettings, max_bytes: int) -> Study:
@@ -388,160 +363,124 @@ class TraceJob:
 
     def on(self, model: DiffusionTransformer) -> Compute:
         """The function that traces some facts."""
-        runs = LoopRuns(model, self.queries, self.settings.used_loop) if self.settings.used_loop else None
-        tracer = FactTracer(model, self, runs)
-        return lambda batch: list(map(tracer.trace, batch))
+        loop = self.settings.used_loop
+        runs = LoopRuns(model, self.queries, loop) if loop else None
+        trace = _trace_of_steps if isinstance(self.settings, AverageTrajectorySettings) else _trace_of_canvas
+        return lambda batch: [trace(model, self, runs, fact_id) for fact_id in batch]
 
 
-@dataclass(frozen=True)
-class FactTracer:
-    """Traces facts one by one: a grid if the fact is averaged, otherwise the clean run on its first canvas alone."""
+@torch.no_grad()
+def _trace_of_canvas(model: DiffusionTransformer, job: TraceJob, runs: "LoopRuns | None", fact_id: str) -> CausalTrace:
+    """The trace of a fact on one canvas, its id and the role of each position in the record.
 
-    model: DiffusionTransformer
-    job: TraceJob
-    runs: "LoopRuns | None"
-
-    @torch.no_grad()
-    def trace(self, fact_id: str) -> CausalTrace | TrajectoryTrace:
-        """The trace of a fact on one canvas, or from t1 to t2 at the steps of its denoising run.
-
-        The grid of a fact that is not averaged has no row. If some answer positions are still masked after the last
-        step, t2 is undefined, and the fact is not averaged. The record also contains the fact's id and the role of each
-        position, for each step if there are several.
-        """
-        query, study = self.job.queries[fact_id], self.job.settings
-        settings = study.for_fact(fact_id, query)
-        if not isinstance(study, AverageTrajectorySettings):
-            trace = self._clean_run(query, settings)
-            if self._is_averaged(fact_id, trace.known):
-                trace = causal_trace(self.model, query, settings, max_bytes=self.job.max_bytes)
-            return replace(trace, record={**trace.record, "fact": fact_id, "roles": token_roles(query)})
-        assert self.runs is not None
-        run = TracedTrajectory.of(self.model, query, self.runs[fact_id])
-        known = study.rule.rule == "one_canvas" and self._knows(run)
-        if min(run.revealed_at) >= 0 and self._is_averaged(fact_id, known):
-            of_steps = trace_trajectory(
-                self.model,
-                query,
-                None,
-                study.canvas,
-                trajectory=run.trajectory,
-                settings=settings,
-                max_bytes=self.job.max_bytes,
-            )
-        else:
-            of_steps = self._first_canvas(run, settings, study.canvas)
-        canvases = [run.canvas(step) for step in of_steps.steps]
-        is_open = [run.trajectory.is_open(canvas[None])[0] for canvas in canvases]
-        roles = [step_roles(query, *at_step) for at_step in zip(canvases, is_open, strict=True)]
-        return replace(of_steps, record={**of_steps.record, "fact": fact_id, "roles": roles})
-
-    def _is_averaged(self, fact_id: str, known_on_canvas: bool) -> bool:
-        known = self.job.settings.rule
-        if known.rule == "recalled":
-            assert self.runs is not None
-            return self.runs.recalled(fact_id)
-        return {"one_canvas": known_on_canvas, "all": True, "ids": fact_id in (known.ids or ())}[known.rule]
-
-    def _clean_run(self, query: Query, settings: TraceSettings) -> CausalTrace:
-        """A trace without rows, from one forward pass: enough to tell whether the model knows the answer."""
-        answer = Answer.of(self.model, query)
-        logits = self.model(query.tokens.to(self.model.cfg.device)[None], logits_at=answer.rows)
-        scores = answer.probabilities(logits, 1)[0].cpu()
-        return CausalTrace(
-            **{name: grid[0] for name, grid in _no_cells(scores, settings).items()},
+    The grid of a fact that is not averaged has no row: one forward pass tells whether the model knows the answer.
+    """
+    query = job.queries[fact_id]
+    settings = job.settings.for_fact(fact_id, query)
+    answer = Answer.of(model, query)
+    logits = model(query.tokens.to(model.cfg.device)[None], logits_at=answer.rows)
+    known = answer.is_likeliest(model, logits)
+    if _is_averaged(job.settings.rule, runs, fact_id, known):
+        trace = causal_trace(model, query, settings, max_bytes=job.max_bytes)
+    else:
+        scores, layers = answer.probabilities(logits, 1)[0].cpu(), whole_numbers("layers", settings.layers or ())
+        trace = CausalTrace(
+            **{name: grid[0] for name, grid in _no_cells(scores, layers).items()},
             clean=scores.prod().item(),
             corrupted=torch.nan,
-            known=answer.is_likeliest(self.model, logits),
-            str_tokens=self.model.words(query.tokens.tolist()),
+            known=known,
+            str_tokens=model.words(query.tokens.tolist()),
             subject=query.subject,
             positions=[],
-            layers=whole_numbers("layers", settings.layers or ()),
-            record=self._record(query, settings),
+            layers=layers,
+            record=record_of_trace(model, query, settings, [], layers),
         )
+    return replace(trace, record={**trace.record, "fact": fact_id, "roles": token_roles(query)})
 
-    def _knows(self, run: TracedTrajectory) -> bool:
-        """Whether the answer is the likeliest on a run's first canvas, as the run reads it: hooks see that step, and
-        under guidance the logits are guided."""
-        step = run.trajectory.first_step
-        canvas = run.canvas(step)[None]
-        answer = run.reading(step, canvas)
-        with self.model.clock.at(run.state(step, canvas)):
-            return answer.is_likeliest(self.model, self.model(run.seen(canvas), logits_at=answer.rows))
 
-    def _first_canvas(self, run: TracedTrajectory, settings: TraceSettings, canvas_of: str) -> TrajectoryTrace:
-        """A trace of the run's first step without rows."""
-        step = run.trajectory.first_step
-        canvas = run.canvas(step)[None]
-        answer = run.answer(step, canvas)
-        with self.model.clock.at(run.state(step, canvas)):
-            scores = answer.probabilities(self.model(run.seen(canvas), logits_at=answer.rows), 1)[0].cpu()
-        return TrajectoryTrace(
-            **_no_cells(scores, settings),
-            chained=None,
-            clean=scores.prod(dim=1),
-            corrupted=torch.full((1,), torch.nan),
-            steps=[step],
-            revealed_at=run.revealed_at,
-            known=run.wrote_the_answer,
-            str_canvases=[self.model.words(canvas[0].tolist())],
-            subject=run.query.subject,
-            positions=[],
-            layers=whole_numbers("layers", settings.layers or ()),
-            record={
-                **run.trajectory.record,
-                **self._record(run.query, settings),
-                "canvas": canvas_of,
-                "trajectory": canvas_provenance(run.trajectory.record),
-            },
+@torch.no_grad()
+def _trace_of_steps(
+    model: DiffusionTransformer, job: TraceJob, runs: "LoopRuns | None", fact_id: str
+) -> TrajectoryTrace:
+    """The trace of a fact from t1 to t2 of its denoising run, its id and the roles at each step in the record.
+
+    The grid of a fact that is not averaged has no row, and its step is the first one. If some answer positions are
+    still masked after the last step, t2 is undefined, and the fact is not averaged.
+    """
+    assert runs is not None
+    assert isinstance(job.settings, AverageTrajectorySettings)
+    query, study = job.queries[fact_id], job.settings
+    settings, run = study.for_fact(fact_id, query), TracedTrajectory.of(model, query, runs[fact_id])
+    known = study.rule.rule == "one_canvas" and _knows(run)
+    if min(run.revealed_at) >= 0 and _is_averaged(study.rule, runs, fact_id, known):
+        trace = trace_trajectory(
+            model, query, None, study.canvas, trajectory=run.trajectory, settings=settings, max_bytes=job.max_bytes
         )
-
-    def _record(self, query: Query, settings: TraceSettings) -> dict[str, Any]:
-        answer = self.model.words(query.answer_tokens)
-        return {
-            **settings.describe([], whole_numbers("layers", settings.layers or ())),
-            "answer": answer,
-            **provenance(self.model, self.model.cfg),
-        }
+    else:
+        trace = _first_canvas(run, settings, study.canvas)
+    canvases = [run.canvas(step) for step in trace.steps]
+    is_open = [run.trajectory.is_open(canvas[None])[0] for canvas in canvases]
+    roles = [step_roles(query, *at_step) for at_step in zip(canvases, is_open, strict=True)]
+    return replace(trace, record={**trace.record, "fact": fact_id, "roles": roles})
 
 
-def _no_cells(scores: Float[Tensor, "step selected"], settings: TraceSettings) -> dict[str, Tensor]:
+def _is_averaged(known: Known, runs: "LoopRuns | None", fact_id: str, known_on_canvas: bool) -> bool:
+    if known.rule == "recalled":
+        assert runs is not None
+        return runs.recalled(fact_id)
+    return {"one_canvas": known_on_canvas, "all": True, "ids": fact_id in (known.ids or ())}[known.rule]
+
+
+def _knows(run: TracedTrajectory) -> bool:
+    """Whether the answer is the likeliest on a run's first canvas, as the run reads it: hooks see that step, and under
+    guidance the logits are guided."""
+    step = run.trajectory.first_step
+    canvas = run.canvas(step)[None]
+    answer = run.reading(step, canvas)
+    with run.model.clock.at(run.state(step, canvas)):
+        return answer.is_likeliest(run.model, run.model(run.seen(canvas), logits_at=answer.rows))
+
+
+def _first_canvas(run: TracedTrajectory, settings: TraceSettings, canvas_of: str) -> TrajectoryTrace:
+    """A trace of the run's first step without rows."""
+    model, step = run.model, run.trajectory.first_step
+    canvas = run.canvas(step)[None]
+    answer = run.answer(step, canvas)
+    with model.clock.at(run.state(step, canvas)):
+        scores = answer.probabilities(model(run.seen(canvas), logits_at=answer.rows), 1)[0].cpu()
+    layers = whole_numbers("layers", settings.layers or ())
+    return TrajectoryTrace(
+        **_no_cells(scores, layers),
+        chained=None,
+        clean=scores.prod(dim=1),
+        corrupted=torch.full((1,), torch.nan),
+        steps=[step],
+        revealed_at=run.revealed_at,
+        known=run.wrote_the_answer,
+        str_canvases=[model.words(canvas[0].tolist())],
+        subject=run.query.subject,
+        positions=[],
+        layers=layers,
+        record={**record_of_run(run, settings, [], layers), "canvas": canvas_of},
+    )
+
+
+def _no_cells(scores: Float[Tensor, "step selected"], layers: Sequence[int]) -> dict[str, Tensor]:
     """The scores of a trace of one step that restored nothing."""
-    n_layers = len(whole_numbers("layers", settings.layers or ()))
     return {
-        "scores": scores.new_empty(1, 0, n_layers),
-        "token_scores": scores.new_empty(1, 0, n_layers, scores.shape[1]),
+        "scores": scores.new_empty(1, 0, len(layers)),
+        "token_scores": scores.new_empty(1, 0, len(layers), scores.shape[1]),
         "clean_token_scores": scores,
         "corrupted_token_scores": torch.full_like(scores, torch.nan),
     }
 
 
-@dataclass(frozen=True)
-class RecalledJob:
-    """Whether the loop writes the answers of facts, given on their canvases by id."""
-
-    queries: Mapping[str, Query]
-    loop: LoopSettings
-
-    def part(self, ids: Sequence[str]) -> "RecalledJob":
-        """The job with these facts."""
-        return RecalledJob({fact_id: self.queries[fact_id] for fact_id in ids}, self.loop)
-
-    def on(self, model: DiffusionTransformer) -> Compute:
-        """The function that tells of each fact of a batch whether it is recalled."""
-        runs = LoopRuns(model, self.queries, self.loop)
-        return lambda batch: [runs.recalled(fact_id) for fact_id in batch]
-
-
 class LoopRuns:
     """The denoising run of each fact, as a trajectory of one row, by id.
 
-    Batches are planned for all facts of a study, and a whole batch is denoised when one of its facts is first needed.
-    So no number depends on the shard, and a study that is resumed denoises only the batches that it needs. Some whole
-    batches of a study, given by themselves, are planned as the same batches.
-
-    Attributes:
-        batches: Ids of the facts that are denoised together.
+    `batches`, the ids of the facts that are denoised together, are planned for all facts of a study, and a whole batch
+    is denoised when one of its facts is first needed, so that no number depends on the shard. Some whole batches of a
+    study, given by themselves, are planned as the same batches.
     """
 
     def __init__(self, model: DiffusionTransformer, queries: Mapping[str, Query], settings: LoopSettings) -> None:
@@ -590,4 +529,4 @@ def _equally_long(ids: Iterable[str], shape: Callable[[str], Any], size: int) ->
     """Batches of facts of one shape, ordered by id, so that they do not depend on the order of the facts."""
     ordered = sorted(ids, key=lambda fact_id: (shape(fact_id), fact_id))
     groups = [list(group) for _, group in groupby(ordered, key=shape)]
-    return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
+    return [batch for group in groups for batch in in_batches_of(size, group)]

@@ -1,8 +1,5 @@
 """Results of averages over facts: which facts are averaged, over which tokens, and the effects side by side.
 
-Every fact counts once, however long its subject: within a fact the indirect effect is averaged over the positions of
-one role.
-
 Roles of the tokens of a query: the rows over which traces of many facts are averaged.
 
     before_subject   tokens before the subject, a prepended BOS among them
@@ -51,7 +48,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
 from diffusion_lens.analysis.causal_tracing.trajectory import TrajectoryTrace
-from diffusion_lens.analysis.over_facts.study import StudyResult, bootstrap_interval
+from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult, bootstrap_interval
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.hooks.names import nearest
 from diffusion_lens.model.config import reached
@@ -85,7 +82,7 @@ A = TypeVar("A", bound="FactAverage")
 
 
 @dataclass(frozen=True, eq=False)
-class FactEffect:
+class FactEffect(FactResult):
     """The effects in one fact, step by step; a trace of one canvas counts as one step.
 
     Attributes:
@@ -116,12 +113,6 @@ class FactEffect:
             corrupted=torch.as_tensor(trace.corrupted, dtype=torch.float64).reshape(-1),
             effect=torch.stack(effects),
         )
-
-    def equals(self, other: "FactEffect") -> bool:
-        """Whether both are the same to the bit."""
-        pairs = ((self.clean, other.clean), (self.corrupted, other.corrupted), (self.effect, other.effect))
-        same = all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
-        return same and self.averaged == other.averaged
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -166,17 +157,15 @@ class FactAverage(StudyResult[FactEffect]):
 
     def by_fact(self) -> dict[str, FactEffect]:
         """The inverse of `of`."""
-        effects, clean, corrupted = self.effects, self.clean, self.corrupted
+        by_step = self.clean, self.corrupted, self.effects
         if not self.BY_STEP:
-            effects, clean, corrupted = effects[:, None], clean[:, None], corrupted[:, None]
+            by_step = self.clean[:, None], self.corrupted[:, None], self.effects[:, None]
         facts = {}
-        for fact_id, effect, p_clean, p_corrupted in zip(self.ids, effects, clean, corrupted, strict=True):
-            steps = ~p_clean.isnan()
-            facts[fact_id] = FactEffect(True, p_clean[steps], p_corrupted[steps], effect[steps])
-        no_effect, nan = (
-            torch.full((1, *effects.shape[2:]), torch.nan),
-            torch.full((1,), torch.nan, dtype=torch.float64),
-        )
+        for fact_id, clean, *rest in zip(self.ids, *by_step, strict=True):
+            steps = ~clean.isnan()
+            facts[fact_id] = FactEffect(True, clean[steps], *(each[steps] for each in rest))
+        no_effect = torch.full((1, len(self.roles), len(self.layers)), torch.nan)
+        nan = torch.full((1,), torch.nan, dtype=torch.float64)
         for fact_id, probability in self.unknown.items():
             facts[fact_id] = FactEffect(False, nan.new_tensor([probability]), nan, no_effect)
         return facts
@@ -216,6 +205,13 @@ class FactAverage(StudyResult[FactEffect]):
         }
         averaged = f"{len(self.ids)} of {len(self.ids) + len(self.unknown)} facts, {rules[self.record['known']]}"
         return averaged + (f" ({n_set_aside} set aside)" if n_set_aside else "")
+
+    def _require_facts(self) -> None:
+        if not self.ids:
+            raise ValueError(
+                f"there is no average to plot: {shown_model(self.record)} knows none of the {len(self.unknown)} facts "
+                f"that it was queried for ({self.rule})"
+            )
 
     @property
     def total_effects(self) -> Float[Tensor, "fact ..."]:
@@ -272,16 +268,9 @@ class AverageEffect(FactAverage):
         return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes.
-
-        Raises:
-            ValueError: No fact is averaged.
-        """
-        if not self.ids:
-            raise ValueError(
-                f"there is no average to plot: {shown_model(self.record)} knows none of the {len(self.unknown)} facts "
-                "that it was queried for"
-            )
+        """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes; a
+        `ValueError` if no fact is averaged."""
+        self._require_facts()
         title = title or f"{shown_model(self.record)}: {self.rule}\naverage total effect {self.ate:.2f}"
         low, high = self.aie_interval(level)
         return plots.effect_curves(
@@ -297,16 +286,10 @@ class AverageTrajectoryEffect(FactAverage):
     layer, effect, clean, corrupted.
 
     Attributes:
-        effects: Float[fact step role layer], indirect effect, mean over the positions of each role; NaN where a fact
-            has no such step or no such position.
-        clean: Float[fact step], p(answer) of the clean runs: the joint probability of the tokens masked at that step.
-        corrupted: Float[fact step], the same of the corrupted runs, mean over the samples.
-        ids: The fact of each row.
-        roles: The role of each row of the averages.
-        layers: The layer of each column of the averages.
+        effects, clean, corrupted, ids, roles, layers, record: Those of `AverageEffect`, with an axis for the steps; NaN
+            where a fact has no such step. p(answer) is the joint probability of the tokens masked at that step.
         unknown: p(answer) on the first canvas, by id, of the facts that the rule of the study leaves out as not known,
             or because some of their answer's positions are still masked at the end.
-        record: The same as in `AverageEffect`; `loop` contains the settings of the runs that are traced.
     """
 
     KIND: ClassVar[str] = "average trajectory effect"
@@ -348,7 +331,12 @@ class AverageTrajectoryEffect(FactAverage):
 
     def at(self, offset: int) -> AverageEffect:
         """The average of one step, over the facts that have it."""
-        column = self._column(offset)
+        if offset not in self.offsets:
+            raise ValueError(
+                f"offset={offset}; the steps of this average are {self.offsets[0]} to 0, counted from the one that "
+                "reveals the answer's last token"
+            )
+        column = self.offsets.index(offset)
         has_step = ~self.clean[:, column].isnan()
         return AverageEffect(
             effects=self.effects[has_step, column],
@@ -364,30 +352,24 @@ class AverageTrajectoryEffect(FactAverage):
     def plot(self, role: str | None = None, ax: Any = None, title: str | None = None) -> Any:
         """The AIE of one role: steps down, with the one that reveals the answer at the bottom, and layers across.
 
-        Args:
-            role: Role to draw; by default "subject_last", or the first role that occurs.
-
-        Raises:
-            ValueError: No fact is averaged, no position has any of the roles, or there is no such role.
+        The role is by default "subject_last", or the first that occurs. A `ValueError` if no fact is averaged, no
+        position has any of the roles, or there is no such role.
         """
         self._require_facts()
-        curves = dict(zip(self.roles, self.aie.unbind(dim=1), strict=True))
+        curves, kind = dict(zip(self.roles, self.aie.unbind(dim=1), strict=True)), self.record["kind"]
         occurring = [name for name, values in curves.items() if not values.isnan().all()]
         if not occurring:
             raise ValueError(f"there is no map to draw: the effect is NaN in every role of {', '.join(self.roles)}")
         drawn = role or ("subject_last" if "subject_last" in occurring else occurring[0])
         if drawn not in curves:
             raise ValueError(f"there is no role {drawn!r} in this average; it has {', '.join(self.roles)}")
-        values = curves[drawn]
-        highest = float(self.aie.nan_to_num().max())
-        kind = self.record["kind"]
         return plots.labelled_map(
-            values,
+            curves[drawn],
             rows=[f"{_step_label(offset)}, n = {n}" for offset, n in zip(self.offsets, self.n_facts, strict=True)],
             layers=self.layers,
             xlabel=plots.RESTORED[kind],
             hue=plots.HUES[kind],
-            limits=(0.0, highest),
+            limits=(0.0, float(self.aie.nan_to_num().max())),
             bar="AIE",
             title=title or f"{shown_model(self.record)}, {drawn}\n{self.rule}",
             ax=ax,
@@ -401,30 +383,11 @@ class AverageTrajectoryEffect(FactAverage):
         default = f"{shown_model(self.record)}, {_step_label(offset)}: {self.rule}\n{counts}"
         return average.plot(level, ax=ax, title=title or default)
 
-    def _column(self, offset: int) -> int:
-        if offset not in self.offsets:
-            raise ValueError(
-                f"offset={offset}; the steps of this average are {self.offsets[0]} to 0, counted from the one that "
-                "reveals the answer's last token"
-            )
-        return self.offsets.index(offset)
-
-    def _require_facts(self) -> None:
-        if not self.ids:
-            raise ValueError(f"there is no average to plot: {shown_model(self.record)} has {self.rule}")
-
 
 @dataclass(frozen=True)
 class Known:
-    """A rule that selects the facts of an average.
-
-    Attributes:
-        rule: One of `RULES`, or "ids".
-        ids: Ids of the facts, for "ids"; `None` for the other rules.
-
-    Raises:
-        ValueError: There is no such rule.
-    """
+    """A rule that selects the facts of an average: one of `RULES`, or "ids" with the ids of the facts. A `ValueError`
+    if there is no such rule."""
 
     rule: str
     ids: frozenset[str] | None = None

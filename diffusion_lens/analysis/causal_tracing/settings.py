@@ -60,12 +60,7 @@ def swap_of(name: str, value: Any) -> "str | tuple[int, ...]":
 
 @dataclass(frozen=True)
 class TraceSettings(Settings):
-    """What a causal trace corrupts and restores.
-
-    Raises:
-        ValueError: A setting is out of range, or two of them contradict each other.
-        TypeError: A setting has the wrong type.
-    """
+    """What a causal trace corrupts and restores."""
 
     kind: str = setting(
         "resid",
@@ -144,22 +139,14 @@ class TraceSettings(Settings):
         return replace(self, noise=noise_scale(model, queries)) if self.is_noisy and self.noise is None else self
 
     def swapped(self, model: DiffusionTransformer) -> list[int]:
-        """The tokens that replace the subject's; none without a swap.
-
-        Raises:
-            ValueError: The tokenizer does not know a word of the text.
-        """
+        """The tokens that replace the subject's; none without a swap."""
         if isinstance(self.swap, str):
             return list(_known_tokens(model, self.swap).tolist())
         return whole_numbers("swap", self.swap) if isinstance(self.swap, tuple) else []
 
     def hooks(self, model: DiffusionTransformer, query: Query, runs: int = 1) -> list[tuple[str, Hook]]:
-        """The hook that corrupts the subject's embeddings.
-
-        Args:
-            model: Model that reads the query.
-            query: Query whose subject is corrupted.
-            runs: Number of copies of the corrupted run in the batch; row r gets sample r modulo `samples`.
+        """The hook that corrupts the subject's embeddings, in a batch with so many copies of the corrupted run; row r
+        gets sample r modulo `samples`.
 
         Raises:
             ValueError: Noise without a scale, "mask" on a model without [MASK], or a swap of another length.
@@ -194,11 +181,7 @@ class TraceSettings(Settings):
         return [("hook_embed", corrupt)]
 
     def describe(self, positions: Sequence[int] | None = None, layers: Sequence[int] | None = None) -> dict[str, Any]:
-        """The settings for a record; those that are not used are `None`.
-
-        Args:
-            positions, layers: Those of a canvas and a model, counted from 0.
-        """
+        """The settings for a record, with positions and layers counted from 0; those that are not used are `None`."""
         unused = {"window"} if self.kind == "resid" else set()
         unused |= set() if self.is_noisy else {"noise", "samples"}
         described = {name: None if name in unused else value for name, value in super().describe().items()}
@@ -216,12 +199,8 @@ def points_of(kind: str | None, block: int, cfg: DiffusionConfig) -> list[str]:
 @torch.no_grad()
 @suggest_keywords
 def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[Query], factor: float = 3.0) -> float:
-    """`factor` standard deviations of the embeddings of the subjects' tokens (ROME's `collect_embedding_std`).
-
-    Args:
-        model: Model whose embeddings are measured.
-        subjects: Texts, or queries whose subject tokens are used.
-        factor: Number of standard deviations.
+    """`factor` standard deviations of the embeddings of the tokens of these texts, or of the subjects of these queries
+    (ROME's `collect_embedding_std`).
 
     Raises:
         ValueError: No subjects, or a text with words that the tokenizer does not know.

@@ -57,8 +57,8 @@ class CanvasRuns:
 
     Attributes:
         first: Index of the first of these canvases among all.
-        places: For each canvas, the place in the row of each of its positions.
-        columns: For each canvas, the column of each of its rows among all that are read.
+        places: The place in the row of each position of each canvas.
+        columns: The column of each row of each canvas among all that are read.
     """
 
     first: int
@@ -91,16 +91,9 @@ def run_canvases(
     budget: tuple[int, int],
     first: int = 0,
 ) -> Iterator[CanvasRuns]:
-    """Compute the clean and the corrupted run of these canvases, in as few trees as fit into the budget.
-
-    Args:
-        canvases: One canvas, or several if they `can_share_beginnings`.
-        budget: Memory to use in addition to the weights, and bytes that a row takes at least, after its pass.
-        first: Index of the first of these canvases among all.
-
-    Raises:
-        ValueError: The budget is too small for one canvas.
-    """
+    """Compute the clean and the corrupted run of these canvases, in as few trees as fit into the budget: memory to use
+    in addition to the weights, and bytes that a row takes at least, after its pass. `first` is the index of the first
+    canvas among all; there are several only if they `can_share_beginnings`."""
     # 1. The inputs of both runs: of one canvas, or of a tree of several.
     model, subject = run.model, run.query.subject
     tree, fits = None, True

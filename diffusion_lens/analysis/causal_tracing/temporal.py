@@ -9,13 +9,13 @@ Only final tokens count here. A state without an effect may still change the pro
 (`trace_trajectory`).
 
 After the restored step a branch is a corrupted run like any other: what it writes depends on its canvas, its sample of
-the noise and the step. Most restored states change no token of their step, so that their branches are the corrupted run
-itself, and others write what another branch has written. Branches are therefore compared after every step, and the loop
-goes on with the distinct ones.
+the noise and the step. Most branches become the corrupted run itself or another branch, so they are compared after
+every step, and the loop goes on with the distinct ones.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,24 +31,29 @@ from diffusion_lens.analysis.causal_tracing.shared_canvases import (
     run_canvases,
 )
 from diffusion_lens.analysis.causal_tracing.trace import RestoredRuns
-from diffusion_lens.analysis.causal_tracing.trajectory import corrupted_run, require_loop_memory
+from diffusion_lens.analysis.causal_tracing.trajectory import (
+    conditional_hooks,
+    corrupted_run,
+    record_of_run,
+    require_loop_memory,
+)
+from diffusion_lens.analysis.engine.answer import guided_copies
 from diffusion_lens.analysis.engine.batching import in_batches, rows_at_once
 from diffusion_lens.analysis.engine.kept_run import KeptRun, NetworkInput, keys_and_values
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, check_steps
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.loop import LoopRows, Run, run_loop
 from diffusion_lens.denoising.predictor import Cached, Conditional, Predictor, guide
-from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network
+from diffusion_lens.denoising.same_network import require_same_network
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.step import StepState
-from diffusion_lens.interventions import on_branch
 from diffusion_lens.model.attention import LayerKeyValues
 from diffusion_lens.model.hooking import loop_is_hooked
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import Result, Saved, Table, provenance, shaped
+from diffusion_lens.records.results import Result, Saved, Table, shaped
 from diffusion_lens.settings import Whole, pick_indices, takes
 
 
@@ -64,12 +69,8 @@ class TemporalEffect(Result, Saved):
         token_scores: Float[step pos layer selected], share of samples that end with each token of the answer.
         clean: Value 1 if the clean run ends with the answer, else 0.
         corrupted: Share of the corrupted runs that end with the answer.
-        steps: Step of each grid.
-        positions: Position of each row of the grids.
-        layers: Layer of each column of the grids.
         str_tokens: Text at each position of the clean run's final canvas.
-        subject: First position of the subject and one past the last.
-        record: Record of the same form as that of `TrajectoryTrace`.
+        steps, positions, layers, subject, record: Those of `TrajectoryTrace`.
     """
 
     KIND: ClassVar[str] = "temporal effect"
@@ -121,15 +122,12 @@ def temporal_effect(
     `layers`.
 
     Args:
-        model: Masked diffusion model or causal model.
-        fact_or_query: Fact or query, as in `causal_trace`.
+        model, fact_or_query, max_bytes, progress: The same as in `causal_trace`.
         steps: Steps at which states are restored; by default all up to the one that reveals the answer's last token.
         trajectory: Clean run, as in `trace_trajectory`, written with the hooks, weights and modules that the model has
             now, because its final text is compared with the model's corrupted runs.
         settings: What is corrupted and restored. Severed outputs keep their corrupted values in the step in which the
             state is restored.
-        max_bytes: Memory to use in addition to the weights.
-        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: `trace_trajectory` would refuse an argument, or the trajectory was written by another checkpoint or
@@ -170,13 +168,7 @@ def temporal_effect(
         layers=layers,
         str_tokens=model.words(run.trajectory.tokens[0].tolist()),
         subject=run.query.subject,
-        record={
-            **run.trajectory.record,
-            **settings.describe(positions, layers),
-            "answer": model.words(run.query.answer_tokens),
-            **provenance(model, model.cfg),
-            "trajectory": canvas_provenance(run.trajectory.record),
-        },
+        record=record_of_run(run, settings, positions, layers),
     )
 
 
@@ -227,22 +219,43 @@ class _Grid:
         self.by_sample[reached] = (texts == torch.tensor(run.query.answer_tokens)).float()
 
     def fill_by_replays(self, corrupted: Trajectory, steps: Sequence[int], bar: Any) -> None:
-        """Denoise every branch of every cell, in whole copies of the samples."""
-        run = self.run
+        """Denoise every branch of every cell, in whole copies of the samples.
+
+        The restored step itself is a pass on the branch's own canvases, so it is computed from the restored layer on.
+        The loop takes its logits, guided if the run is, and continues with the later steps.
+        """
+        run, model, settings = self.run, self.run.model, self.settings
+        written = run.written(corrupted).float()
         for i, step in enumerate(steps):
             on_canvas = self._on_canvas(step)
-            replays = Replays(run, self.settings, corrupted, step)
-            restored = RestoredRuns(
-                *replays.inputs(),
+            restored, before = RestoredStep.of(run, corrupted, step), corrupted.from_step(step)
+            canvas, hooks = restored.canvas, settings.hooks(model, run.query)
+            clean, noisy = (run.state(step, tokens) for tokens in (canvas.clean, canvas.corrupted))
+            runs = RestoredRuns(
+                NetworkInput(model, run.seen(canvas.clean), canvas.rows, step=clean),
+                NetworkInput(model, model.cfg.readable(canvas.corrupted), canvas.rows, step=noisy, hooks=hooks),
                 run.query.subject,
-                self.settings,
+                settings,
                 self.layers,
                 self.max_bytes,
                 run.loop_row_bytes(copies=3),
             )
             chosen = [self.positions[index] for index in on_canvas]
-            self.by_sample[i, on_canvas] = restored.grid(chosen, replays.endings, run.written(corrupted).float())
+            self.by_sample[i, on_canvas] = runs.grid(chosen, partial(self._endings, restored, before), written)
             bar.update()
+
+    def _endings(
+        self,
+        restored: "RestoredStep",
+        before: Trajectory,
+        logits: Float[Tensor, "batch selected d_vocab_out"],
+        computed: Int[Tensor, "selected"],
+    ) -> Float[Tensor, "cell sample answer"]:
+        """For each answer token, 1 if the branch whose step has these logits ends with it, else 0."""
+        n_cells = len(logits) // self.settings.rows
+        hooks, guided = conditional_hooks(self.settings, self.run, n_cells), restored.guided(logits)
+        finished = before.repeat(n_cells).replay_from_logits(self.run.model, guided, restored.positions, hooks)
+        return self.run.written(finished).view(n_cells, self.settings.rows, -1).float()
 
     def _on_canvas(self, step: int) -> list[int]:
         """Indices of the positions that are on the canvas of a step."""
@@ -313,12 +326,23 @@ class Branches:
                 continue
             numbers = [number for part, _ in parts for number in part]
             rows = LoopRows.joined([part for _, part in parts])
-            steps = _Steps(self, step, numbers, rows, kept)
-            for chosen, after in in_batches(steps, range(len(rows)), self._fitting()):
+            stop = step + 1 if kept is None else self.end
+            run_on = partial(self._run_on, step, stop, numbers, rows, kept)
+            for chosen, after in in_batches(run_on, range(len(rows)), self._fitting()):
                 samples = [self._samples[numbers[i]] for i in chosen]
-                stop = step + 1 if kept is None else self.end
                 for i, number in zip(chosen, self._numbers(stop, after, samples), strict=True):
                     self._next[numbers[i]] = number
+
+    def _run_on(
+        self, step: int, stop: int, numbers: Sequence[int], rows: LoopRows, kept: KeptRun | None, chosen: Sequence[int]
+    ) -> LoopRows:
+        """Some of these branches, denoised from one step to another."""
+        run = self.corrupted.resume(self.run.model, rows.at(chosen))
+        samples = torch.tensor([self._samples[numbers[i]] for i in chosen])
+        corrupted = _Corrupted(self.run, self.settings, run.canvas, samples)
+        run.predictor = corrupted if kept is None else _continued(run, kept, samples)
+        run_loop(run, step, stop=stop)
+        return LoopRows.of(run)
 
     def _fitting(self) -> int:
         run, n_pos = self.run, self.run.n_pos
@@ -332,29 +356,6 @@ class Branches:
                 number = self._next[number]
             ends.append(self._texts[number])
         return torch.stack(ends)
-
-
-@dataclass(frozen=True, eq=False)
-class _Steps:
-    """Takes the next step of some branches or, with stored keys and values, all that are left."""
-
-    branches: Branches
-    step: int
-    numbers: Sequence[int]
-    rows: LoopRows
-    kept: KeptRun | None
-
-    def __call__(self, chosen: Sequence[int]) -> LoopRows:
-        of, rows = self.branches, self.rows.at(chosen)
-        samples = torch.tensor([of._samples[self.numbers[i]] for i in chosen])
-        run = of.corrupted.resume(of.run.model, rows)
-        if self.kept is None:
-            run.predictor = _Corrupted(of.run, of.settings, run.canvas, samples)
-            run_loop(run, self.step, stop=self.step + 1)
-        else:
-            run.predictor = _continued(run, self.kept, samples)
-            run_loop(run, self.step, stop=of.end)
-        return LoopRows.of(run)
 
 
 def _continued(run: Run, kept: KeptRun, samples: Int[Tensor, "batch"]) -> Predictor:
@@ -450,8 +451,7 @@ class RestoredStep:
         """The logits after guidance, of copies of all samples."""
         if self.unconditional is None:
             return logits
-        conditional = logits.unflatten(0, (-1, len(self.unconditional)))
-        return guide(conditional, self.unconditional.expand_as(conditional), self.scale).flatten(0, 1)
+        return guided_copies(logits, self.unconditional, self.scale, len(self.unconditional))
 
 
 @dataclass(frozen=True, eq=False)
@@ -484,38 +484,3 @@ class BegunBranches:
             begun = self.branches.begin(step.step, step.guided(of_step), step.positions)
             numbers[:, :, i] = torch.tensor(begun, dtype=numbers.dtype).view(-1, n_samples)
         return numbers
-
-
-class Replays:
-    """The corrupted denoising runs before one step. Branches start there, with one state restored in that step.
-
-    The step itself is a restored pass on the branch's own canvases, so it is computed from the restored layer on. The
-    loop takes its logits, guided if the run is, and continues with the later steps.
-    """
-
-    def __init__(self, run: TracedTrajectory, settings: TraceSettings, corrupted: Trajectory, step: int) -> None:
-        self.run, self.settings, self.before = run, settings, corrupted.from_step(step)
-        self.restored = RestoredStep.of(run, corrupted, step)
-
-    def inputs(self) -> tuple[NetworkInput, NetworkInput]:
-        """Those of the clean and the corrupted run at the step."""
-        run, model, canvas = self.run, self.run.model, self.restored.canvas
-        states = (run.state(canvas.step, tokens) for tokens in (canvas.clean, canvas.corrupted))
-        hooks, tokens = self.settings.hooks(model, run.query), model.cfg.readable(canvas.corrupted)
-        return (
-            NetworkInput(model, run.seen(canvas.clean), canvas.rows, step=next(states)),
-            NetworkInput(model, tokens, canvas.rows, step=next(states), hooks=hooks),
-        )
-
-    def endings(
-        self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]
-    ) -> Float[Tensor, "cell sample answer"]:
-        """For each answer token, 1 if the branch whose step has these logits ends with it, else 0."""
-        samples, model, query = self.settings.rows, self.run.model, self.run.query
-        n_cells = len(logits) // samples
-        hooks = [
-            (name, on_branch(hook, "conditional")) for name, hook in self.settings.hooks(model, query, runs=n_cells)
-        ]
-        before, positions = self.before.repeat(n_cells), self.restored.positions
-        finished = before.replay_from_logits(model, self.restored.guided(logits), positions, hooks)
-        return self.run.written(finished).view(n_cells, samples, -1).float()

@@ -3,14 +3,12 @@
 Causal tracing compares three runs of one query:
 
     clean      the query as it is
-    corrupted  the subject is corrupted, by default with Gaussian noise on the embeddings of its tokens; p(answer) is
-               the mean over several samples of the noise
+    corrupted  the subject is corrupted (`causal_tracing.settings`); p(answer) is the mean over samples of the noise
     restored   the corrupted run, with one state of one position put back to its clean value: the residual stream after
                one block ("resid"), or the MLP or attention outputs of a window of blocks ("mlp", "attn")
 
 The indirect effect of a state is p_restored - p_corrupted. With `severed`, the MLP or attention outputs of the restored
 position keep their corrupted values in the blocks above, which shows the path that the effect takes.
-`causal_tracing.settings` describes the corruptions.
 
 A cell restores the states of one position in a span of blocks. In the first block of the span only this position
 changes: attention mixes positions before the state is restored, and the rest of the block acts on each position alone.
@@ -51,10 +49,8 @@ class CausalTrace(PicturedResult, Saved):
     Attributes:
         scores: Float[pos layer], p(answer) with that state restored, mean over the samples.
         token_scores: Float[pos layer selected], probability of each token of the answer, mean over the samples.
-        clean_token_scores: Float[selected], probability of each token in the clean run.
-        corrupted_token_scores: Float[selected], probability of each token in the corrupted run.
-        clean: Value of p(answer) in the clean run.
-        corrupted: Value of p(answer) in the corrupted run, mean over the samples.
+        clean_token_scores, corrupted_token_scores: Float[selected], probability of each token in these runs.
+        clean, corrupted: p(answer) in the clean run, and in the corrupted one, mean over the samples.
         known: Whether the clean run's likeliest token is the answer's at every position, all read from this one canvas;
             [MASK], which the loop never writes, does not count. The loop reveals some positions before others and may
             write something else: `average_indirect_effect(known="recalled")` tests what the loop writes.
@@ -102,15 +98,10 @@ class CausalTrace(PicturedResult, Saved):
         )
 
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
-        """ROME's heat map: tokens down, the subject's starred, layers across.
+        """ROME's heat map: tokens down, the subject's starred, layers across. Returns the matplotlib axes.
 
         Args:
-            ax: Matplotlib axes to draw on; by default new ones.
-            title: Title of the figure.
             limits: Probabilities at the ends of the colour scale; by default from corrupted to the highest score.
-
-        Returns:
-            The matplotlib axes.
 
         Raises:
             ValueError: A trace without cells, of a fact that an average leaves out.
@@ -152,7 +143,6 @@ def causal_trace(
             of an answer of several tokens is the product of the tokens' probabilities.
         settings: What is corrupted and restored.
         max_bytes: Memory to use in addition to the weights.
-        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: A setting out of range, a query without an answer, a budget too small for one cell.
@@ -187,25 +177,23 @@ def causal_trace(
         subject=query.subject,
         positions=positions,
         layers=layers,
-        record={
-            **settings.describe(positions, layers),
-            "answer": model.words(query.answer_tokens),
-            "query": query.describe(),
-            **provenance(model, model.cfg),
-        },
+        record={**record_of_trace(model, query, settings, positions, layers), "query": query.describe()},
     )
+
+
+def record_of_trace(
+    model: DiffusionTransformer, query: Query, settings: TraceSettings, positions: Sequence[int], layers: Sequence[int]
+) -> dict[str, Any]:
+    """Settings, answer and model, for the record of a trace."""
+    answer = {"answer": model.words(query.answer_tokens)}
+    return {**settings.describe(positions, layers), **answer, **provenance(model, model.cfg)}
 
 
 class RestoredRuns:
     """The clean and the corrupted run of one canvas, and the cells that are restored in the corrupted one.
 
-    Args:
-        clean: Input of the clean run, one row.
-        corrupted: Input of the corrupted run, one row per sample, of the same length; both read the same rows.
-        subject: First position that the corruption touches, and one past the last.
-        settings: States that a cell restores.
-        layers: Layers around which states are restored.
-        least_by_row: Bytes that a row takes at least, after its pass.
+    The clean input has one row, the corrupted one a row per sample; both read the same rows. The corruption touches
+    `subject`. A row takes at least `least_by_row` bytes after its pass.
 
     Raises:
         ValueError: `max_bytes` is too small for the two runs and one cell. Nothing has been run then.

@@ -2,9 +2,9 @@
 
 In the loop of a masked diffusion model the tokens of an answer appear at different steps, from t1, which reveals the
 first of them, to t2, which reveals the last. A causal trace is made on the canvas of every step from t1 to t2:
-p(answer) is the joint probability of the tokens still masked, and the tokens already revealed are context. The first
-step isolates the flow from the subject; later steps also show the flow from the tokens already revealed. A causal model
-takes the same call; the answer's tokens that it has not reached are filled in (teacher forcing).
+p(answer) is the joint probability of the tokens still masked. The first step isolates the flow from the subject; later
+steps also show the flow from the tokens already revealed. A causal model takes the same call; the answer's tokens that
+it has not reached are filled in (teacher forcing).
 
 There are two kinds of corrupted canvases. *Forced*: the corrupted run reads the canvases of the clean run. *Free*: each
 sample reveals its own tokens from the start. In both, an answer token that has been revealed counts 1, and another
@@ -19,7 +19,7 @@ points (`denoise.hook_*`) do not act here; their changes to the clean run are in
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -34,7 +34,7 @@ from diffusion_lens.analysis.causal_tracing.shared_canvases import (
     can_share_beginnings,
     run_canvases,
 )
-from diffusion_lens.analysis.causal_tracing.trace import AnswerRuns, CausalTrace
+from diffusion_lens.analysis.causal_tracing.trace import AnswerRuns, CausalTrace, record_of_trace
 from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, check_steps
@@ -42,19 +42,12 @@ from diffusion_lens.denoising.same_network import canvas_provenance, require_sam
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
-from diffusion_lens.interventions import on_branch
+from diffusion_lens.interventions import Hook, on_branch
 from diffusion_lens.model.hooking import loop_is_hooked
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import (
-    PicturedResult,
-    Saved,
-    Table,
-    provenance,
-    shaped,
-    shown_model,
-)
+from diffusion_lens.records.results import PicturedResult, Saved, Table, shaped, shown_model
 from diffusion_lens.settings import Whole, one_of, pick_indices, takes
 
 # Canvases that the corrupted runs read: those of the clean run, or those that each corrupted run writes itself.
@@ -71,20 +64,15 @@ class TrajectoryTrace(PicturedResult, Saved):
         scores: Float[step pos layer], p(answer) with that state restored at that step, mean over the samples: the
             product over the tokens still masked, times 0 where another token than the answer's has been revealed. NaN
             at positions that a causal model has not reached yet.
-        token_scores: Float[step pos layer selected], score of each token of the answer, mean over the samples.
+        token_scores, clean, corrupted, clean_token_scores, corrupted_token_scores: Those of `CausalTrace`, with a first
+            axis for the steps.
         chained: Float[pos layer], p(answer) by the chain rule: each token is read at the step that committed it, with
             the state restored at all these steps. `None` for free canvases, and if not all of these steps were traced.
-        clean: Float[step], p(answer) of the clean run.
-        corrupted: Float[step], p(answer) of the corrupted run.
-        clean_token_scores: Float[step selected], score of each token in the clean run.
-        corrupted_token_scores: Float[step selected], score of each token in the corrupted run.
         steps: Step of each grid.
         revealed_at: Step in which the clean run revealed each answer token for good.
         known: Whether the clean run wrote the answer.
         str_canvases: Text at each position of the canvas, for each step.
-        subject: First position of the subject and one past the last.
-        positions: Position of each row of the grids.
-        layers: Layer of each column of the grids.
+        subject, positions, layers: Those of `CausalTrace`.
         record: Settings of the trace and of the run, model, hash of the weights, hooks, modules, versions. "trajectory"
             contains the weights, hooks and modules that wrote the clean run's canvases.
     """
@@ -195,8 +183,7 @@ def trace_trajectory(
     """Make a causal trace at every step at which an answer token is masked.
 
     Args:
-        model: Masked diffusion model or causal model.
-        fact_or_query: Fact or query, as in `causal_trace`.
+        model, fact_or_query, max_bytes, progress: The same as in `causal_trace`.
         steps: Steps to trace; by default from t1, which unmasks the first answer token, to t2, which reveals the last.
         canvas: "forced" or "free", canvases that the corrupted run reads.
         trajectory: Clean run, `model.denoise(query.tokens[None], ...)` with the settings you study (on a causal model,
@@ -204,14 +191,11 @@ def trace_trajectory(
             network's, such as the plain run's for a model under a hook. All scores are then of the model as it is now,
             but `known`, `revealed_at` and the canvases are of the network that wrote them.
         settings: What is corrupted and restored.
-        max_bytes: Memory to use in addition to the weights.
-        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: A setting out of range, a trajectory of another prompt or architecture, a step at which no answer
             token is masked. With canvas="free", a trajectory made by another checkpoint or under other hooks, weights
-            or modules: the free runs are those of the model as it is now, which may write something else without any
-            corruption.
+            or modules, since the free runs are those of the model as it is now.
 
     Warns:
         UserWarning: Canvases that were made by another checkpoint, or under other hooks, weights, modules or dtype.
@@ -255,9 +239,7 @@ def trace_trajectory(
 
     # 4. Average over the samples.
     by_step = [traced[step] for step in selected_steps]
-    scores = torch.stack([traced_step.grid for traced_step in by_step])
-    clean = torch.stack([traced_step.clean for traced_step in by_step])
-    corrupted = torch.stack([traced_step.corrupted for traced_step in by_step])
+    scores, clean, corrupted = map(torch.stack, zip(*by_step, strict=True))
     return TrajectoryTrace(
         scores=scores.prod(dim=4).mean(dim=3),
         token_scores=scores.mean(dim=3),
@@ -273,16 +255,19 @@ def trace_trajectory(
         subject=run.query.subject,
         positions=positions,
         layers=layers,
-        record={
-            **run.trajectory.record,
-            **settings.describe(positions, layers),
-            "canvas": canvas,
-            "answer": model.words(run.query.answer_tokens),
-            "query": run.query.describe(),
-            **provenance(model, model.cfg),
-            "trajectory": canvas_provenance(run.trajectory.record),
-        },
+        record={**record_of_run(run, settings, positions, layers), "canvas": canvas, "query": run.query.describe()},
     )
+
+
+def record_of_run(
+    run: TracedTrajectory, settings: TraceSettings, positions: Sequence[int], layers: Sequence[int]
+) -> dict[str, Any]:
+    """The record of what is traced along a run: that of the run, of the trace, and who wrote the canvases."""
+    return {
+        **run.trajectory.record,
+        **record_of_trace(run.model, run.query, settings, positions, layers),
+        "trajectory": canvas_provenance(run.trajectory.record),
+    }
 
 
 def corrupted_run(run: TracedTrajectory, settings: TraceSettings) -> Trajectory:
@@ -292,14 +277,19 @@ def corrupted_run(run: TracedTrajectory, settings: TraceSettings) -> Trajectory:
         ValueError: No sampler is known by which samples do not depend on one another.
     """
     model, query, trajectory = run.model, run.query, run.trajectory
-    hooks = [(name, on_branch(hook, "conditional")) for name, hook in settings.hooks(model, query)]
     written_by = DenoiseSettings.recorded(trajectory.record).on(model.cfg, model.cfg.model_name)
     assert written_by.sampler is not None
     sampler, copies = written_by.sampler.by_row(model.cfg), trajectory.repeat(settings.rows)
     prompt = trajectory.given[0].logical_not().nonzero().flatten().min()
     if model.cfg.grows and query.subject[1] <= prompt and not (model.is_hooked or loop_is_hooked(model)):
         return copies.replay_with_first(model, settings.hooks(model, query))
-    return copies.replay(model, canvas="free", fwd_hooks=hooks, sampler=sampler)
+    return copies.replay(model, canvas="free", fwd_hooks=conditional_hooks(settings, run), sampler=sampler)
+
+
+def conditional_hooks(settings: TraceSettings, run: TracedTrajectory, runs: int = 1) -> list[tuple[str, Hook]]:
+    """The corruption of `settings.hooks` in the conditional branch of guidance, the only one that sees the subject."""
+    hooks = settings.hooks(run.model, run.query, runs)
+    return [(name, on_branch(hook, "conditional")) for name, hook in hooks]
 
 
 def require_loop_memory(run: TracedTrajectory, settings: TraceSettings, max_bytes: int) -> None:
@@ -343,8 +333,7 @@ class AnswerCanvas:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class ScoredStep:
+class ScoredStep(NamedTuple):
     """The probabilities of the answer's tokens at one step; NaN at positions that are not on the canvas."""
 
     grid: Float[Tensor, "pos layer sample selected"]

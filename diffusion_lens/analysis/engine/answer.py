@@ -39,14 +39,8 @@ class Answer:
     def of(
         cls, model: DiffusionTransformer, query: Query, canvases: Int[Tensor, "#sample pos"] | None = None
     ) -> "Answer":
-        """The answer of a query on a model, in the time of the current step or of `model.at_time`.
-
-        Args:
-            canvases: Canvases on which it is read, one for each sample; by default the query's own.
-
-        Raises:
-            ValueError: An answer that `check_answer` refuses.
-        """
+        """The answer of a query on a model, in the time of the current step or of `model.at_time`, read on one canvas
+        for each sample or on the query's own; a `ValueError` as of `check_answer`."""
         check_answer(model, query)
         tokens = torch.tensor(query.answer_tokens, device=model.cfg.device)
         positions = torch.tensor(query.answer_positions, device=model.cfg.device)
@@ -72,13 +66,8 @@ class Answer:
         samples: int,
         indices: Int[Tensor, "selected"] | None = None,
     ) -> Float[Tensor, "cell sample selected"]:
-        """Probability of each token of the answer.
-
-        Args:
-            logits: Logits of one cell after the other, each with one row per sample, as the network gives them.
-            samples: Number of rows of one cell.
-            indices: Indices of the answer's tokens that the logits predict; by default all.
-        """
+        """Probability of each token of the answer, or of those with these indices, from the logits of one cell after
+        the other, each with one row per sample, as the network gives them."""
         indices = torch.arange(len(self.tokens), device=self.tokens.device) if indices is None else indices
         logits = self._clean_logits(logits, samples, indices)
         probabilities: Tensor = token_probabilities(logits, self.tokens[indices]).unflatten(0, (-1, samples))
@@ -92,9 +81,8 @@ class Answer:
     ) -> Float[Tensor, "batch selected d_vocab_out"]:
         """Logits of p(x_0), guided where there is guidance."""
         if self.unconditional is not None:
-            by_cell = logits.unflatten(0, (-1, samples))
             unconditional = self.unconditional if indices is None else self.unconditional[:, indices]
-            logits = guide(by_cell, unconditional.expand_as(by_cell), self.cfg_scale).flatten(0, 1)
+            logits = guided_copies(logits, unconditional, self.cfg_scale, samples)
         return self.head.clean_logits(logits, indices)
 
     def settle(
@@ -105,6 +93,17 @@ class Answer:
             return probabilities
         settled = (self.settled if indices is None else self.settled[:, indices]).to(probabilities.device)
         return torch.where(settled.isnan(), probabilities, settled)
+
+
+def guided_copies(
+    logits: Float[Tensor, "batch selected d_vocab_out"],
+    unconditional: Float[Tensor, "#sample selected d_vocab_out"],
+    scale: float,
+    samples: int,
+) -> Float[Tensor, "batch selected d_vocab_out"]:
+    """The logits of copies of all samples after guidance."""
+    by_copy = logits.unflatten(0, (-1, samples))
+    return guide(by_copy, unconditional.expand_as(by_copy), scale).flatten(0, 1)
 
 
 def token_probabilities(
@@ -121,10 +120,7 @@ def check_answer(model: DiffusionTransformer, query: Query, name: str = "the que
 
     Every analysis calls this check, so that all of them refuse the same queries. A masked diffusion model predicts
     tokens at masked positions only, and under uniform noise at every position. A causal model must read the answer's
-    own tokens, because other tokens would change the context of the later ones.
-
-    Args:
-        name: Name of the query in the error.
+    own tokens, because other tokens would change the context of the later ones. The error calls the query `name`.
     """
     tokens, positions, cfg = query.answer_tokens, query.answer_positions, model.cfg
     if not tokens:

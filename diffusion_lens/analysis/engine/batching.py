@@ -90,7 +90,6 @@ def row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int, n_past: int = 0, ex
     the stream after it and its norm.
 
     Args:
-        n_pos: Number of positions that are computed.
         n_read: Number of rows of the logits that are computed, and turned into probabilities afterwards.
         n_past: Number of earlier positions, whose keys and values each block joins to its own.
         explicit: Whether hooks see scores or patterns of the attention, which the fused kernel does not keep.
@@ -119,18 +118,12 @@ def proposal_bytes(cfg: DiffusionConfig, n_read: int, n_logits: int, sampled: bo
     return n_read * cfg.d_vocab_out * (cfg.dtype.itemsize * n_logits + (32 if sampled else 16))
 
 
-def graph_row_bytes(
-    cfg: DiffusionConfig, n_pos: int, n_read: int, learns: bool = True, n_blocks: int | None = None
-) -> int:
+def graph_row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int, learns: bool) -> int:
     """Bytes of the tensors of one row of a pass with gradients, where the backward pass begins.
 
     The whole graph is alive, and beside it the gradients of the logits or those inside the last block. Each block keeps
     the inputs of both norms, rotated queries, keys, values and mixed values, and what the products in the MLP
-    multiplied. Where weights require gradients, it also keeps what each matrix and norm was multiplied with.
-
-    Args:
-        learns: Whether the weights of the model require gradients, even if none are computed.
-        n_blocks: Number of blocks that are computed; by default all.
+    multiplied. Where weights require gradients (`learns`), it also keeps what each matrix and norm multiplied.
     """
     cfg = cfg.sizes
     assert cfg.d_mlp is not None
@@ -148,8 +141,7 @@ def graph_row_bytes(
         mlp = routed if all(experts.layers) else max(mlp, routed)
     in_block = n_pos * (2 * cfg.d_model * size + _bytes_in_mlp(cfg))
     at_head = 4 * n_read * cfg.d_vocab_out * size
-    n_blocks = cfg.n_layers if n_blocks is None else n_blocks
-    return n_pos * n_blocks * (norms + attention + mlp) + max(in_block, at_head)
+    return n_pos * cfg.n_layers * (norms + attention + mlp) + max(in_block, at_head)
 
 
 def _bytes_in_mlp(cfg: DiffusionConfig) -> int:

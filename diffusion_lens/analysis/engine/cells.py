@@ -41,11 +41,8 @@ class CellBudget:
     def of(
         cls, given: NetworkInput, kept_bytes: int, max_bytes: int, least_by_row: int = 0, explicit: bool = False
     ) -> "CellBudget":
-        """What `max_bytes` leaves beside `kept_bytes`, those of the stored activations of both runs.
-
-        Raises:
-            ValueError: `max_bytes` does not suffice for the stored activations and one cell.
-        """
+        """What `max_bytes` leaves beside `kept_bytes`, those of the stored activations of both runs; a `ValueError`
+        unless that suffices for one cell."""
         keeps(kept_bytes)
         budget = cls(given, max_bytes - kept_bytes, least_by_row, explicit)
         # No pass is wider than one that begins at the first position.
@@ -84,9 +81,7 @@ class Patch:
     """The states that are written into one cell at one hook point.
 
     Attributes:
-        block: Block of the hook point.
-        point: Name of the hook point.
-        states: Float[#batch pos ...], source of the states; a single row is used for all rows of the pass.
+        states: Source of the states; a single row is used for all rows of the pass.
         source: Positions in `states`.
         target: Positions in the pass, one for each of `source`.
         head: Head that is patched, if the activation has heads.
@@ -131,7 +126,6 @@ class CellRuns:
         measure: Function from the logits of whole copies at some of the rows that are read, and the indices of these
             rows among all that are read, to a score for each copy, Float[cell ...].
         unchanged: Score of the pass without a patch.
-        budget: Memory for the cells of one pass.
     """
 
     def __init__(self, run: KeptRun, measure: Measure, unchanged: Tensor, budget: CellBudget) -> None:
@@ -162,8 +156,7 @@ class CellRuns:
         return scores
 
     def _score_group(self, cells: Sequence[Cell], whole_last_block: bool) -> Float[Tensor, "cell ..."]:
-        """Scores of cells of one group, in the order of their entries; the last block also at rows that are not read if
-        it is to be whole."""
+        """Scores of cells of one group, in the order of their entries."""
         offset, end = self._extent(cells)
         computed = [index for index, row in enumerate(self.rows) if offset <= row < end]
         read = [self.rows[index] - offset for index in computed]

@@ -122,11 +122,9 @@ class ForwardPass:
         return chosen
 
     def run(self, readers: Sequence[tuple[str, Hook]], fwd_hooks: FwdHooks = ()) -> None:
-        """Compute the pass as far as to the last hook point that is read.
+        """Compute the pass as far as to the last hook point that is read, with the caller's hooks of this call.
 
-        Args:
-            readers: Hooks that read states, after those of the caller; beside a clean text, states of the other one.
-            fwd_hooks: The caller's hooks, in addition to those that are attached to the model.
+        The `readers` act after them; beside a clean text they read the states of the other one.
         """
         n_pos = self.tokens.shape[1]
 
@@ -203,9 +201,8 @@ def padded(model: DiffusionTransformer, rows: Sequence[Tensor]) -> tuple[Tokens,
         tokens = torch.stack(list(rows))
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
     tokens = pad_sequence(list(rows), batch_first=True, padding_value=model.padding.id)
-    return tokens, torch.arange(tokens.shape[1], device=tokens.device) < torch.tensor(lengths, device=tokens.device)[
-        :, None
-    ]
+    ends = torch.tensor(lengths, device=tokens.device)[:, None]
+    return tokens, torch.arange(tokens.shape[1], device=tokens.device) < ends
 
 
 def sha256_of(tensors: Iterable[Tensor]) -> str:
@@ -341,7 +338,6 @@ class Inputs:
         """The passes over inputs. A trajectory that another network wrote is warned of.
 
         Args:
-            attention_mask: [batch pos], 0 at the padding of tokens.
             batch_size: Number of texts, queries or facts of one length that share a pass. By default all share one,
                 with padding.
             fwd_hooks: The caller's hooks of this call, under which the states are read.
@@ -350,9 +346,7 @@ class Inputs:
             return cls(model, (), (ForwardPass(model, *_read_tokens(model, given, attention_mask)),))
         if attention_mask is not None:
             raise ValueError(_KNOWN_PADDING)
-        if isinstance(given, str | Query | Fact):
-            return cls(model, (), tuple(_passes(model, [given], batch_size)))
-        items = [given] if isinstance(given, Trajectory) else list(given)
+        items = [given] if isinstance(given, str | Query | Fact | Trajectory) else list(given)
         runs = [item for item in items if isinstance(item, Trajectory)]
         if not items:
             raise ValueError("there is no input; give texts, queries, facts or trajectories")
@@ -434,10 +428,8 @@ def texts_or_runs(
 
 
 def _check_canvases(model: DiffusionTransformer, runs: Sequence[Trajectory], fwd_hooks: FwdHooks) -> None:
-    """Refuse trajectories that the model cannot read, and warn if another network wrote one.
-
-    Hooks that are given to this call are an intervention on the recorded canvases, as in a replay. They are compared
-    only if a trajectory was written under hooks too.
+    """Refuse trajectories that the model cannot read, and warn if another network wrote one. Hooks of this call are
+    compared only if a trajectory was written under hooks too: they intervene on the recorded canvases, as in a replay.
     """
     for run in runs:
         require_same_tokens(run.record, model)

@@ -45,14 +45,11 @@ class NetworkInput:
     """The input of one forward pass, and the rows of its logits that are read.
 
     Attributes:
-        model: The network.
-        tokens: Its input.
         rows: Rows of the logits that are read, negative ones from the end; `None` reads all of them.
         real: False at padding; `None` where there is none.
         step: The denoising step that hooks read; `None` outside the loop.
         hooks: Hooks of this pass, in addition to those of the caller.
         tree: The layout of the tokens, where several texts are one row.
-        n_rows, n_pos: Size of the input.
         read_rows: `rows` as they are, counted from 0.
         is_hooked: Whether the caller has hooks inside the network, which may mix positions.
     """
@@ -97,8 +94,8 @@ class NetworkInput:
 
     @contextmanager
     def at_step(self, copies: int = 1) -> Iterator[None]:
-        """A context in which hooks read the denoising step, for this many copies of these rows. Passes that begin at a
-        residual stream have the attention of these tokens there."""
+        """Hooks read the denoising step, for this many copies of these rows, and passes that begin at a residual stream
+        have the attention of these tokens."""
         in_blocks = self.step is None and self.model.cfg.counts_from_prompt
         origins = origins_of(self.model, self.tokens, self.real) if in_blocks else None
         tree = nullcontext() if self.tree is None else reading_tree(self.model, self.tree)
@@ -119,10 +116,7 @@ class NetworkInput:
 
     def kept_bytes(self, n_streams: int) -> int:
         """Bytes of so many residual streams, and of the logits that are read."""
-        cfg = self.model.cfg
-        logits = len(self.read_rows) * cfg.d_vocab_out * cfg.dtype.itemsize
-        cfg = cfg.sizes
-        return self.n_rows * (n_streams * self.n_pos * cfg.d_model * cfg.dtype.itemsize + logits)
+        return n_streams * self.stream_bytes + self.logits_bytes
 
     def stored_bytes(self, names: Iterable[str]) -> int:
         """Bytes of the activations at these hook points of the network."""
@@ -161,11 +155,7 @@ class NetworkInput:
         return resid
 
     def run(self, names: Iterable[str], embedded: Resid | None = None) -> "KeptRun":
-        """Compute the pass and store the activations at these hook points.
-
-        Args:
-            embedded: Input of the first block, instead of the embedding of the tokens.
-        """
+        """Compute the pass, from the input of the first block if it is given, and store activations by hook point."""
         stored: dict[str, Tensor] = {} if embedded is None else {"hook_embed": embedded}
 
         def store(activation: Tensor, hook: Any) -> None:
@@ -189,13 +179,7 @@ class NetworkInput:
 
 @dataclass(frozen=True, eq=False)
 class KeptRun:
-    """A forward pass with its stored activations.
-
-    Attributes:
-        input: Input of the pass.
-        activations: Stored activations, by hook point.
-        logits: Float[batch selected d_vocab_out], rows of the logits that are read.
-    """
+    """A forward pass with its stored activations, by hook point, and the rows of the logits that are read."""
 
     input: NetworkInput
     activations: Mapping[str, Tensor]
@@ -215,13 +199,8 @@ class KeptRun:
         hooks: Sequence[tuple[str, Hook]] = (),
         logits_at: Sequence[int] | None = None,
     ) -> Tensor:
-        """Compute these blocks on copies of the rows, whose streams differ from position `offset` on.
-
-        Args:
-            stream: Residual stream that enters the first of the blocks, for whole copies one after the other.
-            logits_at: Rows of the logits to return, after the last block. By default the stream after the blocks is
-                returned instead.
-        """
+        """Compute these blocks on copies of the rows, whose streams, one copy after the other, differ from position
+        `offset` on. Returns the stream after them, or after the last block the logits at some rows."""
         model, copies = self.input.model, len(stream) // self.input.n_rows
         # Without hooks no context is opened, because even an empty one visits every hook point of the model.
         attached = model.hooks(fwd_hooks=list(hooks)) if hooks else nullcontext()

@@ -23,11 +23,7 @@ L = TypeVar("L", bound="CanvasLayout")
 
 @dataclass(frozen=True)
 class CanvasLayout(Settings):
-    """The settings by which facts are laid out.
-
-    Raises:
-        ValueError: A setting is out of range, or both `length` and `n_masks` are given.
-    """
+    """The settings by which facts are laid out."""
 
     length: int | None = setting(
         None,
@@ -52,12 +48,8 @@ class CanvasLayout(Settings):
             raise ValueError(f"length={self.length} and n_masks={self.n_masks}; give one of them")
 
     def on(self: L, model: DiffusionTransformer) -> L:
-        """This layout with the length that applies to `model`.
-
-        A given length or number of masked positions stays. Otherwise the length is `cfg.trained_length` of a masked
-        diffusion model, whatever `first_tokens` is. Where that is unknown, and where the text grows, a canvas has as
-        many positions as prompt and answer.
-        """
+        """This layout with the length that applies to `model`. Where the trained length is unknown, and where the text
+        grows, a canvas has as many positions as prompt and answer."""
         if model.cfg.grows or self.length is not None or self.n_masks is not None:
             return self
         return replace(self, length=model.cfg.trained_length)
@@ -69,14 +61,7 @@ class CanvasLayout(Settings):
         check: Callable[[DiffusionTransformer, Query], object] | None = None,
         prepend_bos: bool | None = None,
     ) -> Query:
-        """A fact laid out on the model's canvas.
-
-        Args:
-            check: Function that raises a `ValueError` for a canvas that cannot be used.
-
-        Raises:
-            ValueError: A fact that cannot be laid out for this model.
-        """
+        """A fact laid out on the model's canvas; a `ValueError` if that is not possible, or if `check` raises one."""
         length, n_masks = self.on(model).length, self.n_masks
         if length is not None:
             prompt, answer = fact.tokenize(model, prepend_bos)
@@ -88,11 +73,7 @@ class CanvasLayout(Settings):
                     f"{fact.answer!r} {len(answer)}: give length={len(prompt) + len(answer)} or more"
                 )
         query = fact.to_query(
-            model,
-            n_masks=n_masks,
-            first_tokens=self.first_tokens,
-            occurrence=self.occurrence,
-            prepend_bos=prepend_bos,
+            model, n_masks=n_masks, first_tokens=self.first_tokens, occurrence=self.occurrence, prepend_bos=prepend_bos
         )
         check_answer(model, query)
         if check is not None:
@@ -121,11 +102,8 @@ class UsableFacts(Generic[T]):
 
     @classmethod
     def of(cls, facts: Sequence[Fact], prepare: Callable[[Fact], T]) -> "UsableFacts[T]":
-        """The facts that `prepare` accepts. Those for which it raises a `ValueError` are set aside.
-
-        Raises:
-            ValueError: No fact is usable, or two facts have one id.
-        """
+        """The facts that `prepare` accepts; those for which it raises a `ValueError` are set aside. A `ValueError` if
+        no fact is usable, or two facts have one id."""
         named, usable = name_facts(facts), {}
         prepared: dict[str, T] = {}
         set_aside: dict[str, str] = {}

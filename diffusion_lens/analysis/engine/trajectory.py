@@ -26,13 +26,7 @@ from diffusion_lens.settings import Whole, whole_numbers
 
 @dataclass(frozen=True, eq=False)
 class TracedTrajectory:
-    """A clean denoising run, and the query whose answer is read along it.
-
-    Attributes:
-        model: Model that reads the canvases.
-        query: Canvas before the first step, with the subject and the answer.
-        trajectory: Denoising run of one row.
-    """
+    """A clean denoising run of one row on a model, and the query whose answer is read along it."""
 
     model: DiffusionTransformer
     query: Query
@@ -142,11 +136,8 @@ class TracedTrajectory:
         return self.trajectory.repeat(len(canvases)).state_at(step, self.model.cfg.device, canvases)
 
     def rows(self, step: int, canvases: Tokens, positions: Sequence[int]) -> list[int]:
-        """The rows of the logits from which the loop reads these positions at a step.
-
-        Raises:
-            ValueError: Samples of a run by blocks write different blocks, and the block decides which row is read.
-        """
+        """The rows of the logits from which the loop reads these positions at a step; a `ValueError` if samples of a
+        run by blocks write different blocks, and the block decides which row is read."""
         at = torch.tensor(positions, dtype=torch.long)
         rows, block = self.model.readout.rows(at), self.state(step, canvases).block
         if block is None or not block.first_shifted:
@@ -214,20 +205,14 @@ class TracedTrajectory:
 
 
 def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, "pos"], int]:
-    """The prompt for `denoise`, and the length of the canvas.
-
-    The prompt ends before the answer where the text grows, and under uniform noise, of which a run draws its own.
-    """
+    """The prompt for `denoise`, which ends before the answer where the text grows, and under uniform noise, of which a
+    run draws its own; and the length of the canvas."""
     given = query.tokens if model.cfg.has_mask else query.tokens[: min(query.answer_positions)]
     return given, max(len(query.tokens), max(query.answer_positions) + 1)
 
 
 def check_steps(run: TracedTrajectory, steps: Iterable[Whole]) -> list[int]:
-    """The steps as a list.
-
-    Raises:
-        ValueError: No step, a step that is named twice, or one at which no answer token is masked.
-    """
+    """The steps as a list; a `ValueError` if there is none, or one is named twice or masks no answer token."""
     first, last = run.trajectory.first_step, run.last_step
     selected = whole_numbers("steps", steps)
     if len(set(selected)) < len(selected):

@@ -64,11 +64,10 @@ class Workers:
         retries: Number of times that a task whose worker died is submitted again. A worker that wrote a result to the
             folder of the study before it died, for example at the time limit of its job, does not count.
         device: Kind of device of the workers, "cpu" or "cuda"; by default that of the model.
-        threads: Number of torch's threads in a worker; by default that of this process. Sums may have another order,
-            and their last bits may differ, on another number of threads.
-        ahead: Number of tasks that are submitted at a time where results are added up in order (`second_moment`), the
-            first that has not ended included. This process may have to keep the results of all but that one. By
-            default as many as take 4 GiB, at least 4.
+        threads: Number of torch's threads in a worker; by default that of this process. On another number sums may
+            differ in their last bits.
+        ahead: Number of tasks that are submitted at a time where results are added up in order (`second_moment`), all
+            but one of which this process may have to keep. By default as many as take 4 GiB, at least 4.
         tasks: Number of tasks of a study, without `facts_per_task`. A few for each worker let fast ones do more.
     """
 
@@ -109,9 +108,6 @@ class LocalWorkers(Executor):
     The pool of the standard library breaks altogether when one of its processes is killed, for example for memory. Here
     every process is a pool of its own: its death costs its task, and the next task gets a new process. Of several GPUs,
     the processes take one each in turn.
-
-    Args:
-        number: Number of processes.
     """
 
     def __init__(self, number: int) -> None:
@@ -199,10 +195,8 @@ def run_tasks(
     """Each task with its result. What still runs is cancelled when the caller stops, by Ctrl-C too.
 
     Args:
-        bar: Progress bar, which moves as tasks end.
         ahead: If given, results come in the order of the tasks, and no task is submitted until fewer than this number
             of earlier ones have not been given out. By default all are submitted, and results come as tasks end.
-        while_waiting: Called every second while no task ends.
 
     Raises:
         ValueError: The model or its hooks cannot be sent, or a worker gets another network.
@@ -309,15 +303,10 @@ def packed(content: Any) -> bytes:
 class ModelCopy:
     """A model as a worker loads it, and what proves that it is the same network.
 
-    A worker loads the model by the arguments of the `from_pretrained` call that gave it, attaches the same hooks, and
-    compares what the study records of the network. It keeps the model for its next task, before which it is compared
-    again. On the CPU, weights that the file has in the model's dtype at a multiple of 64 bytes, as our files do, stay
-    mapped from it, so that the workers of one machine share them.
-
-    Attributes:
-        device: Kind of device, "cpu", "cuda" or "mps"; a model that was loaded with a `device_map` repeats the map.
-        hooks: Pairs (hook point, forward hook), pickled.
-        network: What the study records of the network.
+    A worker loads the model by the arguments of the `from_pretrained` call that gave it, attaches the same (pickled)
+    hooks, and compares what the study records of the network, before each task. On the CPU, weights that the file has
+    in the model's dtype at a multiple of 64 bytes, as our files do, stay mapped from it, so that the workers of one
+    machine share them. A model that was loaded with a `device_map` repeats the map.
     """
 
     source: Source
@@ -429,18 +418,15 @@ def _ended(running: Mapping[Any, int], while_waiting: Callable[[], None]) -> lis
 
 def _hooks_of(model: DiffusionTransformer) -> bytes:
     hooks = [(name, handle.user_hook) for name, point in model.hook_dict.items() for handle in point.fwd_hooks]
-    try:
-        return packed(hooks)
-    except Exception:
-        for name, hook in hooks:
-            try:
-                packed(hook)
-            except Exception as error:
-                raise ValueError(
-                    f"the hook {name_of(hook)} at {name!r} cannot be sent to workers ({error}): let it refer to "
-                    "nothing that belongs to this process, or run the study without executor="
-                ) from error
-        raise
+    for name, hook in hooks:
+        try:
+            packed(hook)
+        except Exception as error:
+            raise ValueError(
+                f"the hook {name_of(hook)} at {name!r} cannot be sent to workers ({error}): let it refer to "
+                "nothing that belongs to this process, or run the study without executor="
+            ) from error
+    return packed(hooks)
 
 
 def _as_sent(error: Exception) -> Exception:

@@ -5,11 +5,9 @@ of its weights, and the hooks on it), and one file per fact. Files are written a
 last one was interrupted. Each file is marked with a hash of its study and its fact. A file that belongs to another
 study, or that was renamed, is refused.
 
-Several processes may fill one folder, each with its shard of the facts: facts i, i + n, i + 2n, ... of n shards.
-
-The random numbers of a fact come from its own seed, which is derived from the study's seed and the fact's id. So no
-number depends on the process, on the order, or on the other facts. Facts that share a forward pass form batches, which
-are planned for the whole study and always computed completely, so results are identical to the last bit.
+Several processes may fill one folder, each with its shard of the facts. The random numbers of a fact come from its own
+seed, which is derived from the study's seed and the fact's id, and facts that share a forward pass form batches, which
+are planned for the whole study and always computed completely. So results are identical to the last bit.
 """
 
 import hashlib
@@ -32,19 +30,13 @@ from weight_conversion import as_json, write_json
 
 Shard = tuple[int, int] | str
 
-
 R = TypeVar("R")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class FactFolder:
-    """The folder of one study.
-
-    Attributes:
-        path: The folder.
-        record: Description of the study, the content of `run.json`; "facts" lists all its facts, by id.
-    """
+    """The folder of one study, and its description, the content of `run.json`; "facts" lists all its facts, by id."""
 
     path: Path
     record: dict[str, Any]
@@ -59,12 +51,8 @@ class FactFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> "FactFolder":
-        """The folder of a study that was started.
-
-        Raises:
-            FileNotFoundError: No study was started in it.
-            ValueError: Its `run.json` does not describe a study over facts.
-        """
+        """The folder of a study that was started; a `FileNotFoundError` if none was, a `ValueError` if its `run.json`
+        does not describe a study over facts."""
         file = Path(path) / "run.json"
         if not file.exists():
             raise FileNotFoundError(f"{path} contains no study: there is no {file}")
@@ -84,11 +72,8 @@ class FactFolder:
             result.save(self.file(fact_id))
 
     def has(self, fact_id: str) -> bool:
-        """Whether the folder has a fact's result.
-
-        Raises:
-            ValueError: The file is truncated, or belongs to another study or fact.
-        """
+        """Whether the folder has a fact's result; a `ValueError` if its file is truncated, or of another study or
+        fact."""
         file = self.file(fact_id)
         if not file.exists():
             return False
@@ -140,13 +125,8 @@ class SharedFolder:
 def begin_folder(path: str | Path, record: Mapping[str, Any]) -> dict[str, Any]:
     """Write the description of a study to the `run.json` of its folder, or compare it with the one that is there.
 
-    Returns:
-        The content of `run.json`.
-
-    Raises:
-        ValueError: The folder belongs to another study (the message lists the differences), or a hook cannot be
-            identified.
-        TypeError: The record has an entry that JSON cannot represent.
+    Returns its content. A `ValueError` if the folder belongs to another study (the message lists the differences), or a
+    hook cannot be identified.
     """
     require_named_hooks(record, str(path))
     file, described = Path(path) / "run.json", as_json(record)
@@ -234,10 +214,7 @@ def join_parts(
 ) -> tuple[dict[str, Any], dict[str, T]]:
     """The record of the study that all parts belong to, and their results by fact, in the order of its facts.
 
-    Args:
-        parts: The name of each part for messages, its record, and its results by fact.
-        same: Whether two results of one fact are the same.
-        unit: What messages call a fact.
+    A part is its name for messages, its record, and its results by fact; `unit` is what messages call a fact.
     """
     if not parts:
         raise ValueError("there is nothing to merge: name at least one part")

@@ -20,7 +20,7 @@ from weight_conversion import Variant
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How the loop writes answers; its settings are checked when they are made.
+    """How the loop writes answers.
 
     Attributes:
         steps, sampler, temperature: The same as in `HookedDiffusionTransformer.denoise`.

@@ -2,16 +2,15 @@
 
 A study has a record that describes it, batches of facts that are computed together, and a job that computes a batch.
 `Study.collect` reads the facts that are in the folder already, computes the others and saves each when it is done: in
-this process or on the workers of an executor, which write to the folder if they see it. The result is a `StudyResult`:
-its shards can be merged, and it can be loaded from its own file or from the folder of its study. Confidence intervals
-of means over facts come from resampling the facts.
+this process or on the workers of an executor, which write to the folder if they see it. Confidence intervals of means
+over facts come from resampling the facts.
 """
 
 import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
@@ -46,14 +45,22 @@ Compute = Callable[[Sequence[str]], Sequence[Any]]
 
 C = TypeVar("C", bound="StudyResult[Any]")
 F = TypeVar("F")
+R = TypeVar("R", bound="FactResult")
+
+
+class FactResult:
+    """Base of dataclasses with the result of one fact."""
+
+    def equals(self: R, other: R) -> bool:
+        """Whether both are identical to the bit, NaN included."""
+        mine, theirs = vars(self), vars(other)
+        return all(_same(value, theirs[name]) for name, value in mine.items())
 
 
 class StudyResult(PicturedResult, Saved, Generic[F]):
     """The result of a study over facts, or of a part of one; F is the type of the result of one fact, with `equals`.
 
-    Attributes:
-        ids: The fact of each row.
-        record: Settings, all facts of the study by id, those `set_aside`, model, weights' hash, versions.
+    It is loaded from its own file or from the folder of its study, and shards can be merged.
     """
 
     FACT_FILE: ClassVar[type[Any]]  # Class of the saved result of one fact, with `save` and `load`.
@@ -111,12 +118,8 @@ class StudyResult(PicturedResult, Saved, Generic[F]):
     def merge(cls: type[C], parts: str | Path | C | Sequence[str | Path | C]) -> C:
         """Merge the shards of one study. The result is bit-identical to that of one process on the same machine.
 
-        Args:
-            parts: Folders given as `out`, saved results, or results; one folder may contain all shards.
-
-        Raises:
-            ValueError: The parts belong to different studies, a fact is in none of them, or two of them differ in a
-                fact.
+        The parts are folders given as `out`, saved results, or results; one folder may contain all shards. A
+        `ValueError` if they belong to different studies, a fact is in none of them, or two of them differ in a fact.
         """
         given = list(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else [parts]
         opened = []
@@ -142,6 +145,22 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True)
+class FactsJob:
+    """The usual job: `compute(model, inputs)` gives the results of a batch from what its facts need, by id."""
+
+    inputs: Mapping[str, Any]
+    compute: Callable[[Any, dict[str, Any]], Sequence[Any]]
+
+    def part(self, ids: Sequence[str]) -> "FactsJob":
+        """The job with these facts."""
+        return FactsJob({fact_id: self.inputs[fact_id] for fact_id in ids}, self.compute)
+
+    def on(self, model: Any) -> Compute:
+        """The function that computes a batch."""
+        return lambda batch: self.compute(model, {fact_id: self.inputs[fact_id] for fact_id in batch})
+
+
+@dataclass(frozen=True)
 class Study:
     """The plan of a study, of which nothing is computed yet.
 
@@ -151,7 +170,8 @@ class Study:
             called with the first result where the study neither writes nor sends anything.
         batches: Ids of the facts that are computed together; shards consist of whole batches.
         job: What is computed of each batch.
-        neighbours: Groups of facts that share work although they are not computed together.
+        neighbours: Groups of facts that share work although they are not computed together; a task of a worker contains
+            whole groups, if it can.
     """
 
     model: DiffusionTransformer | None
@@ -163,41 +183,34 @@ class Study:
     def collect(
         self, result_type: type[C], out: str | Path | None, shard: Shard, progress: bool, executor: Executes | None
     ) -> C:
-        """The result of a shard. Each fact is read from the folder if it is there, and computed otherwise.
-
-        Args:
-            out: Folder for one file per fact; by default nothing is written.
-            shard: (i, n) or "i/n": the batches i, i + n, i + 2n, ...
-            progress: Whether to show a progress bar.
-            executor: Executor whose workers compute; by default this process does.
+        """The result of a shard, the batches i, i + n, i + 2n, ... Each fact is read from the folder `out` if it is
+        there, and computed otherwise: on the executor's workers, or in this process.
 
         Raises:
-            RuntimeError: Every fact failed on the workers, or as in `executor.spread`.
+            RuntimeError: Every fact failed on the workers, or as in `spread`.
 
         Warns:
             UserWarning: Some facts failed on the workers.
         """
-        own = pick_shard(self.batches, shard)
+        own, unit = replace(self, batches=pick_shard(self.batches, shard)), result_type.UNIT
         load = result_type.FACT_FILE.load
         saved: Iterable[tuple[str, Any]]
         folder = None
         if executor is None:
             record = {} if out is None else self._described()
             folder = None if out is None else FactFolder.start(out, record)
-            saved = work_through_batches(own, self.job.on(self.model), load, folder, progress, result_type.UNIT)
+            saved = work_through_batches(own.batches, self.job.on(self.model), load, folder, progress, unit)
             if out is None:
                 begun = list(islice(saved, 1))
                 record, saved = self._described(), chain(begun, saved)
         else:
             record = self._described() if self.model is None else with_device(self._described(), executor)
             folder = None if out is None else FactFolder.start(out, record)
-            work = Work(self.model, self.job, own, self.neighbours, folder, result_type.UNIT)
-            saved, failed = spread(work, executor, load, progress)
+            saved, failed = spread(own, executor, folder, load, progress, unit)
             if failed:
                 record = {**record, "failed": failed}
-                first = next(iter(failed))
-                message = f"{len(failed)} {result_type.UNIT}s failed on the workers; {first!r}: {failed[first]}"
-                if len(failed) == sum(map(len, own)):
+                message = say_failed(failed, unit)
+                if len(failed) == sum(map(len, own.batches)):
                     raise RuntimeError(message)
                 warn_user(f"{message}. The result lists them in `failed`; the same call tries them again")
         result = result_type.from_files(saved, record)
@@ -208,80 +221,71 @@ class Study:
         return self.record() if callable(self.record) else self.record
 
 
-@dataclass(frozen=True)
-class Work:
-    """The facts of a study, to be spread over workers.
+def in_batches_of(size: int, ids: Iterable[str]) -> list[list[str]]:
+    """Ids in batches of this size."""
+    listed = list(ids)
+    return [listed[start : start + size] for start in range(0, len(listed), size)]
 
-    Attributes:
-        model, job, batches, neighbours: Those of the `Study`; a task contains whole groups of neighbours, if it can.
-        folder: Folder of the study; `None` if nothing is written.
-        unit: What the progress bar calls a fact.
-    """
 
-    model: DiffusionTransformer | None
-    job: Job
-    batches: Sequence[Sequence[str]]
-    neighbours: Sequence[Sequence[str]] = ()
-    folder: FactFolder | None = None
-    unit: str = "fact"
-
-    def tasks(self, workers: Workers) -> list["_FactsTask"]:
-        """The tasks, of batches that are not in the folder yet."""
-        has = self.folder.has if self.folder else lambda fact_id: False
-        batches = [batch for batch in self.batches if not all(has(fact_id) for fact_id in batch)]
-        place = {fact_id: i for i, group in enumerate(self.neighbours) for fact_id in group}
-        batches.sort(key=lambda batch: place.get(batch[0], 0))
-        size = workers.facts_per_task or -(-sum(map(len, batches)) // workers.tasks)
-        shared = SharedFolder.of(self.folder.path, self.folder.record) if self.folder else None
-        chunks: list[list[Sequence[str]]] = []
-        for batch in batches:  # consecutive batches with at least so many facts
-            if not chunks or sum(map(len, chunks[-1])) >= size:
-                chunks.append([])
-            chunks[-1].append(batch)
-        return [
-            _FactsTask(self.job.part([fact_id for batch in chunk for fact_id in batch]), chunk, shared)
-            for chunk in chunks
-        ]
+def say_failed(failed: Mapping[str, str], unit: str = "fact") -> str:
+    """How many facts failed, and the error of the first."""
+    fact_id, error = next(iter(failed.items()))
+    return f"{len(failed)} {unit}s failed on the workers; {fact_id!r}: {error}"
 
 
 def spread(
-    work: Work, executor: Executes, load: Callable[[Path], Any] = Path, progress: bool = False
+    study: Study,
+    executor: Executes,
+    folder: FactFolder | None = None,
+    load: Callable[[Path], Any] = Path,
+    progress: bool = False,
+    unit: str = "fact",
 ) -> tuple[list[tuple[str, Any]], dict[str, str]]:
-    """Compute what is not in the folder yet on the workers. With a folder, `load` reads a result from its file.
+    """Compute what is not in the folder yet on the workers; the errors are those of `run_tasks`.
 
-    Returns:
-        The results of all facts with their ids, and the errors of the facts that failed.
-
-    Raises:
-        ValueError: The model or its hooks cannot be sent, or a worker gets another network.
-        RuntimeError: A task was given up after its workers died, or the executor takes no more tasks. What was
-            computed is in the folder.
+    Returns the results of all facts with their ids, which `load` reads from a folder, and the errors of those that
+    failed.
     """
     workers = Workers.of(executor)
     results: dict[str, Any] = {}
     failed: dict[str, str] = {}
-    tasks = work.tasks(workers)
-    all_ids = [fact_id for batch in work.batches for fact_id in batch]
-    with tqdm(total=len(all_ids), desc=f"{work.unit}s", unit=work.unit, disable=not progress) as shown:
-        bar = _FactsBar(shown, all_ids, work.folder if progress else None)
+    tasks = _tasks(study, folder, workers)
+    all_ids = list(chain.from_iterable(study.batches))
+    with tqdm(total=len(all_ids), desc=f"{unit}s", unit=unit, disable=not progress) as shown:
+        bar = _FactsBar(shown, all_ids, folder if progress else None)
         bar.update(len(all_ids) - sum(task.size for task in tasks))
-        ended = run_tasks(tasks, work.model, workers, bar, while_waiting=bar.look)
+        ended = run_tasks(tasks, study.model, workers, bar, while_waiting=bar.look)
         for fact_id, result, error in (done for _, of_task in ended for done in of_task):
             if error is not None:
                 failed[fact_id] = error
-            elif work.folder is None:
+            elif folder is None:
                 results[fact_id] = result
-            elif result is not None and not work.folder.has(fact_id):
-                work.folder.save(fact_id, result)
-    if work.folder is None:
+            elif result is not None and not folder.has(fact_id):
+                folder.save(fact_id, result)
+    if folder is None:
         return list(results.items()), failed
     ids = [fact_id for fact_id in all_ids if fact_id not in failed]
-    if unseen := [fact_id for fact_id in ids if not work.folder.has(fact_id)]:
+    if unseen := [fact_id for fact_id in ids if not folder.has(fact_id)]:
         raise RuntimeError(
-            f"workers have written {len(unseen)} {work.unit}s to {work.folder.path} that this process does not see, "
+            f"workers have written {len(unseen)} {unit}s to {folder.path} that this process does not see, "
             f"first {unseen[0]!r}. A network file system may show them later: call again"
         )
-    return [(fact_id, load(work.folder.file(fact_id))) for fact_id in ids], failed
+    return [(fact_id, load(folder.file(fact_id))) for fact_id in ids], failed
+
+
+def _tasks(study: Study, folder: FactFolder | None, workers: Workers) -> list["_FactsTask"]:
+    """The tasks of a study, of batches that are not in the folder yet."""
+    batches = [batch for batch in study.batches if not folder or not all(map(folder.has, batch))]
+    place = {fact_id: i for i, group in enumerate(study.neighbours) for fact_id in group}
+    batches.sort(key=lambda batch: place.get(batch[0], 0))
+    size = workers.facts_per_task or -(-sum(map(len, batches)) // workers.tasks)
+    shared = SharedFolder.of(folder.path, folder.record) if folder else None
+    chunks: list[list[Sequence[str]]] = []
+    for batch in batches:  # consecutive batches with at least so many facts
+        if not chunks or sum(map(len, chunks[-1])) >= size:
+            chunks.append([])
+        chunks[-1].append(batch)
+    return [_FactsTask(study.job.part(list(chain.from_iterable(chunk))), chunk, shared) for chunk in chunks]
 
 
 def bootstrap_interval(
@@ -290,12 +294,7 @@ def bootstrap_interval(
     """Ends of the bias-corrected and accelerated interval (Efron 1987) of the mean over facts.
 
     All layers share the resampled facts. Where all facts agree, both ends are their value; where one is NaN, and for
-    fewer than two facts, both ends are NaN.
-
-    Args:
-        values: One row per fact.
-        level: Probability that such an interval covers the mean.
-        seed: Seed of `numpy.random.default_rng`.
+    fewer than two facts, both ends are NaN. `level` is the probability that such an interval covers the mean.
     """
     _check_level(level)
     if len(values) < 2:
@@ -330,14 +329,8 @@ def percentile_interval(
 ) -> tuple[float, float]:
     """Ends of the percentile interval (Efron 1979) of one number that is computed from means over facts.
 
-    In contrast to `bootstrap_interval` it applies to any function of several means. For fewer than two facts both ends
-    are NaN.
-
-    Args:
-        values: One row per fact, without NaN.
-        level: Probability that such an interval covers the number.
-        seed: Seed of `numpy.random.default_rng`.
-        statistic: Function of the means of each resample; by default the mean itself, of values without further axes.
+    In contrast to `bootstrap_interval` it applies to any function of several means, the `statistic` of each resample's
+    means; by default the mean itself, of values without further axes. For fewer than two facts both ends are NaN.
     """
     _check_level(level)
     if len(values) < 2:
@@ -347,6 +340,12 @@ def percentile_interval(
     numbers = means if statistic is None else statistic(means)
     low, high = np.quantile(numbers.numpy(), [(1 - level) / 2, (1 + level) / 2]).tolist()
     return low, high
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return bool(one == other)
 
 
 def _check_level(level: float) -> None:
@@ -398,7 +397,7 @@ class _FactsTask:
 
     def _left(self) -> list[str]:
         folder = self.folder.facts() if self.folder else None
-        ids = [fact_id for batch in self.batches for fact_id in batch]
+        ids = chain.from_iterable(self.batches)
         return [fact_id for fact_id in ids if folder is None or not folder.file(fact_id).exists()]
 
 

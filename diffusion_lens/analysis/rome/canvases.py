@@ -21,8 +21,8 @@ every real position is moved.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -51,9 +51,8 @@ class BlocksAbove:
     Attributes:
         first: The first of these blocks; `n_layers` if there is none.
         resid: The stream that enters it.
-        moved, known: Bool[batch pos], positions to compute in every iteration, and those with known keys and values.
-        packed: Where the known positions stand in `past`; `None` if there are none.
-        past: Their keys and values in each of these blocks.
+        moved, known: Positions to compute in every iteration, and those with known keys and values.
+        packed: Where the known positions stand in `past`, their keys and values in each block.
     """
 
     model: DiffusionTransformer
@@ -80,11 +79,11 @@ class BlocksAbove:
         n_batch, n_pos = edited.shape
         sees = context.visibility.dense(n_pos, n_pos, resid.device)[:, 0].expand(n_batch, -1, -1)
         ends = edited | read
-        if first == model.cfg.n_layers:
-            return cls(model, first, resid, context, ends, torch.zeros_like(ends), None, ())
-        # A read row is computed in any case, and so is every position that sees it.
-        reached, needed = closure(ends, sees.mT), closure(ends, sees)
-        moved, known = needed & reached, needed & ~reached
+        moved, known = ends, torch.zeros_like(ends)
+        if first < model.cfg.n_layers:
+            # A read row is computed in any case, and so is every position that sees it.
+            reached, needed = closure(ends, sees.mT), closure(ends, sees)
+            moved, known = needed & reached, needed & ~reached
         if not bool(known.any()):
             return cls(model, first, resid, context, moved, known, None, ())
         packed = Packing.of(known, assigned_rows(model, known))
@@ -102,9 +101,7 @@ class PackedPass:
     Attributes:
         numbers: The canvases, by their row in the batch of `above`.
         stream: The stream at the moved positions without δ.
-        past: Known keys and values in each block, for these rows.
         edited: Row and column of the position of each canvas where δ is added.
-        rows: The rows that are read.
     """
 
     above: BlocksAbove
@@ -184,10 +181,7 @@ ESSENCE_AT = ("readout", "subject_last")
 
 
 class Read(NamedTuple):
-    """One row of a canvas's logits, the token scored there, and its weight in the loss.
-
-    `DISTRIBUTION` in place of the token says that the whole distribution should stay as it is.
-    """
+    """One row of a canvas's logits, the token scored there (`DISTRIBUTION`: all should stay), and its weight."""
 
     row: int
     token: int
@@ -202,10 +196,7 @@ class ReadCanvas(NamedTuple):
 
 
 class ValueObjective(NamedTuple):
-    """The canvases on which the loss of one request is computed.
-
-    The plain request is the first of `objects`; `essences` has one canvas or none.
-    """
+    """The canvases on which the loss of one request is computed: its prompts, the plain one first, and an essence."""
 
     objects: list[ReadCanvas]
     essences: list[ReadCanvas]
@@ -290,7 +281,7 @@ class Canvases:
         keys, outputs: Input of the down-projection and output of the MLP there.
         owner: Request of each canvas, in order.
         canvas, row, token, weight: Canvas of each read, and the fields of `Read`.
-        present: Token on the canvas at the position that each read predicts.
+        present: Token on the canvas in the row that is read.
         origins: The first position that is read in blocks, where canvases differ in it.
         packed: The pass over the positions that δ changes; `None` if hooks above layer l expect whole canvases.
     """
@@ -329,8 +320,7 @@ class Canvases:
         at = numbers, positions
         origins = origins_of(model, tokens, real)
         origins = None if origins is None else origins.repeat(len(numbers) // len(origins))
-        canvas = torch.tensor([canvas for canvas, _, _, _ in reads], device=device)
-        row = torch.tensor([row for _, row, _, _ in reads], device=device)
+        canvas, row, token, weight = (torch.tensor(column, device=device) for column in zip(*reads, strict=True))
         packed = None
         if is_plain(model, layer + 1):
             edited, read = (torch.zeros_like(tokens, dtype=torch.bool) for _ in range(2))
@@ -349,8 +339,8 @@ class Canvases:
             present=torch.tensor([int(flat[canvas][1].tokens[row]) for canvas, row, _, _ in reads], device=device),
             canvas=canvas,
             row=row,
-            token=torch.tensor([token for _, _, token, _ in reads], device=device),
-            weight=torch.tensor([weight for _, _, _, weight in reads], device=device),
+            token=token,
+            weight=weight,
             origins=origins,
             packed=packed,
         )
@@ -377,24 +367,17 @@ class Canvases:
         if packed is not None:
             numbers = packed.numbers
             packed = PackedPass.of(
-                packed.above,
-                numbers[selected],
-                self.positions[selected],
-                (numbers[self.canvas[read]], self.row[read]),
+                packed.above, numbers[selected], self.positions[selected], (numbers[self.canvas[read]], self.row[read])
             )
-        return Canvases(
-            self.resid[selected],
-            None if self.real is None else self.real[selected],
-            self.positions[selected],
-            keys=self.keys[selected],
-            outputs=self.outputs[selected],
+        chosen: dict[str, Any] = {name: getattr(self, name)[read] for name in ("row", "token", "weight", "present")}
+        for name in ("resid", "real", "positions", "keys", "outputs", "origins"):
+            of_canvases = getattr(self, name)
+            chosen[name] = None if of_canvases is None else of_canvases[selected]
+        return replace(
+            self,
+            **chosen,
             owner=torch.searchsorted(requests, self.owner[selected]),
             canvas=(selected.cumsum(dim=0) - 1)[self.canvas[read]],
-            row=self.row[read],
-            token=self.token[read],
-            weight=self.weight[read],
-            present=self.present[read],
-            origins=None if self.origins is None else self.origins[selected],
             packed=packed,
         )
 
@@ -406,14 +389,14 @@ class Canvases:
         edited = (widened(self.resid[at]) + delta[self.owner]).to(self.resid.dtype)
         if self.packed is not None:
             logits = self.packed.logits(edited)
-            return torch.log_softmax(clean_logits(model, widened(logits), self.present), dim=-1)
-        with model.clock.at(model.clock.step, origins=self.origins):
-            logits = model(
-                self.resid.index_put(at, edited),
-                start_at_layer=layer + 1,
-                attention_mask=self.real,
-                logits_at=(self.canvas, self.row),
-            )
+        else:
+            with model.clock.at(model.clock.step, origins=self.origins):
+                logits = model(
+                    self.resid.index_put(at, edited),
+                    start_at_layer=layer + 1,
+                    attention_mask=self.real,
+                    logits_at=(self.canvas, self.row),
+                )
         return torch.log_softmax(clean_logits(model, widened(logits), self.present), dim=-1)
 
 

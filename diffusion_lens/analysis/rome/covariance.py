@@ -129,7 +129,6 @@ def second_moment(
         batch_size: Number of texts in one forward pass. It affects the result by rounding only.
         save_every: Number of batches in a panel, after each of which the state is saved. It affects the result by
             rounding only.
-        progress: Whether to show a progress bar.
         executor: `concurrent.futures.Executor`, or `Workers`, that sums the panels; by default this process does. A
             task is a panel, and its result a matrix, 8 d_mlp² bytes: with a larger `save_every` fewer matrices travel.
 
@@ -294,34 +293,25 @@ class KeyPanel:
         """The sums, on the device of the model, or on the CPU if that has no float64; `summed` follows each batch."""
         size, device = model.blocks[self.layer].mlp.W_out.shape[0], str(model.cfg.device)
         home = "cpu" if device.startswith("mps") else device
-        sums = KeySums(torch.zeros(size, size, dtype=torch.float64, device=home), 0, 0, 0.0, 0)
+        total = torch.zeros(size, size, dtype=torch.float64, device=home)
+        text_squares, lengths = 0.0, []
         for start in range(0, len(self.rows), self.batch_size):
             rows = list(self.rows[start : start + self.batch_size])
             seeds = [own_seed(self.seed, self.first + start + i) for i in range(len(rows))]
-            sums = _with_batch(sums, _keys(model, self.layer, rows, seeds))
+            keys_by_text = _keys(model, self.layer, rows, seeds)
+            keys = torch.cat(keys_by_text)
+            if keys.dtype == total.dtype:
+                total.addmm_(keys.T, keys)  # in place, because the matrix is large
+            else:
+                total.add_((keys.T @ keys).to(home))
+            text_squares += sum(float((k @ k.T).square().sum()) for k in keys_by_text)
+            lengths += [len(k) for k in keys_by_text]
             summed()
-        return sums
+        return KeySums(total, sum(lengths), len(lengths), text_squares, sum(length**2 for length in lengths))
 
 
 def _received(tokens: Tensor, lengths: list[int], layer: int, first: int, batch_size: int, seed: int) -> KeyPanel:
     return KeyPanel(layer, first, tokens.split(lengths), batch_size, seed)
-
-
-def _with_batch(sums: KeySums, keys_by_text: Sequence[Float[Tensor, "pos d_mlp"]]) -> KeySums:
-    """The sums with the keys of one more batch, in the same matrix."""
-    keys = torch.cat([*keys_by_text])
-    # In place, because the matrix is large.
-    if keys.dtype == sums.total.dtype:
-        sums.total.addmm_(keys.T, keys)
-    else:
-        sums.total.add_((keys.T @ keys).to(sums.total.device))
-    return KeySums(
-        sums.total,
-        sums.count + len(keys),
-        sums.texts + len(keys_by_text),
-        sums.text_squares + sum(float((k @ k.T).square().sum()) for k in keys_by_text),
-        sums.count_squares + sum(len(k) ** 2 for k in keys_by_text),
-    )
 
 
 def _keys(

@@ -21,10 +21,9 @@ Success of an edit: whether it changed the requested fact, and no other (Meng et
     reverse_old       the reverse question, given the old object, still has the subject
 
 The first three groups are the paper's. Each probe is a query whose answer should win after the edit. It may have a
-rival, a query whose answer should lose: the old object against the new one, and in the group neighbourhood the new one
-against the old one. As in ROME's code, the answer then wins if the mean log-probability of its tokens is above the
-rival's. Without a rival the criterion is stricter: the answer wins if each of its tokens is the likeliest of those that
-the model may write (never [MASK]).
+rival, a query whose answer should lose, such as the old object. As in ROME's code, the answer then wins if the mean
+log-probability of its tokens is above the rival's. Without a rival the criterion is stricter: each of its tokens has to
+be the likeliest of those that the model may write (never [MASK]).
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,26 +43,14 @@ from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before
 from diffusion_lens.facts.fact import Probe, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import (
-    PicturedResult,
-    Saved,
-    Table,
-    network_of,
-    provenance,
-)
+from diffusion_lens.records.results import PicturedResult, Saved, Table, network_of, provenance
 from diffusion_lens.settings import Whole, at_least
 
 
 class RankOneEdit(WeightEdit):
-    """One edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
-
-    The weight is written in place, and restored bit for bit. Edits can be nested: each starts from the current W, and
-    the last one applied is the first to be reverted. A `with` restores the weight that it began with, also after an
-    exception. Other changes to that weight inside it are undone too, which raises a `ValueError`. Arithmetic is in
-    float64, whatever the model's dtype.
+    """The rank-one edit of one model, applied and reverted like every `WeightEdit`. It is computed in float64.
 
     Args:
-        model: The model to edit.
         layer: Number of the block, negative ones from the end; key and value must belong to this layer.
         key: k*.
         value: v*, with k_p.
@@ -120,8 +107,10 @@ class RankOneEdit(WeightEdit):
 
     @torch.no_grad()
     def factors(self, layer: int) -> Factors:
-        """The two vectors whose outer product is ΔW, for the weight as it is now."""
-        return Factors(self._missing()[:, None], self.direction[:, None])
+        """The two vectors whose outer product is ΔW, for the weight as it is now: v* − W k_p, and the direction."""
+        written = self.weight.cpu().double() @ self._plain_key
+        missing = self._target - written - self.model.blocks[self.layer].mlp.b_out.cpu().double()
+        return Factors(missing[:, None], self.direction[:, None])
 
     def describe(self) -> dict[str, Any]:
         """Layer, ridge, and the networks that key, value and covariance were taken from."""
@@ -148,12 +137,6 @@ class RankOneEdit(WeightEdit):
             )
         return solved / overlap, ridge
 
-    def _missing(self) -> Float[Tensor, "d_model"]:
-        """v* − W k_p, for the weight as it is now."""
-        mlp = self.model.blocks[self.layer].mlp
-        missing: Tensor = self._target - self.weight.cpu().double() @ self._plain_key - mlp.b_out.cpu().double()
-        return missing
-
 
 GROUPS = ("efficacy", "paraphrase", "neighbourhood", "shared_name", "other_relations", "reverse", "reverse_old")
 
@@ -165,7 +148,6 @@ class Score:
     Attributes:
         before, after: Share of probes whose answer wins, without the edit and with it.
         probability_before, probability_after: Mean p(answer), all positions read from one canvas.
-        count: Number of probes.
     """
 
     before: float
@@ -275,7 +257,7 @@ def edit_success(
     before = judge(model, all_probes, max_batch)
     with edit:
         after = judge(model, all_probes, max_batch)
-    wins, probabilities = (torch.stack(pair) for pair in zip(before, after, strict=True))
+    wins, probabilities = map(torch.stack, zip(before, after, strict=True))
     return EditReport(wins, probabilities, [group for group, _ in grouped], record)
 
 

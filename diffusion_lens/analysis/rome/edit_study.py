@@ -1,9 +1,9 @@
 """ROME's experiment over many requests: key, value and rank-one edit of each, and what the edit changes.
 
 For each request to write another object (`EditRequest`) the study computes k* (`rome.keys`) and v* (`rome.values`),
-applies the rank-one edit (`rome.edit`), scores the probes of the request without and with it (`rome.success`), and
-restores the weights, so that each edit is applied to the model as it was given. `EditStudy.table` gives the means over
-requests, as in ROME's table 1.
+applies the rank-one edit, scores the probes of the request without and with it (`rome.edit`), and restores the weights,
+so that each edit is applied to the model as it was given. `EditStudy.table` gives the means over requests, as in ROME's
+table 1.
 
 The values of a batch of requests are searched together. The batches are fixed for the whole study, and a batch is
 always computed in full, so results are bit-identical in one process, in shards, and after an interruption.
@@ -13,7 +13,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, replace
-from functools import cache, partial
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +26,14 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard, content, name_facts
-from diffusion_lens.analysis.over_facts.study import Compute, Study, StudyResult, percentile_interval
+from diffusion_lens.analysis.over_facts.study import (
+    FactResult,
+    FactsJob,
+    Study,
+    StudyResult,
+    in_batches_of,
+    percentile_interval,
+)
 from diffusion_lens.analysis.rome.covariance import (
     Covariance,
     InverseMoment,
@@ -48,7 +56,7 @@ SCORED = ("efficacy", "paraphrase", "neighbourhood")
 
 
 @dataclass(frozen=True, eq=False)
-class EditOutcome(Saved):
+class EditOutcome(FactResult, Saved):
     """The effect of one request's edit on its probes; see `EditReport`.
 
     Attributes:
@@ -73,25 +81,13 @@ class EditOutcome(Saved):
         wins, probabilities = (torch.stack(pair).float() for pair in zip(before, after, strict=True))
         return cls(wins, probabilities, groups, searched)
 
-    def equals(self, other: "EditOutcome") -> bool:
-        """Whether both are identical to the bit, NaN included."""
-        pairs = (self.wins, other.wins), (self.probabilities, other.probabilities)
-        same = all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
-        return same and self.groups == other.groups and self.searched == other.searched
-
 
 @dataclass(frozen=True)
 class GroupScore:
-    """One group of probes over the requests that have such probes.
+    """One group of probes over the requests that have such probes; `Score` describes the shares and probabilities.
 
     Each request counts once: its score is the share, or the mean, over its own probes. The intervals are percentile
     intervals of the bootstrap over requests.
-
-    Attributes:
-        before, after: Share of probes whose answer wins, without the edit and with it.
-        before_interval, after_interval: Ends of their intervals.
-        probability_before, probability_after: Mean p(answer).
-        requests, probes: Number of requests with such probes, and of their probes.
     """
 
     before: float
@@ -106,13 +102,8 @@ class GroupScore:
 
 @dataclass(frozen=True)
 class HarmonicScore:
-    """ROME's score S: the harmonic mean of efficacy, paraphrase and neighbourhood.
-
-    Attributes:
-        before, after: S without the edits and with them.
-        before_interval, after_interval: Ends of their intervals.
-        requests: Number of requests that have probes of all three groups, over which S is computed.
-    """
+    """ROME's score S, the harmonic mean of efficacy, paraphrase and neighbourhood, without the edits and with them,
+    over the requests that have probes of all three groups."""
 
     before: float
     after: float
@@ -129,11 +120,9 @@ class EditStudy(StudyResult[EditOutcome]):
     probability_after; a row for each probe.
 
     Attributes:
-        wins: Float[state probe], 1 if the answer wins, else 0; state 0 is without the edit, state 1 with it.
-        probabilities: Float[state probe], p(answer).
+        wins, probabilities, groups: Those of `EditReport`, for the probes of all requests.
         owner: Int[probe], row of the request of each probe.
         searched: Float[request], p(new object) in the plain request with the δ that the search for v* found.
-        groups: Group of each probe.
         ids: The request of each row.
         record: Settings, all requests of the study by id, those `set_aside`, covariance, model, weights' hash, hooks,
             versions.
@@ -169,16 +158,12 @@ class EditStudy(StudyResult[EditOutcome]):
     def by_fact(self) -> dict[str, EditOutcome]:
         """The inverse of `of`."""
         counts = torch.bincount(self.owner, minlength=len(self.ids)).tolist()
-        starts = torch.tensor([0, *counts]).cumsum(dim=0).tolist()
+        tensors = (each.split(counts, dim=1) for each in (self.wins, self.probabilities))
+        groups = iter(self.groups)
         return {
-            request_id: EditOutcome(
-                wins=self.wins[:, start : start + count].clone(),
-                probabilities=self.probabilities[:, start : start + count].clone(),
-                groups=self.groups[start : start + count],
-                searched=searched,
-            )
-            for request_id, start, count, searched in zip(
-                self.ids, starts[:-1], counts, self.searched.tolist(), strict=True
+            request_id: EditOutcome(wins.clone(), probabilities.clone(), list(islice(groups, wins.shape[1])), searched)
+            for request_id, wins, probabilities, searched in zip(
+                self.ids, *tensors, self.searched.tolist(), strict=True
             )
         }
 
@@ -188,23 +173,13 @@ class EditStudy(StudyResult[EditOutcome]):
         return {self.ids[row]: of_request for row, of_request in zip(rows, wins, strict=True)}
 
     def table(self, level: float = 0.95, seed: int = 0) -> dict[str, GroupScore]:
-        """The scores of the groups that have probes, in the order of `edit.GROUPS`.
-
-        Args:
-            level: Probability that an interval covers the mean over all such requests.
-            seed: Seed of the bootstrap.
-        """
+        """The scores of the groups that have probes, in the order of `edit.GROUPS`, with intervals of this level from a
+        bootstrap with this seed."""
         return {group: self._score(group, level, seed) for group in GROUPS if group in self.groups}
 
     def score(self, level: float = 0.95, seed: int = 0) -> HarmonicScore:
-        """ROME's score S, the harmonic mean of the means of efficacy, paraphrase and neighbourhood over requests.
-
-        Args:
-            level, seed: The same as in `table`.
-
-        Raises:
-            ValueError: No request has probes of all three groups.
-        """
+        """ROME's score S, the harmonic mean of the means of efficacy, paraphrase and neighbourhood over requests; a
+        `ValueError` if no request has probes of all three groups."""
         by_group = [self.by_request(group) for group in SCORED]
         ids = [request_id for request_id in self.ids if all(request_id in wins for wins in by_group)]
         if not ids:
@@ -269,8 +244,55 @@ def _harmonic(shares: Float[Tensor, "*rest entry"]) -> Float[Tensor, "*rest"]:
     return shares.shape[-1] / shares.reciprocal().sum(dim=-1)
 
 
+class RequestSettings(Settings):
+    """What the settings of edits share: the layout of requests and probes, and the record."""
+
+    search: ValueSettings
+    prefixes: Sequence[str]
+    layout: CanvasLayout
+
+    def usable(
+        self, model: DiffusionTransformer, requests: Sequence[EditRequest]
+    ) -> tuple[dict[str, EditRequest], dict[str, Any]]:
+        """The requests that can be laid out with their probes, and the record of these and of those set aside.
+
+        Raises:
+            ValueError: No request can be laid out, or two have one id.
+        """
+        by_id = dict(zip(name_facts([request.new for request in requests]), requests, strict=True))
+
+        def check(fact: Fact) -> EditRequest:
+            self.queries(model, by_id[fact.id])
+            self.probes(model, by_id[fact.id])
+            return by_id[fact.id]
+
+        usable = UsableFacts.of([replace(request.new, id=i) for i, request in by_id.items()], check)
+        facts = {request_id: _describe(request) for request_id, request in usable.prepared.items()}
+        return usable.prepared, {"facts": facts, "set_aside": usable.set_aside}
+
+    def queries(self, model: DiffusionTransformer, request: EditRequest) -> list[Query]:
+        """The plain request with the new object, and the same after each prefix."""
+        return lay_out_request(model, request.new, self.prefixes, self.layout)
+
+    def probes(self, model: DiffusionTransformer, request: EditRequest) -> tuple[list[str], list[Probe]]:
+        """The groups of a request's probes, and the probes."""
+        # `occurrence` counts mentions of the subject in the request; a probe mentions it elsewhere.
+        of_probe = replace(self.layout, occurrence=None)
+
+        def lay_out(fact: Fact) -> Query:
+            return (self.layout if fact.prompt == request.new.prompt else of_probe).query(model, fact)
+
+        pairs = [(group, probe) for group, own in request.probes(model, lay_out).items() for probe in own]
+        return [group for group, _ in pairs], [probe for _, probe in pairs]
+
+    def describe(self) -> dict[str, Any]:
+        """The settings for a record."""
+        described = super().describe()
+        return described | {"settings": asdict(described.pop("search")), **asdict(described.pop("layout"))}
+
+
 @dataclass(frozen=True)
-class EditSettings(Settings):
+class EditSettings(RequestSettings):
     """Settings of the edits of a study."""
 
     layer: Whole = setting(MISSING, "Block whose down-projection is edited, negative ones from the end.")
@@ -292,11 +314,6 @@ class EditSettings(Settings):
     def on(self, model: DiffusionTransformer) -> "EditSettings":
         """These settings with the layer counted from 0 and the length of canvas that applies to `model`."""
         return replace(self, layer=pick_edited_layer(model, self.layer), layout=self.layout.on(model))
-
-    def describe(self) -> dict[str, Any]:
-        """The settings for a record."""
-        described = Settings.describe(self)
-        return described | {"settings": asdict(described.pop("search")), **asdict(described.pop("layout"))}
 
 
 @begins_run
@@ -321,7 +338,6 @@ def edit_study(
         out: Folder for one file per request. A call that finds requests there computes only the others. By default
             nothing is written.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `EditStudy.merge` joins the shards.
-        progress: Whether to show a progress bar.
         executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
 
     Raises:
@@ -333,115 +349,38 @@ def edit_study(
     settings = settings.on(model)
     if covariance is not None:
         require_covariance_of(model, int(settings.layer), covariance)
-    usable, described = Requests.usable(model, requests, settings.prefixes, settings.layout)
-    record = {
-        **settings.describe(),
-        "covariance": describe_covariance(covariance),
-        **described,
-        **provenance(model, model.cfg),
-    }
-    ids, size = list(usable.by_id), int(settings.batch_size)
-    batches = [ids[start : start + size] for start in range(0, len(ids), size)]
-    study = Study(model, record, batches, EditJob(usable, settings, covariance))
+    usable, facts = settings.usable(model, requests)
+    of_c = {"covariance": describe_covariance(covariance)}
+    record = {**settings.describe(), **of_c, **facts, **provenance(model, model.cfg)}
+    batches = in_batches_of(int(settings.batch_size), usable)
+    study = Study(model, record, batches, FactsJob(usable, _EachEdit(settings, covariance)))
     return study.collect(EditStudy, out, shard, progress, executor)
 
 
-@dataclass(frozen=True, eq=False)
-class EditJob:
-    """The edits of requests, one by one; without a covariance C = I."""
+@dataclass(frozen=True)
+class _EachEdit:
+    """Applies and reverts the edit of each request in turn. Keys and values are computed on the unedited model."""
 
-    requests: "Requests"
     settings: EditSettings
     covariance: Covariance | None
 
-    def part(self, ids: Sequence[str]) -> "EditJob":
-        """The job with these requests."""
-        return replace(self, requests=self.requests.part(ids))
+    @cached_property
+    def inverse(self) -> InverseMoment | None:
+        return None if self.covariance is None else InverseMoment.of(self.covariance)
 
-    def on(self, model: DiffusionTransformer) -> Compute:
-        """The function that applies and reverts the edit of each request of a batch, and scores it."""
-
-        @cache
-        def inverse() -> InverseMoment | None:
-            return None if self.covariance is None else InverseMoment.of(self.covariance)
-
-        return lambda batch: edit_each(model, self.requests, batch, self.settings, inverse())
-
-
-def edit_each(
-    model: DiffusionTransformer,
-    requests: "Requests",
-    ids: Sequence[str],
-    settings: EditSettings,
-    inverse: InverseMoment | None,
-) -> list[EditOutcome]:
-    """Apply and revert the edit of each request in turn. Keys and values are computed on the unedited model."""
-    layer = int(settings.layer)
-    queries = [requests.queries(model, request_id) for request_id in ids]
-    keys = compute_keys(model, queries, layer, settings.at)
-    values = optimize_values(model, queries, layer, settings=settings.search)
-    outcomes = []
-    for request_id, key, value in zip(ids, keys, values, strict=True):
-        groups, probes = requests.probes(model, request_id)
-        before = judge(model, probes)
-        with RankOneEdit(model, layer, key, value, inverse):
-            after = judge(model, probes)
-        outcomes.append(EditOutcome.of(groups, before, after, value.probability_after))
-    return outcomes
-
-
-@dataclass(frozen=True, eq=False)
-class Requests:
-    """Requests by id, with the prefixes and the layout of their canvases, which are laid out when they are needed."""
-
-    by_id: Mapping[str, EditRequest]
-    prefixes: Sequence[str]
-    layout: CanvasLayout
-
-    @classmethod
-    def usable(
-        cls,
-        model: DiffusionTransformer,
-        requests: Sequence[EditRequest],
-        prefixes: Sequence[str],
-        layout: CanvasLayout,
-    ) -> "tuple[Requests, dict[str, Any]]":
-        """The requests that can be laid out with their probes, and the record of these and of those set aside.
-
-        Raises:
-            ValueError: No request can be laid out, or two have one id.
-        """
-        by_id = dict(zip(name_facts([request.new for request in requests]), requests, strict=True))
-        everything = cls(by_id, prefixes, layout)
-
-        def check(fact: Fact) -> EditRequest:
-            everything.queries(model, fact.id)
-            everything.probes(model, fact.id)
-            return by_id[fact.id]
-
-        usable = UsableFacts.of([replace(request.new, id=i) for i, request in by_id.items()], check)
-        facts = {request_id: _describe(request) for request_id, request in usable.prepared.items()}
-        return cls(usable.prepared, prefixes, layout), {"facts": facts, "set_aside": usable.set_aside}
-
-    def part(self, ids: Sequence[str]) -> "Requests":
-        """These requests only."""
-        return replace(self, by_id={request_id: self.by_id[request_id] for request_id in ids})
-
-    def queries(self, model: DiffusionTransformer, request_id: str) -> list[Query]:
-        """The plain request with the new object, and the same after each prefix."""
-        return lay_out_request(model, self.by_id[request_id].new, self.prefixes, self.layout)
-
-    def probes(self, model: DiffusionTransformer, request_id: str) -> tuple[list[str], list[Probe]]:
-        """The groups of a request's probes, and the probes."""
-        request = self.by_id[request_id]
-        # `occurrence` counts mentions of the subject in the request; a probe mentions it elsewhere.
-        of_probe = replace(self.layout, occurrence=None)
-
-        def lay_out(fact: Fact) -> Query:
-            return (self.layout if fact.prompt == request.new.prompt else of_probe).query(model, fact)
-
-        pairs = [(group, probe) for group, own in request.probes(model, lay_out).items() for probe in own]
-        return [group for group, _ in pairs], [probe for _, probe in pairs]
+    def __call__(self, model: DiffusionTransformer, requests: Mapping[str, EditRequest]) -> list[EditOutcome]:
+        layer = int(self.settings.layer)
+        queries = [self.settings.queries(model, request) for request in requests.values()]
+        keys = compute_keys(model, queries, layer, self.settings.at)
+        values = optimize_values(model, queries, layer, settings=self.settings.search)
+        outcomes = []
+        for request, key, value in zip(requests.values(), keys, values, strict=True):
+            groups, probes = self.settings.probes(model, request)
+            before = judge(model, probes)
+            with RankOneEdit(model, layer, key, value, self.inverse):
+                after = judge(model, probes)
+            outcomes.append(EditOutcome.of(groups, before, after, value.probability_after))
+        return outcomes
 
 
 def _describe(request: EditRequest) -> dict[str, Any]:

@@ -25,7 +25,14 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard
-from diffusion_lens.analysis.over_facts.study import Compute, Study, StudyResult, bootstrap_interval
+from diffusion_lens.analysis.over_facts.study import (
+    FactResult,
+    FactsJob,
+    Study,
+    StudyResult,
+    bootstrap_interval,
+    in_batches_of,
+)
 from diffusion_lens.analysis.representations import Comparisons, compare_along
 from diffusion_lens.analysis.rome.keys import check_key_position, compute_keys, lay_out_request
 from diffusion_lens.analysis.rome.values import ValueSettings, optimize_values
@@ -33,24 +40,16 @@ from diffusion_lens.facts.fact import Direction, Fact, Query
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import (
-    Saved,
-    Table,
-    network_of,
-    one_line,
-    provenance,
-    shown_model,
-)
+from diffusion_lens.records.results import Saved, Table, network_of, one_line, provenance, shown_model
 from diffusion_lens.settings import Settings, Whole, at_least, pick_indices, setting, takes, unique_indices
 from weight_conversion import Architecture
 
 DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
 VECTORS = ("keys", "values", "outputs")
-ByLayer = dict[int, dict[str, Tensor]]  # vectors of persons
 
 
 @dataclass(frozen=True, eq=False)
-class FactVectors(Saved):
+class FactVectors(FactResult, Saved):
     """One fact's keys and values.
 
     Attributes:
@@ -71,12 +70,6 @@ class FactVectors(Saved):
 
     __repr__ = one_line
 
-    def equals(self, other: "FactVectors") -> bool:
-        """Whether both are identical to the bit."""
-        tensors = (self.keys, other.keys), (self.outputs, other.outputs), (self.deltas, other.deltas)
-        same = all(torch.equal(*pair) for pair in tensors) and torch.equal(self.after, other.after)
-        return same and self.before == other.before
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyValueStudy(StudyResult[FactVectors]):
@@ -85,11 +78,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
     Columns of the data frame: fact, layer, before, after, key_norm, value_norm.
 
     Attributes:
-        keys: Float[fact layer d_mlp], k*.
-        outputs: Float[fact layer d_model], m.
-        deltas: Float[fact layer d_model], δ.
-        before: Float[fact], p(answer) in the plain request.
-        after: Float[fact layer], p(answer) with δ.
+        keys, outputs, deltas, before, after: Those of `FactVectors`, with a first axis for the facts.
         ids: The fact of each row.
         layers: The layer of each column.
         record: Settings, all facts of the study by id, those `set_aside`, model, weights' hash, versions.
@@ -165,7 +154,6 @@ class KeyValueStudy(StudyResult[FactVectors]):
             vectors: Vectors of the queries from name to description, as in `by_person`.
             against: Vectors of the queries from description to name; by default the same. Keys and values have no
                 common axes: for them "procrustes" and "cka" are computed.
-            progress: Whether to show a progress bar.
             settings: rank, resamples and seed of `representations.compare`.
 
         Raises:
@@ -179,13 +167,10 @@ class KeyValueStudy(StudyResult[FactVectors]):
                 "description"
             )
         names = [f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True)]
-        source = {
-            "model": shown_model(self.record),
-            "networks": [network_of(self.record)] * 2,
-            "vectors": list(kinds),
-        }
-        sides = self._by_layer(forward), self._by_layer(reverse)
-        return self._compare(sides, names, source, kinds[0] == kinds[1], progress=progress, **settings)
+        networks = [network_of(self.record)] * 2
+        source = {"model": shown_model(self.record), "networks": networks, "vectors": list(kinds)}
+        shared = kinds[0] == kinds[1]
+        return self._compare(self, (forward, reverse), names, source, shared, progress=progress, **settings)
 
     def compare_with(
         self,
@@ -201,44 +186,48 @@ class KeyValueStudy(StudyResult[FactVectors]):
         The models share no axes: "procrustes" and "cka" are computed.
 
         Args:
-            other: Study of the other model.
             vectors, asked: The same as in `by_person`.
-            progress: Whether to show a progress bar.
             settings: The same as in `compare`.
 
         Raises:
             ValueError: `by_person` refuses an argument, or the studies share no layer or person.
         """
-        mine, theirs = (study._by_layer(study.by_person(vectors, asked)) for study in (self, other))
+        sides = self.by_person(vectors, asked), other.by_person(vectors, asked)
         models = [shown_model(study.record) for study in (self, other)]
-        if not mine.keys() & theirs.keys():
+        if set(self.layers).isdisjoint(other.layers):
             raise ValueError(
                 f"the studies have no layer in common: {models[0]} has the layers {self.layers}, {models[1]} has "
                 f"{other.layers}"
             )
+        if sides[0].keys().isdisjoint(sides[1]):
+            raise ValueError(f"the studies of {models[0]} and {models[1]} have no person in common")
         networks = [network_of(study.record) for study in (self, other)]
         source = {"model": " and ".join(models), "networks": networks, "vectors": [vectors, vectors]}
-        return self._compare((mine, theirs), models, source, False, progress=progress, **settings)
+        return self._compare(other, sides, models, source, False, progress=progress, **settings)
 
     def _compare(
-        self, sides: tuple[ByLayer, ByLayer], names: Sequence[str], source: dict[str, Any], shared: bool, **more: Any
+        self,
+        other: "KeyValueStudy",
+        sides: tuple[dict[str, Tensor], dict[str, Tensor]],
+        names: Sequence[str],
+        source: dict[str, Any],
+        shared: bool,
+        **more: Any,
     ) -> Comparisons:
-        """Compare the vectors of the persons that both sides have, at each layer that both have."""
-        one, other = sides
-        layers = [layer for layer in one if layer in other]
-        persons = [person for person in one[layers[0]] if person in other[layers[0]]]
-        sets = {
-            layer: (
-                torch.stack([one[layer][person] for person in persons]),
-                torch.stack([other[layer][person] for person in persons]),
-            )
-            for layer in layers
-        }
+        """Compare vectors of this study with those of another, of the persons and at the layers that both have."""
+        one, another = sides
+        persons = [person for person in one if person in another]
+
+        def at(layer: int, study: "KeyValueStudy", vectors: dict[str, Tensor]) -> Tensor:
+            column = study.layers.index(layer)
+            return torch.stack([vectors[person][column] for person in persons])
+
+        layers = [layer for layer in self.layers if layer in other.layers]
         facts = [self.record["facts"][fact_id] for fact_id in self.ids]
         trained = {fact["person"]: str(fact["trained"]) for fact in facts}
         return compare_along(
             "layer",
-            sets,
+            {layer: (at(layer, self, one), at(layer, other, another)) for layer in layers},
             ids=persons,
             names=(names[0], names[1]),
             groups=[trained[person] for person in persons],
@@ -246,12 +235,6 @@ class KeyValueStudy(StudyResult[FactVectors]):
             shared_axes=shared,
             **more,
         )
-
-    def _by_layer(self, vectors: Mapping[str, Tensor]) -> ByLayer:
-        """The vectors of each person by layer."""
-        return {
-            layer: {person: own[column] for person, own in vectors.items()} for column, layer in enumerate(self.layers)
-        }
 
     def _table(self) -> Table:
         values = {
@@ -360,11 +343,9 @@ def key_value_study(
         model: Masked diffusion model or causal model.
         facts: Facts, with `person` and `asked` if the directions are to be compared.
         settings: Settings of the study.
-        out: Folder for one file per fact. A call that finds facts there computes only the others. By default nothing is
-            written.
+        out: Folder for one file per fact. A call that finds facts there computes only the others.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `KeyValueStudy.merge` joins the shards,
             bit for bit what one process gives on the same machine.
-        progress: Whether to show a progress bar.
         executor: `concurrent.futures.Executor`, or `Workers`, that computes the batches; by default this process does.
 
     Raises:
@@ -374,10 +355,9 @@ def key_value_study(
     """
     settings = replace(settings.on(model), layers=settings.blocks(model.cfg))
     usable = UsableFacts.of(facts, lambda fact: settings.request(model, fact))
-    ids, size = list(usable.prepared), int(settings.batch_size)
     record = {**settings.describe_on(model.cfg), **usable.describe(), **provenance(model, model.cfg)}
-    batches = [ids[start : start + size] for start in range(0, len(ids), size)]
-    study = Study(model, record, batches, VectorJob(usable.prepared, settings))
+    batches = in_batches_of(int(settings.batch_size), usable.prepared)
+    study = Study(model, record, batches, FactsJob(usable.prepared, partial(find_vectors, settings=settings)))
     return study.collect(KeyValueStudy, out, shard, progress, executor)
 
 
@@ -394,29 +374,13 @@ def study_keys_and_values(
     return key_value_study(model, facts, settings=settings, **given, **more)
 
 
-@dataclass(frozen=True)
-class VectorJob:
-    """The keys and values of requests, which are laid out by id."""
-
-    requests: Mapping[str, list[Query]]
-    settings: KeyValueSettings
-
-    def part(self, ids: Sequence[str]) -> "VectorJob":
-        """The job with these facts."""
-        return replace(self, requests={fact_id: self.requests[fact_id] for fact_id in ids})
-
-    def on(self, model: DiffusionTransformer) -> Compute:
-        """The function that computes the vectors of a batch."""
-        return lambda batch: find_vectors(model, [self.requests[fact_id] for fact_id in batch], self.settings)
-
-
 def find_vectors(
-    model: DiffusionTransformer, requests: list[list[Query]], settings: KeyValueSettings
+    model: DiffusionTransformer, requests: Mapping[str, list[Query]], settings: KeyValueSettings
 ) -> list[FactVectors]:
     """k* and v* of a batch of requests at every layer."""
-    layers = settings.blocks(model.cfg)
-    keys = [compute_keys(model, requests, layer, settings.at) for layer in layers]
-    values = [optimize_values(model, requests, layer, settings=settings.search) for layer in layers]
+    layers, queries = settings.blocks(model.cfg), list(requests.values())
+    keys = [compute_keys(model, queries, layer, settings.at) for layer in layers]
+    values = [optimize_values(model, queries, layer, settings=settings.search) for layer in layers]
     return [
         FactVectors(
             keys=torch.stack([of_layer[row].vector for of_layer in keys]),
@@ -425,5 +389,5 @@ def find_vectors(
             before=values[0][row].probability_before,
             after=torch.tensor([of_layer[row].probability_after for of_layer in values]),
         )
-        for row in range(len(requests))
+        for row in range(len(queries))
     ]

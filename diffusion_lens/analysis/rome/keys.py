@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from diffusion_lens.analysis.engine.answer import check_answer
+from diffusion_lens.analysis.engine.inputs import padded
 from diffusion_lens.analysis.engine.layout import CanvasLayout
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise
@@ -43,12 +43,11 @@ from diffusion_lens.settings import (
 )
 
 Request = Query | Sequence[Query]
-
-
 KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
     "subject_last": lambda query: query.subject[1] - 1,
     "subject_first": lambda query: query.subject[0],
 }
+check_key_position = one_of(*KEY_POSITIONS)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,14 +93,12 @@ def compute_key(
         layer: Number of the block; negative ones count from the end.
         at: Token at which the key is taken: "subject_last", as in ROME, or "subject_first".
         max_batch: Largest number of rows in one forward pass.
-
-    Raises:
-        ValueError: The layer is out of range, `at` is unknown, or the request is empty.
     """
-    return _keys(model, [queries], layer, at, max_batch)[0]
+    return compute_keys(model, [queries], layer, at, max_batch=max_batch)[0]
 
 
 @suggest_keywords
+@torch.no_grad()
 def compute_keys(
     model: DiffusionTransformer,
     requests: Sequence[Request],
@@ -111,7 +108,15 @@ def compute_keys(
     max_batch: Whole = 256,
 ) -> list[KeyResult]:
     """The keys of many requests, whose prompts share batches; `compute_key` describes the arguments."""
-    return _keys(model, requests, layer, at, max_batch)
+    layer, max_batch = pick_edited_layer(model, layer), at_least(1, "max_batch", max_batch)
+    check_key_position("at", at)
+    prompts = [*map(as_request, requests)]
+    states = states_at(model, [*chain(*prompts)], key_site(layer), layer, at, max_batch).float()
+    record = {"at": at, **provenance(model, model.cfg)}
+    return [
+        KeyResult(keys.clone(), layer, {**record, "prompts": [model.words(q.tokens.tolist()) for q in request]})
+        for keys, request in zip(states.split([*map(len, prompts)]), prompts, strict=True)
+    ]
 
 
 def sample_prefixes(
@@ -128,7 +133,7 @@ def sample_prefixes(
         lengths: Number of new tokens of each text, and of the denoising steps that write it.
         start: Words with which every text begins.
         temperature: Temperature of the sampling; at 0 all texts of one length would be the same.
-        seed: Seed of the random number generator; text i has its own seed, made of this one and i.
+        seed: Text i has its own seed, made of this one and i.
     """
     lengths = [at_least(1, "lengths", length) for length in whole_numbers("lengths", lengths)]
     if not lengths:
@@ -231,28 +236,6 @@ def pick_edited_layers(model: DiffusionTransformer, layers: Iterable[Whole]) -> 
     return [pick_edited_layer(model, layer) for layer in chosen]
 
 
-def check_key_position(name: str, at: Any) -> str:
-    """`at`; a `ValueError` unless it names a token of a query."""
-    known: str = one_of(*KEY_POSITIONS)(name, at)
-    return known
-
-
-@torch.no_grad()
-def _keys(
-    model: DiffusionTransformer, requests: Sequence[Request], layer: Whole, at: str, max_batch: Whole
-) -> list[KeyResult]:
-    layer, max_batch = pick_edited_layer(model, layer), at_least(1, "max_batch", max_batch)
-    if at not in KEY_POSITIONS:
-        check_key_position("at", at)
-    prompts = [*map(as_request, requests)]
-    states = states_at(model, [*chain(*prompts)], key_site(layer), layer, at, max_batch).float()
-    record = {"at": at, **provenance(model, model.cfg)}
-    return [
-        KeyResult(keys.clone(), layer, {**record, "prompts": [model.words(q.tokens.tolist()) for q in request]})
-        for keys, request in zip(states.split([*map(len, prompts)]), prompts, strict=True)
-    ]
-
-
 @torch.no_grad()
 def states_at(
     model: DiffusionTransformer,
@@ -281,10 +264,7 @@ def as_batch(model: DiffusionTransformer, queries: Sequence[Query]) -> tuple[Tok
 
     Padding inside a canvas is padding here too. The mask is `None` where there is no padding.
     """
-    device = model.cfg.device
-    rows = [query.tokens.to(device, torch.long) for query in queries]
-    tokens = pad_sequence(rows, batch_first=True, padding_value=model.padding.id)
-    real = torch.arange(tokens.shape[1], device=device) < torch.tensor([*map(len, rows)], device=device)[:, None]
+    tokens, real = padded(model, [query.tokens.to(model.cfg.device, torch.long) for query in queries])
     if (own := model.padding.real(tokens)) is not None:
         real &= own
     return tokens, None if bool(real.all()) else real

@@ -16,21 +16,19 @@ In a network that is told the time, R is divided by the gate of the block at tha
 C is the second moment of the unedited model (`rome.covariance`). One request in one block gets the direction C⁻¹ k of
 the rank-one edit, scaled by s / (λ + s) with s = kᵀ C⁻¹ k, because the ridge does not enforce the target.
 
-The steps and the defaults follow the authors' code for GPT-J (kmeng01/memit, `memit_main.py` and `compute_z.py`). There
-are two differences. Their key is the mean of the key in the plain prompt and the mean key after the prefixes; here all
-prompts count the same, as in `compute_key`. Their essence is read at the subject's last token; here it is read at its
-[MASK] or next token unless `essence_at="subject_last"`.
+The steps and the defaults follow the authors' code for GPT-J (kmeng01/memit, `memit_main.py` and `compute_z.py`), with
+two differences. Their key is the mean of the key in the plain prompt and the mean key after the prefixes; here all
+prompts count the same. Their essence is read at the subject's last token; here that is `essence_at="subject_last"`.
 
 Their λ of 15000 is for an MLP of 16384 units. The share of the target that an update reaches depends on the size of
 kᵀ C⁻¹ k, about the number of units for an average key of the corpus, so a smaller model needs a smaller λ.
-
-`memit_study` is the experiment of `edit_study` with all requests edited at once.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.engine.layout import CanvasLayout
-from diffusion_lens.analysis.over_facts.study import Compute, Study
+from diffusion_lens.analysis.over_facts.study import FactsJob, Study
 from diffusion_lens.analysis.rome.covariance import (
     Covariance,
     InverseMoment,
@@ -48,7 +46,7 @@ from diffusion_lens.analysis.rome.covariance import (
     require_covariance_of,
 )
 from diffusion_lens.analysis.rome.edit import judge
-from diffusion_lens.analysis.rome.edit_study import EditOutcome, EditStudy, Requests
+from diffusion_lens.analysis.rome.edit_study import EditOutcome, EditStudy, RequestSettings
 from diffusion_lens.analysis.rome.keys import Request, as_request, compute_keys, pick_edited_layers, states_at
 from diffusion_lens.analysis.rome.values import Number, ValueSettings, search_together
 from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before_gate
@@ -58,7 +56,7 @@ from diffusion_lens.hooks.names import resid_post
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import network_of, provenance
-from diffusion_lens.settings import Settings, Whole, plain_number, setting
+from diffusion_lens.settings import Whole, plain_number, setting
 
 COV_WEIGHT = 15000.0
 SEARCH = ValueSettings(steps=25, clamp_norm_factor=0.75)  # The authors' for GPT-J.
@@ -67,14 +65,11 @@ Covariances = Mapping[int, Covariance]
 
 
 class MemitEdit(WeightEdit):
-    """Edits of many facts in several layers, which `memit` computes: `with edit: ...`, or `apply()` and `revert()`.
+    """Edits of many facts in several layers, which `memit` computes, applied and reverted like every `WeightEdit`.
 
-    As with `RankOneEdit`, the weights are written in place and restored bit for bit, also after an exception, and edits
-    can be nested. The updates are those of the model for which they were computed: they do not depend on the weights at
-    the time they are applied.
+    The updates do not depend on the weights at the time they are applied.
 
     Attributes:
-        model: The edited model.
         searched: p(new object) of each request with δ added to the residual stream, before the weights are edited.
         errors: Float[entry request], ‖z - h_L‖ of each request before each block is edited, and after all are.
         record: Layers, λ, C and ridge of each layer (the ridge is 0 unless λ C + K Kᵀ was singular), settings of the
@@ -134,7 +129,6 @@ def memit(
         settings: Settings of the search for δ; by default the authors' for GPT-J.
         cov_weight: λ, the weight of C against the keys of the requests.
         essences: One essence per request; by default "{subject} is a".
-        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: There are no requests, a layer is out of range or has no covariance, a covariance belongs to
@@ -156,7 +150,7 @@ def memit(
     # 2. The update of each layer, upon those of the layers before it.
     updates: dict[int, Factors] = {}
     ridges, errors = {}, []
-    with ExitStack() as partial:
+    with ExitStack() as applied:
         for n, layer in enumerate(chosen):
             missing = targets - states
             errors.append(missing.norm(dim=1))
@@ -167,7 +161,7 @@ def memit(
             gate = model.time.gates(layer)[1] if model.cfg.time_conditioning else None
             written = before_gate(missing / (len(chosen) - n), gate)
             updates[layer] = Factors(written.T.contiguous(), inverse.times(keys))
-            partial.enter_context(MemitEdit(model, {layer: updates[layer]}))
+            applied.enter_context(MemitEdit(model, {layer: updates[layer]}))
             states = subject_states(model, plain, last)
         errors.append((targets - states).norm(dim=1))
     record = {
@@ -212,7 +206,7 @@ def _positive(name: str, value: Any) -> float:
 
 
 @dataclass(frozen=True)
-class MemitSettings(Settings):
+class MemitSettings(RequestSettings):
     """Settings of edits that are made at once."""
 
     layers: Iterable[Whole] = setting(
@@ -238,11 +232,6 @@ class MemitSettings(Settings):
         layers = pick_edited_layers(model, self.layers)
         return replace(self, layers=layers, layout=self.layout.on(model))
 
-    def describe(self) -> dict[str, Any]:
-        """The settings for a record."""
-        described = Settings.describe(self)
-        return described | {"settings": asdict(described.pop("search")), **asdict(described.pop("layout"))}
-
 
 @begins_run
 def memit_study(
@@ -259,60 +248,39 @@ def memit_study(
     Intervals of the result are over the requests of this one edit; another set of requests is another edit.
 
     Args:
-        model: Masked diffusion model or causal model. Its weights are restored.
-        requests: Requests of `data.counterfact`, `data.bake` or `data.site_edits`, or your own.
+        model, requests, progress: The same as in `edit_study`, which also says when a request is set aside.
         settings: Settings of the edit.
         covariances: C of each layer by its number, as in `memit`.
         out: Folder for one file per request; a call that finds them all there computes nothing.
-        progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The same as in `memit`, or the folder contains another study. A single request that cannot be laid
-            out is set aside, as in `edit_study`.
+        ValueError: The same as in `memit`, or the folder contains another study.
     """
     settings = settings.on(model)
     used = covariances_of(model, [int(layer) for layer in settings.layers], covariances)
-    usable, of_requests = Requests.usable(model, requests, settings.prefixes, settings.layout)
+    usable, facts = settings.usable(model, requests)
     described = {str(layer): describe_covariance(each) for layer, each in used.items()}
-    record = {**settings.describe(), "covariances": described, **of_requests, **provenance(model, model.cfg)}
-    job = MassEditJob(usable, settings, covariances)
-    return Study(model, record, [list(usable.by_id)], job).collect(EditStudy, out, (0, 1), progress, None)
-
-
-@dataclass(frozen=True, eq=False)
-class MassEditJob:
-    """One edit of all requests."""
-
-    requests: Requests
-    settings: MemitSettings
-    covariances: Covariances | None
-
-    def part(self, ids: Sequence[str]) -> "MassEditJob":
-        """The job itself: the requests are edited together."""
-        return self
-
-    def on(self, model: DiffusionTransformer) -> Compute:
-        """The function that applies and scores the edit."""
-        return lambda batch: edit_together(model, self.requests, batch, self.settings, self.covariances)
+    record = {**settings.describe(), "covariances": described, **facts, **provenance(model, model.cfg)}
+    job = FactsJob(usable, partial(edit_together, settings=settings, covariances=covariances))
+    return Study(model, record, [list(usable)], job).collect(EditStudy, out, (0, 1), progress, None)
 
 
 def edit_together(
     model: DiffusionTransformer,
-    requests: Requests,
-    ids: Sequence[str],
+    requests: Mapping[str, EditRequest],
     settings: MemitSettings,
     covariances: Covariances | None,
 ) -> list[EditOutcome]:
     """Apply one edit of all requests, and score the probes of each."""
     edit = memit(
         model,
-        [requests.queries(model, request_id) for request_id in ids],
+        [settings.queries(model, request) for request in requests.values()],
         settings.layers,
         covariances=covariances,
         settings=settings.search,
         cov_weight=settings.cov_weight,
     )
-    probes = [requests.probes(model, request_id) for request_id in ids]
+    probes = [settings.probes(model, request) for request in requests.values()]
     before = [judge(model, own) for _, own in probes]
     with edit:
         after = [judge(model, own) for _, own in probes]

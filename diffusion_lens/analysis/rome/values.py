@@ -168,7 +168,6 @@ def optimize_value(
         settings: Settings of the search.
         essence: Query whose prediction should not change, with its subject marked; by default "{subject} is a",
             followed by a [MASK] on a masked diffusion model.
-        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: A layer or setting is out of range, there is no object, the object has other tokens after a prefix
@@ -197,7 +196,6 @@ def optimize_values(
         settings: Settings of the search.
         max_batch: Largest number of canvases in one batch; it is halved while memory does not suffice. The canvases of
             one request always stay together.
-        progress: Whether to show a progress bar.
     """
     settings = settings or ValueSettings()
     layer, max_batch = pick_edited_layer(model, layer), at_least(1, "max_batch", max_batch)
@@ -221,10 +219,8 @@ def search_together(
     """The value of each request, recorded without settings and model.
 
     Args:
-        essences: One essence per request; by default "{subject} is a". Without a KL term none is used.
         measured_by: State whose norm is the unit of ‖δ‖ in weight decay and clamp: "mlp_out", the MLP's output as in
             ROME, or "resid_post", the residual stream behind the block as in MEMIT.
-        max_batch: Largest number of canvases in one batch.
     """
     used: Sequence[Query | None] = [None] * len(requests)
     if settings.kl_factor:
@@ -248,15 +244,11 @@ def search_together(
         for batch, batch_results in in_batches(search, objectives, max_batch // largest):
             results += batch_results
             bar.update(len(batch))
-    records = [
-        {
-            "object": model.words(request[0].answer_tokens),
-            "prompts": [model.words(query.tokens.tolist()) for query in request],
-            "essence": None if essence is None else model.words(essence.tokens.tolist()),
-        }
-        for request, essence in zip(requests, used, strict=True)
-    ]
-    return [replace(result, record=record) for result, record in zip(results, records, strict=True)]
+    for result, request, essence in zip(results, requests, used, strict=True):
+        result.record["object"] = model.words(request[0].answer_tokens)
+        result.record["prompts"] = [model.words(query.tokens.tolist()) for query in request]
+        result.record["essence"] = None if essence is None else model.words(essence.tokens.tolist())
+    return results
 
 
 class _Search:
@@ -330,7 +322,7 @@ class _Search:
         """The losses of the requests; their terms and p(object) are recorded."""
         numbers = torch.tensor(searching, device=self.delta.device)
         delta = self.delta[numbers]
-        nll, kl, log_p = (delta.new_zeros(len(searching)) for _ in range(3))
+        nll, kl, log_p = delta.new_zeros(3, len(searching))
         for n, batch in enumerate(self.batches):
             # 1. One pass from the block of the edit on. The first iteration, with δ = 0, gives the essences' reference.
             log_probs, request = batch.log_probs(self.model, self.layer, delta), batch.request

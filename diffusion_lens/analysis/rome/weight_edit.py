@@ -6,7 +6,6 @@ float64 and rounded to the dtype of W.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +18,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import export
 
 W = TypeVar("W", bound="WeightEdit")
+_Weights = dict[int, tuple[Tensor, Tensor]]  # W of each edited block before the update, and with it (on the CPU)
 
 
 class Factors(NamedTuple):
@@ -33,11 +33,8 @@ class Factors(NamedTuple):
 
 
 def before_gate(added: Float[Tensor, "*rest d_model"], gate: Float[Tensor, "d_model"] | None) -> Tensor:
-    """What a down-projection has to write so that `added` is added to the stream behind its gate.
-
-    Raises:
-        ValueError: An entry of the gate is 0, so that nothing reaches the stream there.
-    """
+    """What a down-projection has to write so that `added` is added to the stream behind its gate; a `ValueError` if an
+    entry of the gate is 0, so that nothing reaches the stream there."""
     if gate is None:
         return added
     if not bool(gate.all()):
@@ -57,7 +54,7 @@ class WeightEdit(ABC):
     """
 
     model: DiffusionTransformer
-    _applied: "dict[int, _Applied] | None" = None
+    _applied: _Weights | None = None
 
     @property
     @abstractmethod
@@ -84,20 +81,19 @@ class WeightEdit(ABC):
 
     @torch.no_grad()
     def apply(self: W) -> W:
-        """Write the edit into the model.
-
-        Raises:
-            ValueError: The edit is applied already, or an edited weight is not finite.
-        """
+        """Write the edit into the model; a `ValueError` if it is applied already, or an edited weight is not finite."""
         if self._applied is not None:
             raise ValueError(f"this edit of {say_layers(self.layers)} is applied already; revert it first")
-        applied = {layer: _Applied.of(self.weight_of(layer), self.factors(layer)) for layer in self.layers}
-        for layer, each in applied.items():
-            if not bool(each.after.isfinite().all()):
-                raise ValueError(f"the edited weight of layer {layer} is not finite in {each.after.dtype}")
+        applied: _Weights = {}
+        for layer in self.layers:
+            before = self.weight_of(layer).detach().clone()
+            after = (before.cpu().double() + self.factors(layer).product()).to(before.dtype)
+            if not bool(after.isfinite().all()):
+                raise ValueError(f"the edited weight of layer {layer} is not finite in {after.dtype}")
+            applied[layer] = before, after
         try:
-            for layer, each in applied.items():
-                self.weight_of(layer).copy_(each.after)
+            for layer, (_, after) in applied.items():
+                self.weight_of(layer).copy_(after)
         except BaseException:  # Also an interruption by the keyboard must not leave some of the layers edited.
             self._put_back(applied)
             raise
@@ -106,11 +102,8 @@ class WeightEdit(ABC):
 
     @torch.no_grad()
     def revert(self) -> None:
-        """Restore the weights bit for bit.
-
-        Raises:
-            ValueError: The edit is not applied, or a weight has changed since, so that reverting would undo more.
-        """
+        """Restore the weights bit for bit; a `ValueError` if the edit is not applied, or a weight has changed since, so
+        that reverting would undo more."""
         if self._applied is None:
             raise ValueError(f"this edit of {say_layers(self.layers)} is not applied, so there is nothing to revert")
         if changed := self._changed(self._applied):
@@ -139,23 +132,25 @@ class WeightEdit(ABC):
             )
 
     def export(self, path: str | Path) -> Path:
-        """Write the edited model in its checkpoint's own format (`weight_conversion.export`).
-
-        The edit need not be applied.
-        """
+        """Write the edited model in its checkpoint's own format; the edit need not be applied."""
         if self.is_applied:
             return export(self.model.state_dict(), self.model.cfg.architecture, path)
         with self:
             return self.export(path)
 
-    def _changed(self, applied: "dict[int, _Applied]") -> list[int]:
+    def _changed(self, applied: _Weights) -> list[int]:
         """The blocks whose weight is not as the edit left it."""
-        return [layer for layer, each in applied.items() if not each.is_in(self.weight_of(layer))]
+        changed = []
+        for layer, (_, after) in applied.items():
+            weight = self.weight_of(layer)
+            if weight.dtype != after.dtype or not torch.equal(weight.cpu(), after):
+                changed.append(layer)
+        return changed
 
     @torch.no_grad()
-    def _put_back(self, applied: "dict[int, _Applied]") -> None:
-        for layer, each in applied.items():
-            self.weight_of(layer).copy_(each.before)
+    def _put_back(self, applied: _Weights) -> None:
+        for layer, (before, _) in applied.items():
+            self.weight_of(layer).copy_(before)
         self._applied = None
 
 
@@ -174,20 +169,3 @@ def require_same_model(name: str, record: Mapping[str, Any] | None, model: Diffu
             f"the {name} was taken from another model or architecture ({record.get('model')!r}) than the edited model "
             f"({model.cfg.model_name!r}); take it from the model that you edit"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Applied:
-    """W before an applied update, and with it (on the CPU)."""
-
-    before: Float[Tensor, "d_model d_mlp"]
-    after: Float[Tensor, "d_model d_mlp"]
-
-    @classmethod
-    def of(cls, weight: Float[Tensor, "d_model d_mlp"], factors: Factors) -> "_Applied":
-        before = weight.detach().clone()
-        return cls(before, (before.cpu().double() + factors.product()).to(before.dtype))
-
-    def is_in(self, weight: Float[Tensor, "d_model d_mlp"]) -> bool:
-        """Whether the weight is as the edit left it."""
-        return weight.dtype == self.after.dtype and torch.equal(weight.cpu(), self.after)

@@ -200,6 +200,9 @@ def test_two_models_are_compared_without_shared_axes(pair):
     torch.testing.assert_close(compared.at[1].values, alone.values)
     with pytest.raises(ValueError, match="tiny-ar has"):
         mdm.compare_with(replace(twin, layers=[2, 3]))
+    strangers = {fact_id: {**fact, "person": f"not {fact['person']}"} for fact_id, fact in twin.record["facts"].items()}
+    with pytest.raises(ValueError, match="no person in common"):
+        mdm.compare_with(replace(twin, record={**twin.record, "facts": strangers}))
 
 
 def test_a_comparison_records_the_network_of_each_set(pair):

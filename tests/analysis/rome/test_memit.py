@@ -304,7 +304,7 @@ def test_edits_at_once_succeed_and_spare_the_neighbours(site, tmp_path, monkeypa
     assert study.plot().get_title() == f"{site.cfg.model_name}: 5 edits of layers 0 and 1"
 
     # The study is finished, so that the same call reads it, and another λ is another study.
-    monkeypatch.setattr(mass_edit, "edit_together", None)
+    monkeypatch.setattr(mass_edit, "edit_together", lambda *args, **more: pytest.fail("it is computed again"))
     again = memit_study(site, requests, settings, covariances=covariances, out=tmp_path / "edits")
     assert torch.equal(again.probabilities, study.probabilities)
     saved = EditStudy.load(study.save(tmp_path / "study.safetensors"))
