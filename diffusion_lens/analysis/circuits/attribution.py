@@ -42,7 +42,7 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Circuit, Graph, by_part
 from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.engine.kept_run import KeptRun
-from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs
+from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs, plain_steps
 from diffusion_lens.analysis.patching.metrics import UNREAD, Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.hooks.names import Hook, shared_out
@@ -125,15 +125,10 @@ class NodeScores(AttributionScores):
     KIND = "node scores"
 
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
-        """Heat map of heads and MLPs by layer; the title has the score of the embedding.
+        """Heat map of heads and MLPs by layer; the title has the score of the embedding. Returns the matplotlib axes.
 
         Args:
-            ax: Matplotlib axes to draw on; by default new ones.
-            title: Title of the figure.
             limits: Scores at the ends of the colour scale; by default minus and plus the largest absolute score shown.
-
-        Returns:
-            The matplotlib axes.
         """
         self._require_one_step()
         by_layer = self.scores[1:].view(self.graph.n_layers, self.graph.n_heads + 1).T
@@ -215,15 +210,11 @@ class EdgeScores(AttributionScores):
         return Circuit(frozenset((self.writers[row], self.readers[column]) for row, column in pairs), self.graph)
 
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
-        """Heat map of the edges, summed over the heads of a layer: writers down, readers across.
+        """Heat map of the edges, summed over the heads of a layer: writers down, readers across. Returns the matplotlib
+        axes.
 
         Args:
-            ax: Matplotlib axes to draw on; by default new ones.
-            title: Title of the figure.
             limits: Sums at the ends of the colour scale; by default minus and plus the largest absolute sum.
-
-        Returns:
-            The matplotlib axes.
         """
         self._require_one_step()
         down, across = _membership(self.graph.writer_groups), _membership(self.graph.reader_groups)
@@ -280,7 +271,7 @@ def edge_attribution(
             unknown, or the budget is too small for one run.
     """
     require_plain_stream(model)
-    inputs, averaged = PatchInputs.of(model, clean, model, corrupted, steps), IntegrationPath(ig_steps, path)
+    inputs, averaged = PatchInputs(model, clean, model, corrupted, plain_steps(steps)), IntegrationPath(ig_steps, path)
     return EdgeScores(*_attribute(_EdgePasses, inputs, Reading.of(metric, logits_at), averaged, max_bytes, progress))
 
 
@@ -305,7 +296,7 @@ def node_attribution(
     The arguments and errors are those of `edge_attribution`, but the caller may have hooks anywhere in the network, in
     the residual stream too. With `path="nodes"`, a score approaches the effect of patching the writer alone.
     """
-    inputs, averaged = PatchInputs.of(model, clean, model, corrupted, steps), IntegrationPath(ig_steps, path)
+    inputs, averaged = PatchInputs(model, clean, model, corrupted, plain_steps(steps)), IntegrationPath(ig_steps, path)
     return NodeScores(*_attribute(_NodePasses, inputs, Reading.of(metric, logits_at), averaged, max_bytes, progress))
 
 
