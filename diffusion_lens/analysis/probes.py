@@ -245,10 +245,18 @@ def probe(
     # 1. Assign each unit to a part, and permute the labels within each part for the control.
     units = sorted({unit for one in passes for unit in one.units})
     part_of = dict(zip(units, settings.split(len(units)), strict=True))
-    if labels is not None and len(labels) != len(units):
+    if labels is None:
+        own = [one.times for one in passes]
+        parts = [part_of[unit] for one in passes for _ in one.times for unit in one.units]
+        permuted_times = _permuted(torch.cat([times.flatten() for times in own]), parts, settings.seed)
+        split = permuted_times.split([times.numel() for times in own])
+        shuffled = [each.view_as(times) for each, times in zip(split, own, strict=True)]
+    elif len(labels) != len(units):
         raise ValueError(f"{len(labels)} labels for {len(units)} texts or rows of trajectories; give each its own")
-    own = [one.times for one in passes] if labels is None else _of_units(passes, dict(zip(units, labels, strict=True)))
-    shuffled = _shuffled(passes, own, part_of, settings.seed, by_unit=labels is not None)
+    else:
+        of_units = torch.tensor(list(map(float, labels)))
+        both = (of_units, _permuted(of_units, list(part_of.values()), settings.seed))
+        own, shuffled = (_of_units(passes, dict(zip(units, each.tolist(), strict=True))) for each in both)
 
     # 2. Read the states, and add them to the sums of their part.
     sums = _ProbeSums(names, rows, model.cfg.n_ctx)
@@ -331,27 +339,13 @@ def _of_units(passes: list[_Pass], values: Mapping[int, float]) -> list[Float[Te
     return [torch.tensor([float(values[unit]) for unit in one.units]).expand_as(one.times) for one in passes]
 
 
-def _shuffled(
-    passes: list[_Pass], labels: list[Tensor], part_of: dict[int, str], seed: int, by_unit: bool
-) -> list[Float[Tensor, "canvas batch"]]:
-    """The labels, permuted among all canvases of the same part, or among its units."""
-    noise = torch.Generator().manual_seed(seed)
-    flat = torch.cat([own.flatten() for own in labels])
-    units = [unit for one in passes for _ in one.times for unit in one.units]
-    if by_unit:
-        of_unit = dict(zip(units, flat.tolist(), strict=True))
-        shuffled: dict[int, float] = {}
-        for part in PARTS:
-            own = [unit for unit in part_of if part_of[unit] == part]
-            order = torch.randperm(len(own), generator=noise).tolist()
-            shuffled |= {unit: of_unit[own[i]] for unit, i in zip(own, order, strict=True)}
-        return _of_units(passes, shuffled)
-    permuted = flat.clone()
+def _permuted(labels: Float[Tensor, "entry"], parts: Sequence[str], seed: int) -> Float[Tensor, "entry"]:
+    """The labels, permuted among all of the same part."""
+    permuted, noise = labels.clone(), torch.Generator().manual_seed(seed)
     for part in PARTS:
-        rows = torch.tensor([i for i, unit in enumerate(units) if part_of[unit] == part])
-        permuted[rows] = flat[rows[torch.randperm(len(rows), generator=noise)]]
-    split = permuted.split([own.numel() for own in labels])
-    return [each.view_as(own) for each, own in zip(split, labels, strict=True)]
+        rows = torch.tensor([i for i, own in enumerate(parts) if own == part], dtype=torch.long)
+        permuted[rows] = labels[rows[torch.randperm(len(rows), generator=noise)]]
+    return permuted
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,15 +62,13 @@ from diffusion_lens.records.results import (
 )
 from diffusion_lens.settings import suggest_keywords
 
-Statistic: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # of x, y and permutations of the rows of y
-
-
+Vectors = Float[Tensor, "fact d"]
+OtherVectors = Float[Tensor, "fact d_other"]
+Orders = Int[Tensor, "resample fact"]  # permutations of the rows of the second set
+Values = Float[Tensor, "resample"]
+Statistic: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # of x, y and orders
 NEVER_NEGATIVE = ("retrieval", "subspace")
-
-
 ROUND_OFF = 1e-10
-
-
 EPSILON = torch.finfo(torch.float32).eps
 
 
@@ -373,12 +371,7 @@ def compare_along(
 
 
 def statistics(rank: int, one_space: bool) -> dict[str, Statistic]:
-    """All statistics by name.
-
-    Args:
-        rank: Number of principal components that "subspace" and "procrustes" use.
-        one_space: Whether both sets have the same axes; otherwise only "procrustes" and "cka" are defined.
-    """
+    """All statistics by name; without common axes only "procrustes" and "cka", which need none."""
     without_axes: dict[str, Statistic] = {"procrustes": partial(procrustes, rank=rank), "cka": cka}
     if not one_space:
         return without_axes
@@ -391,23 +384,17 @@ def statistics(rank: int, one_space: bool) -> dict[str, Statistic]:
     }
 
 
-def cosine(
-    x: Float[Tensor, "fact d"], y: Float[Tensor, "fact d"], orders: Int[Tensor, "resample fact"]
-) -> Float[Tensor, "resample"]:
+def cosine(x: Vectors, y: Vectors, orders: Orders) -> Values:
     """Mean over facts of the cosine between a fact's two vectors."""
     return (unit(x) @ unit(y).T)[torch.arange(len(x)), orders].mean(dim=1)
 
 
-def centred_cosine(
-    x: Float[Tensor, "fact d"], y: Float[Tensor, "fact d"], orders: Int[Tensor, "resample fact"]
-) -> Float[Tensor, "resample"]:
+def centred_cosine(x: Vectors, y: Vectors, orders: Orders) -> Values:
     """`cosine` after the mean of each set is subtracted."""
     return cosine(centred(x), centred(y), orders)
 
 
-def retrieval(
-    x: Float[Tensor, "fact d"], y: Float[Tensor, "fact d"], orders: Int[Tensor, "resample fact"]
-) -> Float[Tensor, "resample"]:
+def retrieval(x: Vectors, y: Vectors, orders: Orders) -> Values:
     """Share of vectors whose nearest in the other set, by centred cosine, is their own fact's; mean over both sets."""
     cosines = unit(centred(x)) @ unit(centred(y)).T
     nearest_in_y, nearest_in_x = cosines.argmax(dim=1), cosines.argmax(dim=0)
@@ -415,9 +402,7 @@ def retrieval(
     return hits.mean(dim=1) / 2
 
 
-def subspace_overlap(
-    x: Float[Tensor, "fact d"], y: Float[Tensor, "fact d"], orders: Int[Tensor, "resample fact"], rank: int
-) -> Float[Tensor, "resample"]:
+def subspace_overlap(x: Vectors, y: Vectors, orders: Orders, rank: int) -> Values:
     """Mean cos² of the angles between the leading principal components; mean over the two halves of the facts.
 
     Random subspaces of a d-dimensional space have an overlap of rank / d on average.
@@ -429,30 +414,21 @@ def subspace_overlap(
     return overlaps / (2 * rank)
 
 
-def procrustes(
-    x: Float[Tensor, "fact d"], y: Float[Tensor, "fact d_other"], orders: Int[Tensor, "resample fact"], rank: int
-) -> Float[Tensor, "resample"]:
+def procrustes(x: Vectors, y: OtherVectors, orders: Orders, rank: int) -> Values:
     """ρ, the correlation of y with the rotated x in `rank` principal components; R is fitted to the other facts."""
     x, y = (centred(vectors) @ principal_axes(vectors, rank) for vectors in (x, y))
     norms = x.norm() * y.norm()
     return torch.stack([_held_out_products(x, y[order]).sum() / norms for order in orders])
 
 
-def cka(
-    x: Float[Tensor, "fact d"], y: Float[Tensor, "fact d_other"], orders: Int[Tensor, "resample fact"]
-) -> Float[Tensor, "resample"]:
+def cka(x: Vectors, y: OtherVectors, orders: Orders) -> Values:
     """Unbiased linear CKA; needs at least four facts."""
     x, y = _u_centred(centred(x)), _u_centred(centred(y))
     norms = x.norm() * y.norm()
     return torch.stack([(x * y[order][:, order]).sum() / norms for order in orders])
 
 
-def deviations(
-    statistic: Statistic,
-    x: Float[Tensor, "fact d"],
-    y: Float[Tensor, "fact d_other"],
-    subsets: Int[Tensor, "resample subset"],
-) -> Float[Tensor, "resample"]:
+def deviations(statistic: Statistic, x: Vectors, y: OtherVectors, subsets: Int[Tensor, "resample subset"]) -> Values:
     """Deviations of the statistic from its mean that other facts would give, estimated from random subsets of these.
 
     The variance of a mean over m of n facts around the mean over all n is proportional to 1/m − 1/n, and that of the
@@ -464,7 +440,7 @@ def deviations(
     return (values - values.mean()) * math.sqrt(size / (n_facts - size))
 
 
-def principal_angles(x: Float[Tensor, "fact d"], y: Float[Tensor, "fact d"], rank: int) -> Float[Tensor, "rank"]:
+def principal_angles(x: Vectors, y: Vectors, rank: int) -> Float[Tensor, "rank"]:
     """Angles between the leading principal components of x and those of y in radians, the smallest first."""
     from scipy.linalg import subspace_angles  # Imported here because scipy is slow to import.
 
@@ -473,7 +449,7 @@ def principal_angles(x: Float[Tensor, "fact d"], y: Float[Tensor, "fact d"], ran
     return ascending
 
 
-def principal_axes(x: Float[Tensor, "fact d"], rank: int) -> Float[Tensor, "d rank"]:
+def principal_axes(x: Vectors, rank: int) -> Float[Tensor, "d rank"]:
     """Orthonormal directions in which the facts vary most; vectors of length 0 if there are fewer directions."""
     from scipy.linalg import eigh
 
@@ -490,12 +466,12 @@ def effective_rank(singular_values: Float[Tensor, "component"]) -> float:
     return float(torch.special.entr(singular_values / singular_values.sum()).sum().exp())
 
 
-def centred(x: Float[Tensor, "fact d"]) -> Float[Tensor, "fact d"]:
+def centred(x: Vectors) -> Vectors:
     """The vectors without their mean over facts."""
     return x - x.mean(dim=0)
 
 
-def unit(x: Float[Tensor, "fact d"]) -> Float[Tensor, "fact d"]:
+def unit(x: Vectors) -> Vectors:
     """The vectors scaled to length 1; a vector of length 0 stays 0."""
     return torch.nn.functional.normalize(x, dim=1, eps=torch.finfo(x.dtype).tiny)
 
@@ -505,7 +481,7 @@ def fewest_facts(rank: int = 5) -> int:
     return 3 * (rank + 2)
 
 
-def _as_matrix(vectors: Tensor, name: str, ids: Sequence[str]) -> Float[Tensor, "fact d"]:
+def _as_matrix(vectors: Tensor, name: str, ids: Sequence[str]) -> Vectors:
     if vectors.dim() != 2:
         raise ValueError(f"the {name} vectors must be a matrix with a row per fact; got {list(vectors.shape)}")
     if len(vectors) != len(ids):
@@ -522,7 +498,7 @@ def _as_matrix(vectors: Tensor, name: str, ids: Sequence[str]) -> Float[Tensor, 
     return vectors
 
 
-def _without_groups(vectors: Float[Tensor, "fact d"], members: Sequence[Tensor]) -> Float[Tensor, "fact d"]:
+def _without_groups(vectors: Vectors, members: Sequence[Tensor]) -> Vectors:
     """The vectors with the mean of each group moved to the mean of the set."""
     if len(members) == 1:
         return vectors
@@ -553,9 +529,7 @@ def _in_few_axes(vectors: Float[Tensor, "entry d"]) -> Float[Tensor, "entry comp
     return coordinates
 
 
-def _shared_components(
-    x: Float[Tensor, "fact d"], y: Float[Tensor, "fact d"]
-) -> tuple[Float[Tensor, "2 fact 2"], Float[Tensor, "2"]]:
+def _shared_components(x: Vectors, y: Vectors) -> tuple[Float[Tensor, "2 fact 2"], Float[Tensor, "2"]]:
     """Coordinates of both sets in the first two principal components of all vectors, and the shares of the variance."""
     u, s, _ = torch.linalg.svd(torch.cat([centred(x), centred(y)]), full_matrices=False)
     coordinates = (u * s)[:, :2]
@@ -563,7 +537,7 @@ def _shared_components(
     return (coordinates * largest.sign()).unflatten(0, (2, len(x))), (s.square() / s.square().sum())[:2]
 
 
-def _singular_values(x: Float[Tensor, "fact d"], count: int) -> Float[Tensor, "component"]:
+def _singular_values(x: Vectors, count: int) -> Float[Tensor, "component"]:
     """The `count` largest singular values of the centred vectors, padded with 0 if the vectors are narrower."""
     values = torch.linalg.svdvals(centred(x))[:count]
     return torch.nn.functional.pad(values, (0, count - len(values)))
@@ -578,7 +552,7 @@ def _held_out_products(x: Float[Tensor, "fact rank"], y: Float[Tensor, "fact ran
     return torch.einsum("ir,irs,is->i", x, u @ vh, y)
 
 
-def _u_centred(x: Float[Tensor, "fact d"]) -> Float[Tensor, "fact fact"]:
+def _u_centred(x: Vectors) -> Float[Tensor, "fact fact"]:
     """Inner products between different facts, centred so that every row and column sums to 0; the diagonal is 0."""
     n_facts = len(x)
     products = (x @ x.T).fill_diagonal_(0)

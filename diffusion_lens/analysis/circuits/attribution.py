@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -42,7 +42,7 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Circuit, Graph, by_part
 from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.engine.kept_run import KeptRun
-from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs
+from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs, plain_steps
 from diffusion_lens.analysis.patching.metrics import UNREAD, Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.hooks.names import Hook, shared_out
@@ -125,15 +125,10 @@ class NodeScores(AttributionScores):
     KIND = "node scores"
 
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
-        """Heat map of heads and MLPs by layer; the title has the score of the embedding.
+        """Heat map of heads and MLPs by layer; the title has the score of the embedding. Returns the matplotlib axes.
 
         Args:
-            ax: Matplotlib axes to draw on; by default new ones.
-            title: Title of the figure.
             limits: Scores at the ends of the colour scale; by default minus and plus the largest absolute score shown.
-
-        Returns:
-            The matplotlib axes.
         """
         self._require_one_step()
         by_layer = self.scores[1:].view(self.graph.n_layers, self.graph.n_heads + 1).T
@@ -215,15 +210,11 @@ class EdgeScores(AttributionScores):
         return Circuit(frozenset((self.writers[row], self.readers[column]) for row, column in pairs), self.graph)
 
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
-        """Heat map of the edges, summed over the heads of a layer: writers down, readers across.
+        """Heat map of the edges, summed over the heads of a layer: writers down, readers across. Returns the matplotlib
+        axes.
 
         Args:
-            ax: Matplotlib axes to draw on; by default new ones.
-            title: Title of the figure.
             limits: Sums at the ends of the colour scale; by default minus and plus the largest absolute sum.
-
-        Returns:
-            The matplotlib axes.
         """
         self._require_one_step()
         down, across = _membership(self.graph.writer_groups), _membership(self.graph.reader_groups)
@@ -280,7 +271,7 @@ def edge_attribution(
             unknown, or the budget is too small for one run.
     """
     require_plain_stream(model)
-    inputs, averaged = PatchInputs.of(model, clean, model, corrupted, steps), IntegrationPath(ig_steps, path)
+    inputs, averaged = PatchInputs(model, clean, model, corrupted, plain_steps(steps)), IntegrationPath(ig_steps, path)
     return EdgeScores(*_attribute(_EdgePasses, inputs, Reading.of(metric, logits_at), averaged, max_bytes, progress))
 
 
@@ -305,7 +296,7 @@ def node_attribution(
     The arguments and errors are those of `edge_attribution`, but the caller may have hooks anywhere in the network, in
     the residual stream too. With `path="nodes"`, a score approaches the effect of patching the writer alone.
     """
-    inputs, averaged = PatchInputs.of(model, clean, model, corrupted, steps), IntegrationPath(ig_steps, path)
+    inputs, averaged = PatchInputs(model, clean, model, corrupted, plain_steps(steps)), IntegrationPath(ig_steps, path)
     return NodeScores(*_attribute(_NodePasses, inputs, Reading.of(metric, logits_at), averaged, max_bytes, progress))
 
 
@@ -337,13 +328,8 @@ def _attribute(
 
 @dataclass(frozen=True)
 class IntegrationPath:
-    """The runs over which gradients are averaged.
-
-    Attributes:
-        n_runs: Number m of runs; 1 is the corrupted run alone.
-        kind: "inputs" moves the embeddings of all positions, at k/m for k = 1 ... m; "nodes" moves the output of one
-            writer at a time, at (k - 1/2)/m.
-    """
+    """The runs over which gradients are averaged: `n_runs` is m, and `kind` moves the embeddings of all positions, at
+    k/m ("inputs"), or the output of one writer at a time, at (k - 1/2)/m ("nodes")."""
 
     n_runs: Whole
     kind: str
@@ -359,26 +345,34 @@ class IntegrationPath:
         moved = points.items() if self.kind == "nodes" else [("hook_embed", points["hook_embed"])]
         offset = 0.5 if self.kind == "nodes" else 0.0
         shares = [0.0] if m == 1 else [(k - offset) / m for k in range(1, m + 1)]
-        return (MovedRun(name, row, share) for name, rows in moved for row in rows for share in shares)
+        return (
+            MovedRun(name, writer, part, share)
+            for name, writers in moved
+            for part, writer in enumerate(writers)
+            for share in shares
+        )
 
 
-@dataclass(frozen=True)
-class MovedRun:
+class MovedRun(NamedTuple):
     """A corrupted run in which the output of one writer is moved towards the clean run, by a share from 0 to 1."""
 
     name: str  # hook point of the writer
     writer: int
+    part: int  # index of the writer at its hook point
     share: float
 
 
 class _Passes(ABC):
     """The passes of one pair of inputs: runs on a path between them, and the metric's gradients."""
 
-    optional: ClassVar[Mapping[str, bool]]  # the flags under which the hook points pass
+    optional: ClassVar[Mapping[str, bool]] = {}  # the flags under which the hook points pass
+    writer_points: Mapping[str, range]  # the writers of each hook point
+    gradient_points: Sequence[str]  # the hook points at which the metric is differentiated
 
     def __init__(self, graph: Graph, clean: Side, corrupted: Side, max_bytes: int) -> None:
         require_same_positions(clean, corrupted)
         self.graph, self.given = graph, corrupted.input
+        self._choose_points()
         one_run = reserved(self.given.model.cfg, self.given.graph_bytes + self._copy_bytes(), of_graph=True)
         size = self.given.model.cfg.dtype.itemsize
         changes = self.given.stored_bytes(self.writer_points) * max(size, 4) // size
@@ -395,7 +389,7 @@ class _Passes(ABC):
         embedded = corrupted_input.embed()
         clean = clean_input.run(self.writer_points, clean_input.embed())
         corrupted = corrupted_input.run(self.writer_points, embedded)
-        self._store_change(clean, corrupted)
+        self.change = self._change(clean, corrupted)
         scores = [float(self.clean.reading(run.logits)) for run in (clean, corrupted)]
         clean_score, corrupted_score = torch.tensor(scores, dtype=torch.float64)
         del clean, corrupted
@@ -410,39 +404,30 @@ class _Passes(ABC):
 
     def _scores_of(self, path: IntegrationPath, block: Sequence[MovedRun], gradients: dict[str, Tensor]) -> Tensor:
         """The sum of the scores that the runs of one pass give."""
+        by_copy = {name: gradient.unflatten(0, (len(block), -1)) for name, gradient in gradients.items()}
         if path.kind == "inputs":
-            summed = {
-                name: gradient.unflatten(0, (len(block), -1)).sum(dim=0, dtype=wider(gradient.dtype))
-                for name, gradient in gradients.items()
-            }
+            summed = {name: copies.sum(dim=0, dtype=wider(copies.dtype)) for name, copies in by_copy.items()}
             return self._contracted(summed, None)
-        by_copy = {name: gradient.split(self.given.n_rows) for name, gradient in gradients.items()}
         parts = [
             self._contracted({name: copies[i] for name, copies in by_copy.items()}, run) for i, run in enumerate(block)
         ]
         return torch.stack(parts).sum(dim=0)
 
-    @property
     @abstractmethod
-    def writer_points(self) -> dict[str, range]:
-        """The writers of each hook point, as indices, in the order in which a pass reaches them."""
-
-    @property
-    @abstractmethod
-    def gradient_points(self) -> Sequence[str]:
-        """The hook points at which the metric is differentiated."""
+    def _choose_points(self) -> None:
+        """Set `writer_points`, in the order in which a pass reaches them, and `gradient_points`."""
 
     def _copy_bytes(self) -> int:
         """Bytes that a run keeps for its gradients at optional hook points."""
         return 0
 
-    @abstractmethod
-    def _store_change(self, clean: KeptRun, corrupted: KeptRun) -> None:
-        """Keep the difference of every writer's output, clean minus corrupted, in float32 at least."""
-
-    @abstractmethod
-    def _change_of(self, run: MovedRun) -> Float[Tensor, "batch pos *rest"]:
-        """The difference of the output of the writer that a run moves."""
+    def _change(self, clean: KeptRun, corrupted: KeptRun) -> dict[str, Float[Tensor, "batch pos writer *rest"]]:
+        """The difference of the writers' outputs at each hook point, clean minus corrupted, in float32 at least."""
+        change = {}
+        for name in self.writer_points:
+            written, before = (by_part(run.activations[name]) for run in (clean, corrupted))
+            change[name] = written.to(wider(written.dtype)) - before
+        return change
 
     @abstractmethod
     def _contracted(self, gradients: Mapping[str, Tensor], run: MovedRun | None) -> Float[Tensor, "*rest"]:
@@ -455,12 +440,11 @@ class _Passes(ABC):
         embedded = corrupted.repeat(len(block), 1, 1)
         moves: dict[str, list[tuple[slice, int, Tensor]]] = {}
         for copy, run in enumerate(block):
-            rows, step = slice(copy * n_rows, (copy + 1) * n_rows), run.share * self._change_of(run)
+            rows, step = slice(copy * n_rows, (copy + 1) * n_rows), run.share * self.change[run.name][:, :, run.part]
             if run.name == "hook_embed":
                 embedded[rows] = (corrupted.to(step.dtype) + step).to(corrupted.dtype)
             else:
-                head = run.writer - self.writer_points[run.name].start
-                moves.setdefault(run.name, []).append((rows, head, step.to(corrupted.dtype)))
+                moves.setdefault(run.name, []).append((rows, run.part, step.to(corrupted.dtype)))
 
         # 2. Run the copies, and differentiate the sum of their metrics.
         leaf = embedded.requires_grad_()
@@ -488,34 +472,28 @@ class _EdgePasses(_Passes):
     """Gradients at the readers, each of which reads a copy of the stream of its own."""
 
     optional = OPTIONAL
-    change: Float[Tensor, "batch pos writer d_model"]
 
-    @property
-    def writer_points(self) -> dict[str, range]:
-        return self.graph.writer_points
-
-    @property
-    def gradient_points(self) -> Sequence[str]:
-        return [point.name for point in self.graph.reader_points]
+    def _choose_points(self) -> None:
+        self.writer_points = self.graph.writer_points
+        self.gradient_points = [point.name for point in self.graph.reader_points]
 
     def _copy_bytes(self) -> int:
         # Each reader's copy, in float32 at least too, and its norm before and after the product with the weights.
         size, stored = self.given.model.cfg.dtype.itemsize, self.given.stored_bytes(self.gradient_points)
         return (3 if size >= 4 else 3 + 4 // size) * stored
 
-    def _store_change(self, clean: KeptRun, corrupted: KeptRun) -> None:
-        written, before = (self.graph.written(run.activations) for run in (clean, corrupted))
-        self.change = written.to(wider(written.dtype)).sub_(before)
-
-    def _change_of(self, run: MovedRun) -> Float[Tensor, "batch pos *rest"]:
-        return self.change[:, :, run.writer]
+    def _change(self, clean: KeptRun, corrupted: KeptRun) -> dict[str, Float[Tensor, "batch pos writer *rest"]]:
+        self.of_all = self.graph.written(super()._change(clean, corrupted))
+        return dict(
+            zip(self.writer_points, self.of_all.split(list(map(len, self.writer_points.values())), dim=2), strict=True)
+        )
 
     def _contracted(self, gradients: Mapping[str, Tensor], run: MovedRun | None) -> Float[Tensor, "writer reader"]:
-        scores = self.change.new_zeros(self.graph.edges.shape)
+        scores = self.of_all.new_zeros(self.graph.edges.shape)
         for point in self.graph.reader_points:
             first, last = (0, point.n_writers) if run is None else (run.writer, min(run.writer + 1, point.n_writers))
-            gradient = by_part(gradients[point.name]).to(self.change)
-            part = torch.einsum("bpwd,bprd->wr", self.change[:, :, first:last], gradient)
+            gradient = by_part(gradients[point.name]).to(self.of_all)
+            part = torch.einsum("bpwd,bprd->wr", self.of_all[:, :, first:last], gradient)
             scores[first:last, point.columns.start : point.columns.stop] = part
         return scores
 
@@ -523,36 +501,18 @@ class _EdgePasses(_Passes):
 class _NodePasses(_Passes):
     """Gradients at what the writers wrote; of a head, before the output projection."""
 
-    optional: ClassVar[Mapping[str, bool]] = {}
-    change: dict[str, Float[Tensor, "batch pos writer *rest"]]
-
-    @property
-    def writer_points(self) -> dict[str, range]:
-        return self.graph.node_points
-
-    @property
-    def gradient_points(self) -> Sequence[str]:
-        return list(self.graph.node_points)
-
-    def _store_change(self, clean: KeptRun, corrupted: KeptRun) -> None:
-        self.change = {}
-        for name in self.writer_points:
-            written, before = (by_part(run.activations[name]) for run in (clean, corrupted))
-            self.change[name] = written.to(wider(written.dtype)) - before
-
-    def _change_of(self, run: MovedRun) -> Float[Tensor, "batch pos *rest"]:
-        return self.change[run.name][:, :, run.writer - self.writer_points[run.name].start]
+    def _choose_points(self) -> None:
+        self.writer_points, self.gradient_points = self.graph.node_points, list(self.graph.node_points)
 
     def _contracted(self, gradients: Mapping[str, Tensor], run: MovedRun | None) -> Float[Tensor, "writer"]:
         scores = next(iter(self.change.values())).new_zeros(len(self.graph.writers))
         for name in self.writer_points if run is None else [run.name]:
             change, writers = self.change[name], self.writer_points[name]
-            gradient = by_part(gradients[name]).to(change.dtype)
-            parts = torch.einsum("bpwd,bpwd->w", change, gradient)
+            parts = torch.einsum("bpwd,bpwd->w", change, by_part(gradients[name]).to(change.dtype))
             if run is None:
                 scores[writers.start : writers.stop] = parts
             else:
-                scores[run.writer] = parts[run.writer - writers.start]
+                scores[run.writer] = parts[run.part]
         return scores
 
 
@@ -604,10 +564,8 @@ def require_same_positions(clean: Side, corrupted: Side) -> None:
             f"the clean input has {clean.n_pos} positions and the corrupted one {corrupted.n_pos}: edges connect equal "
             "positions, so give both the same length"
         )
-    real = [
-        torch.ones_like(side.tokens, dtype=torch.bool) if side.real is None else side.real
-        for side in (clean, corrupted)
-    ]
+    sides = (clean, corrupted)
+    real = [torch.ones_like(side.tokens).bool() if side.real is None else side.real for side in sides]
     if bool((differs := (real[0] != real[1]).any(dim=1)).any()):
         row = int(differs.nonzero()[0])
         raise ValueError(

@@ -28,7 +28,7 @@ from diffusion_lens.analysis.circuits.attribution import (
 )
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Circuit, Graph, by_part
 from diffusion_lens.analysis.engine.batching import reserved, row_bytes
-from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs
+from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs, plain_steps
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.hooks.names import Hook
@@ -72,15 +72,8 @@ class Faithfulness(PicturedResult, Saved):
         return Table.of_cells({**steps, "edges": self.sizes}, {"score": self.scores, "share": self.share})
 
     def plot(self, ax: Any = None, title: str | None = None, label: str | None = None) -> Any:
-        """Curve of `share` by the number of edges, on a logarithmic axis; one curve for each step.
-
-        Args:
-            ax: Matplotlib axes to draw on; by default new ones.
-            title: Title of the figure.
-            label: Name of the curve in a legend, if there is only one curve.
-
-        Returns:
-            The matplotlib axes.
+        """Curve of `share` by the number of edges, on a logarithmic axis; one curve for each step, or one with a label.
+        Returns the matplotlib axes.
         """
         steps = self.record["steps"]
         names = [label or "share"] if steps is None else [f"step {step}" for step in steps]
@@ -106,16 +99,12 @@ def faithfulness(
     """The metric with each circuit alone.
 
     Args:
-        model: Model, of either variant.
-        clean, corrupted: Inputs of one length: texts, tokens, queries or, with `steps`, trajectories.
-        metric: Function of the logits, as in `patch_grid`.
+        model, clean, corrupted, metric, steps, logits_at, progress: Those of `edge_attribution`; the metric need not be
+            differentiable.
         edge_scores: Scores that order the edges (`edge_attribution`). If they have steps, those of each step order its
             edges.
         circuits: Circuits, or numbers of edges for those with the largest absolute scores.
-        steps: Steps of the trajectories, each with scores of its own.
-        logits_at: Rows of the logits to compute, as in `patch_grid`.
         max_bytes: Memory to use in addition to the weights; as many circuits as fit share a pass.
-        progress: Whether to show a progress bar.
 
     Raises:
         TypeError: The scores are of nodes, or `circuits` is not a list of circuits or sizes.
@@ -132,7 +121,7 @@ def faithfulness(
     graphs = [edge_scores.graph, *(one.graph for one in circuits if isinstance(one, Circuit))]
     if any(other != graph for other in graphs):
         raise ValueError("the edge scores or circuits are of a model with other layers or heads than this one")
-    inputs = PatchInputs.of(model, clean, model, corrupted, steps)
+    inputs = PatchInputs(model, clean, model, corrupted, plain_steps(steps))
     written_by, pairs = inputs.canvas_provenances(), inputs.sides(reading)
     by_step = edge_scores.record["steps"] is not None and inputs.steps is not None
     ordered = map(edge_scores.at_step, inputs.steps or ()) if by_step else [edge_scores] * len(pairs)
@@ -162,9 +151,9 @@ class _AblatedRuns:
         written, cfg = given.stored_bytes(graph.writer_points), given.model.cfg
         # The streams that queries, keys and values of a block read, before and after their norm, and the last of them
         # inside its norm, in float32 at least.
-        of_values = graph.reader_points[2].name
-        copies = 2 * given.stored_bytes(point.name for point in graph.reader_points[:3]) + 2 * given.stream_bytes
-        copies += given.stored_bytes([of_values]) * (1 if cfg.dtype.itemsize >= 4 else 8 // cfg.dtype.itemsize)
+        points = [point.name for point in graph.reader_points[:3]]
+        copies = 2 * given.stored_bytes(points) + 2 * given.stream_bytes
+        copies += given.stored_bytes(points[2:]) * (1 if cfg.dtype.itemsize >= 4 else 8 // cfg.dtype.itemsize)
         one_block = given.n_rows * row_bytes(cfg, given.n_pos, len(given.read_rows)) + 3 * given.stream_bytes
         one_circuit = reserved(cfg, written + max(copies, one_block))
         stored = written + 2 * given.stream_bytes

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress, product
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,11 @@ class Graph:
             table[: point.n_writers, list(point.columns)] = True
         return table
 
+    @cached_property
+    def pairs(self) -> frozenset[tuple[str, str]]:
+        """The edges by the names of writer and reader."""
+        return frozenset(compress(product(self.writers, self.readers), self.edges.flatten().tolist()))
+
     def written(self, activations: Mapping[str, Tensor]) -> Float[Tensor, "batch pos writer d_model"]:
         """What each writer added to the residual stream."""
         device = activations["hook_embed"].device  # blocks may be on several
@@ -154,11 +159,8 @@ class Circuit(Result):
     graph: Graph
 
     def __post_init__(self) -> None:
-        rows, columns = self._indices()
-        for writer, reader in sorted(self.edges):
-            known = writer in rows and reader in columns
-            if not known or not self.graph.edges[rows[writer], columns[reader]]:
-                raise ValueError(f"this graph has no edge from {writer!r} to {reader!r}")
+        if unknown := sorted(self.edges - self.graph.pairs):
+            raise ValueError("this graph has no edge from {!r} to {!r}".format(*unknown[0]))
 
     def __len__(self) -> int:
         return len(self.edges)
@@ -166,11 +168,8 @@ class Circuit(Result):
     @property
     def mask(self) -> Bool[Tensor, "writer reader"]:
         """True at the edges of the circuit."""
-        table = torch.zeros_like(self.graph.edges)
-        rows, columns = self._indices()
-        for writer, reader in self.edges:
-            table[rows[writer], columns[reader]] = True
-        return table
+        chosen = [pair in self.edges for pair in product(self.graph.writers, self.graph.readers)]
+        return torch.tensor(chosen).view_as(self.graph.edges)
 
     def jaccard(self, other: "Circuit") -> float:
         """Edges of both circuits, divided by edges of at least one; NaN if both are empty.
@@ -207,13 +206,6 @@ class Circuit(Result):
 
     def _settings(self) -> Mapping[str, Any]:
         return {}
-
-    def _indices(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Index of each writer and of each reader by name."""
-        writers, readers = self.graph.writers, self.graph.readers
-        return dict(zip(writers, range(len(writers)), strict=True)), dict(
-            zip(readers, range(len(readers)), strict=True)
-        )
 
     def __repr__(self) -> str:
         return f"Circuit({len(self)} of {int(self.graph.edges.sum())} edges)"

@@ -102,28 +102,17 @@ def check_mask(model: DiffusionTransformer, mask: str, spans: Sequence[Span]) ->
 
 @dataclass(frozen=True, eq=False)
 class CanvasBatch:
-    """Some canvases, padded on the right.
+    """Some canvases, padded on the right."""
 
-    Attributes:
-        tokens: Int[batch pos], the clean texts.
-        noisy: Int[batch pos], the canvases.
-        real: Bool[batch pos], false at padding.
-        editable: Bool[batch pos], positions that count.
-        masked: Bool[batch pos], positions that are masked, or replaced by noise.
-        t: Float[batch], noise level.
-        rows: Int[batch], place of each text among the usable ones; `texts`: its index in the list that was given.
-        levels: Int[batch], place of its noise level among the spans.
-    """
-
-    tokens: Tokens
-    noisy: Tokens
+    tokens: Tokens  # the clean texts
+    noisy: Tokens  # the canvases
     real: PosMask
-    editable: PosMask
-    masked: PosMask
-    t: Float[Tensor, "batch"]
-    rows: Int[Tensor, "batch"]
-    texts: Int[Tensor, "batch"]
-    levels: Int[Tensor, "batch"]
+    editable: PosMask  # positions that count
+    masked: PosMask  # positions that are masked, or replaced by noise
+    t: Float[Tensor, "batch"]  # noise level
+    rows: Int[Tensor, "batch"]  # place of each text among the usable ones
+    texts: Int[Tensor, "batch"]  # its index in the list that was given
+    levels: Int[Tensor, "batch"]  # place of its noise level among the spans
 
     def selected(self, mask: Mask) -> PosMask:
         """The positions that `mask` selects."""
@@ -134,18 +123,11 @@ class CanvasBatch:
 
 @dataclass(frozen=True, eq=False)
 class Canvases:
-    """All canvases of a call: each text at each noise level, text by text.
-
-    Attributes:
-        model: Model that reads them.
-        texts: Clean texts.
-        spans: Noise level of each canvas of a text, between these bounds.
-        seed: Seed of the noise.
-    """
+    """All canvases of a call: each text at each noise level, text by text."""
 
     model: DiffusionTransformer
     texts: CleanTexts
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # bounds of the noise level of each canvas of a text
     seed: int
 
     def __len__(self) -> int:
@@ -168,22 +150,19 @@ class Canvases:
 
     def _batch(self, start: int, stop: int) -> CanvasBatch:
         rows, levels = zip(*(divmod(canvas, len(self.spans)) for canvas in range(start, stop)), strict=True)
-        tokens, real = padded(self.model, [self.texts.tokens[row] for row in rows])
+        clean = [self.texts.tokens[row] for row in rows]
+        tokens, real = padded(self.model, clean)
         editable = pad_sequence([self.texts.editable[row] for row in rows], batch_first=True)
-        t, masked, replaced = zip(*map(self._noise, rows, levels), strict=True)
-        is_masked = pad_sequence(list(masked), batch_first=True)
-        noisy = torch.where(is_masked, pad_sequence(list(replaced), batch_first=True), tokens)
+        t, masked, generators = zip(*map(self._masked, rows, levels), strict=True)
+        is_masked, noisy, noise = pad_sequence(list(masked), batch_first=True), tokens, self.model.head.noise
+        if noise is not None:
+            replaced = [noise.replacements(*each) for each in zip(clean, generators, strict=True)]
+            noisy = torch.where(is_masked, pad_sequence(replaced, batch_first=True), tokens)
         device, texts = self.model.cfg.device, [self.texts.indices[row] for row in rows]
         numbers = (torch.tensor(values) for values in (rows, texts, levels))
         return CanvasBatch(
             *(x.to(device) for x in (tokens, noisy, real, editable, is_masked, torch.stack(t))), *numbers
         )
-
-    def _noise(self, row: int, level: int) -> tuple[Float[Tensor, ""], Bool[Tensor, "_"], Int[Tensor, "_"]]:
-        """Noise level of a canvas, its masked positions, and what stands there."""
-        t, masked, generator = self._masked(row, level)
-        tokens, noise = self.texts.tokens[row], self.model.head.noise
-        return t, masked, tokens if noise is None else noise.replacements(tokens, generator)
 
     def _masked(self, row: int, level: int) -> tuple[Float[Tensor, ""], Bool[Tensor, "_"], torch.Generator]:
         """Noise level of a canvas, its masked positions, and the generator of what stands there."""

@@ -21,7 +21,7 @@ The reconstruction itself is measured at the same positions:
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,13 +31,21 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.dictionaries.canvases import CanvasBatch, Canvases, Noise, NoiseRange, check_mask, spans_of
+from diffusion_lens.analysis.dictionaries.canvases import (
+    CanvasBatch,
+    Canvases,
+    Mask,
+    Noise,
+    NoiseRange,
+    check_mask,
+    spans_of,
+)
 from diffusion_lens.analysis.dictionaries.splice import Dictionary, check_dictionary, only_at, splice, vectors
 from diffusion_lens.analysis.dictionaries.store import run_to
 from diffusion_lens.analysis.engine.inputs import CleanTexts, Texts, readable_points
 from diffusion_lens.hooks.names import Hook
 from diffusion_lens.interventions import zero_ablate
-from diffusion_lens.model.loss import LossBatch, masked_batch, next_token_batch
+from diffusion_lens.model.loss import masked_batch, next_token_batch
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, value_in_words
@@ -239,7 +247,7 @@ def dictionary_loss(
                 yield batch
                 bar.update(len(batch.tokens))
 
-        fit = _Fit(model, canvases, point, selection, batches())
+        fit = _Fit(model, len(spans), point, selection, batches())
         losses = torch.zeros(len(clean.tokens), len(spans), len(STATES), dtype=torch.float64)
         n_counted = torch.zeros(len(clean.tokens), dtype=torch.long)
         for batch in batches():
@@ -280,21 +288,18 @@ def _require_predictions(model: DiffusionTransformer, clean: CleanTexts) -> None
 
 
 class _Fit:
-    """Sums over the replaced positions of each noise level, against the mean activation there and over all.
+    """Sums over the replaced positions of each noise level, against the mean activation there and over all."""
 
-    Attributes:
-        n_rows, residual, active: Numbers of positions, squared distances of activations and reconstructions, and
-            numbers of features that are not zero, by level.
-        within_levels, overall: Squared distance of activations and their mean at this level, and at all levels.
-        mean: Float[d], mean activation over all.
-    """
-
-    def __init__(self, model: DiffusionTransformer, canvases: Canvases, point: str, mask: Any, batches: Any) -> None:
+    def __init__(
+        self, model: DiffusionTransformer, n_levels: int, point: str, mask: Mask, batches: Iterable[CanvasBatch]
+    ) -> None:
         """Compute the means, in a first pass over all canvases."""
-        self.active, self.residual, self.within_levels = torch.zeros(3, len(canvases.spans), dtype=torch.float64)
-        self.n_rows = torch.zeros(len(canvases.spans), dtype=torch.long)
+        # By level: features that are not zero, and squared distances of activations and reconstructions, and of
+        # activations and their mean.
+        self.active, self.residual, self.within_levels = torch.zeros(3, n_levels, dtype=torch.float64)
+        self.n_rows = torch.zeros(n_levels, dtype=torch.long)
         self.overall = torch.zeros((), dtype=torch.float64)
-        total, counts = None, torch.zeros(len(canvases.spans), dtype=torch.float64)
+        total, counts = None, torch.zeros(n_levels, dtype=torch.float64)
         for batch in batches:
             selected = batch.selected(mask)
             rows = run_to(model, batch, [point])[point][selected].to(device="cpu", dtype=torch.float64)
@@ -349,19 +354,15 @@ def _losses(
         real = batch.editable if model.cfg.rewrites else batch.real
         loss = masked_batch(model, batch.tokens, batch.noisy, p_mask, real=real)
         counted = batch.editable.sum(dim=1)
-    sums = [_loss_of_rows(model, batch, loss, hooks[state]) for state in STATES]
-    return torch.stack(sums, dim=1).cpu(), counted.cpu()
-
-
-def _loss_of_rows(
-    model: DiffusionTransformer, batch: CanvasBatch, loss: LossBatch, hooks: list[tuple[str, Hook]]
-) -> Float[Tensor, "batch"]:
-    with model.hooks(fwd_hooks=hooks):
-        if not len(loss.targets):  # nothing is masked here; the hooks still measure the reconstruction
-            model(loss.tokens, return_type=None, attention_mask=batch.real, **loss.beside)
-            return torch.zeros(len(loss.tokens), dtype=torch.float64)
-        logits = model(loss.tokens, attention_mask=batch.real, logits_at=loss.rows, **loss.beside)
-    return loss.by_position(logits).cpu().double().sum(dim=1)
+    sums = torch.zeros(len(batch.tokens), len(STATES), dtype=torch.float64)
+    for i, state in enumerate(STATES):
+        with model.hooks(fwd_hooks=hooks[state]):
+            if not len(loss.targets):  # nothing is masked here; the hooks still measure the reconstruction
+                model(loss.tokens, return_type=None, attention_mask=batch.real, **loss.beside)
+                continue
+            logits = model(loss.tokens, attention_mask=batch.real, logits_at=loss.rows, **loss.beside)
+        sums[:, i] = loss.by_position(logits).cpu().double().sum(dim=1)
+    return sums, counted.cpu()
 
 
 def _level_of_rows(batch: CanvasBatch, selected: PosMask) -> Int[Tensor, "selected"]:

@@ -13,6 +13,7 @@ the features, and through the encoder the layers below.
 """
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -127,7 +128,8 @@ def only_at(hook_fn: Hook, positions: PosMask) -> Hook:
 
 def _encoded(dictionary: Dictionary, x: Tensor, hook: Any) -> Tensor:
     given = x
-    weight = next((p for p in _weights(dictionary) if p.is_floating_point()), None)
+    stored = chain(dictionary.parameters(), dictionary.buffers()) if isinstance(dictionary, nn.Module) else ()
+    weight = next((each for each in stored if each.is_floating_point()), None)
     if weight is not None:
         if weight.device != x.device:
             raise ValueError(
@@ -180,7 +182,3 @@ def _called(dictionary: Dictionary, method: str, given: Tensor, x: Tensor, hook:
     if not isinstance(returned, Tensor):
         raise TypeError(f"{called} returned {type(returned).__name__}; it must return a tensor: wrap the dictionary")
     return returned
-
-
-def _weights(dictionary: Any) -> list[Tensor]:
-    return [*dictionary.parameters(), *dictionary.buffers()] if isinstance(dictionary, nn.Module) else []

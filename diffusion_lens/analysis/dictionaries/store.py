@@ -58,18 +58,12 @@ _COLUMNS = {
 
 @dataclass(frozen=True, eq=False)
 class ShardFile:
-    """One file of a folder of activations.
+    """One file of a folder of activations, with those of the canvases from `start` to `stop`."""
 
-    Attributes:
-        tensors: Vectors by hook point, and columns, memory-mapped; empty if no position of its canvases is selected.
-        start, stop: First canvas, and one past the last.
-        number: Its number in the folder.
-    """
-
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # vectors by hook point, and columns, memory-mapped; empty if no position is selected
     start: int
     stop: int
-    number: int
+    number: int  # of the file in the folder
 
     def __len__(self) -> int:
         return len(self.tensors["t"]) if self.tensors else 0
@@ -307,14 +301,9 @@ class StoredRows:
         """
         selected = batch.selected(self.mask)
         canvas, position = (index.cpu() for index in selected.nonzero(as_tuple=True))
-        columns = {
-            "t": batch.t.cpu()[canvas],
-            "masked": batch.masked.cpu()[canvas, position],
-            "position": position,
-            "text": batch.texts[canvas],
-            "token": batch.tokens.cpu()[canvas, position],
-        }
-        rows = {name: column.to(_COLUMNS[name]) for name, column in columns.items()}
+        masked, token = (x.cpu()[canvas, position] for x in (batch.masked, batch.tokens))
+        columns = (batch.t.cpu()[canvas], masked, position, batch.texts[canvas], token)
+        rows = {name: x.to(dtype) for (name, dtype), x in zip(_COLUMNS.items(), columns, strict=True)}
         if not len(canvas):
             return rows
         for name, activation in run_to(model, batch, self.names).items():
@@ -330,18 +319,13 @@ class StoredRows:
 
 @dataclass(frozen=True, eq=False)
 class ShardTask:
-    """A file of stored activations, of the canvases from `start` to `stop`, as a task of `run_tasks`.
-
-    Attributes:
-        texts: The texts of these canvases, and `offset`, the first canvas of the first of these texts.
-        spans, seed: Those of `Canvases`.
-    """
+    """A file of stored activations, of the canvases from `start` to `stop`, as a task of `run_tasks`."""
 
     number: int
     start: int
     stop: int
-    texts: CleanTexts
-    offset: int
+    texts: CleanTexts  # of these canvases
+    offset: int  # the first canvas of the first of these texts
     spans: tuple[Span, ...]
     seed: int
     batch_size: int
@@ -379,11 +363,7 @@ class ShardTask:
 
     @torch.no_grad()
     def rows(self, model: DiffusionTransformer, done: Callable[[int], object] = lambda n: None) -> dict[str, Tensor]:
-        """The rows of all canvases; empty if no position is selected.
-
-        Args:
-            done: Called after each batch with its number of canvases.
-        """
+        """The rows of all canvases; empty if no position is selected. `done` hears how many canvases a batch had."""
         canvases = Canvases(model, self.texts, self.spans, self.seed)
         parts = []
         for batch in canvases.batches(self.batch_size, self.start - self.offset, self.stop - self.offset):
@@ -445,9 +425,6 @@ def activations(
         progress: Whether to show a progress bar.
         executor: `concurrent.futures.Executor`, or `Workers`, that computes the files; by default this process does. A
             worker that sees the folder writes there itself.
-
-    Returns:
-        The stored activations.
 
     Raises:
         KeyError: There is no such hook point.

@@ -157,8 +157,7 @@ class LogitLens(PicturedResult, Saved):
                 f"{path} gives one row for all steps of a run, and a position may be read in another row at another "
                 "step: apply logit_lens to the run again"
             )
-        # JSON's keys are strings.
-        return replace(saved, words={int(token): word for token, word in saved.words.items()})
+        return saved
 
     def plot(
         self,
@@ -172,7 +171,7 @@ class LogitLens(PicturedResult, Saved):
         title: str | None = None,
     ) -> Any:
         """Heat map with the likeliest token in each cell: layers across; down, the steps of a position or the positions
-        of a step.
+        of a step. Returns the matplotlib axes.
 
         Args:
             position: Position to draw at every step. Give either this or `step`; without steps, neither.
@@ -180,11 +179,6 @@ class LogitLens(PicturedResult, Saved):
             row: Row of the batch.
             show: What the colour shows: "entropy", "kl", "rank" (of a target, as a logarithm) or "probability".
             target: Index of the target.
-            ax: Matplotlib axes to draw on; by default new ones.
-            title: Title of the figure.
-
-        Returns:
-            The matplotlib axes.
 
         Raises:
             ValueError: The step or the position was not read, or the choice is not unique.
@@ -259,16 +253,9 @@ class LogitLens(PicturedResult, Saved):
         if len(self.positions) <= _MOST_WRITTEN:
             return lens.plot(title=title)
         values, (bar, hue) = lens.entropy[:, 0].T, SHOWN["entropy"]
-        highest = float(values.nan_to_num().max())
+        rows, limits = lens._row_labels(0), (0.0, float(values.nan_to_num().max()))
         return plots.labelled_map(
-            values,
-            rows=lens._row_labels(0),
-            layers=self.labels,
-            xlabel=XLABEL,
-            hue=hue,
-            limits=(0.0, highest),
-            bar=bar,
-            title=title,
+            values, rows=rows, layers=self.labels, xlabel=XLABEL, hue=hue, limits=limits, bar=bar, title=title
         )
 
     def _row_labels(self, row: int) -> list[str]:

@@ -27,27 +27,22 @@ NOTHING = -1
 
 @dataclass(frozen=True, eq=False)
 class Canvases:
-    """The canvases of one input.
+    """The canvases of one input, a pass for each step or a single one.
 
-    Attributes:
-        canvases: A pass for each step, or a single one.
-        steps: Step of each canvas; `None` for an input that is no trajectory.
-        known: Int[batch _], token at each position that can be predicted, as far as it is known; otherwise -1. After a
-            text that grows, there is one position more than the canvas has.
+    `known` has the token at each position that can be predicted, as far as it is known, otherwise -1. After a text that
+    grows, there is one position more than the canvas has.
     """
 
     canvases: list[ForwardPass]
-    steps: list[int] | None
+    steps: list[int] | None  # of each canvas; `None` for an input that is no trajectory
     known: Int[Tensor, "batch _"]
 
     @classmethod
     def of(cls, inputs: Inputs, steps: Iterable[Whole] | None = None, branch: str = "conditional") -> "Canvases":
         """The canvases of a trajectory, or the single one of any other input."""
         trajectory, picked, cfg = inputs.trajectory, inputs.pick_steps(steps), inputs.model.cfg
-        canvases: list[ForwardPass] = []
         each: Sequence[int | None] = [None] if picked is None else picked
-        for step in each:
-            canvases += inputs.at(step, branch)
+        canvases = [read for step in each for read in inputs.at(step, branch)]
         final = canvases[0].tokens if trajectory is None else trajectory.tokens.to(cfg.device)
         known = final.masked_fill(~(canvases[0].real & cfg.writable(final)), NOTHING)
         if trajectory is None and cfg.grows:
@@ -174,9 +169,7 @@ def states_of(
     fwd_hooks: FwdHooks = (),
 ) -> dict[int, Float[Tensor, "entry d_model"]]:
     """The state that enters each block, or of layer `n_layers` leaves the last one, at some rows of one pass."""
-    n_layers, names = network_input.model.cfg.n_layers, {}
-    for layer in layers:
-        names[layer] = resid_entering(layer, n_layers)
+    names = {layer: resid_entering(layer, network_input.model.cfg.n_layers) for layer in layers}
     states = network_input.states(names.values(), entries, fwd_hooks)
     return {layer: states[name] for layer, name in names.items()}
 
@@ -186,8 +179,7 @@ def logits_of(
 ) -> Tensor:
     """Float[entry d_vocab_out], logits of states that are read as if the network ended there.
 
-    Args:
-        sigma: Noise of which a network that is told the time hears; by default that of the step or of `at_time`.
+    A network that is told the time hears of the noise `sigma`, by default that of the step or of `at_time`.
     """
     logits: Tensor = model.unembed(model.normalized(states, sigma))
     return logits

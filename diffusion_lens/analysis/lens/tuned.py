@@ -130,13 +130,8 @@ def fit_translators(
         "inputs": data.source.describe(),
         **provenance(model, cfg),
     }
-    return Translators(
-        weights=torch.stack([x.detach().cpu() for x in weights]),
-        biases=torch.stack([x.detach().cpu() for x in biases]),
-        layers=picked,
-        losses=torch.stack(losses),
-        record=record,
-    )
+    w, b = (torch.stack([x.detach().cpu() for x in maps]) for maps in (weights, biases))
+    return Translators(w, b, picked, torch.stack(losses), record)
 
 
 def _gradients(
@@ -189,22 +184,15 @@ class _Sample:
 
 @dataclass(frozen=True, eq=False)
 class _Data:
-    """Texts or canvases to fit on.
-
-    Attributes:
-        open: Bool[batch pos], positions that may be masked, or noise.
-        source: Texts, which are noised at random unless they grow, or trajectories.
-        masked_only: Whether only masked positions, or under uniform noise open ones, are read.
-        sigma: Float[batch], noise of each canvas of trajectories, where the network is told the time.
-    """
+    """Texts, which are noised at random unless they grow, or canvases of trajectories, to fit on."""
 
     model: DiffusionTransformer
     tokens: Tokens
     real: PosMask
-    open: PosMask
+    open: PosMask  # positions that may be masked, or noise
     source: CleanTexts | Inputs
-    masked_only: bool
-    sigma: Float[Tensor, "batch"] | None = None
+    masked_only: bool  # whether only masked positions, or under uniform noise open ones, are read
+    sigma: Float[Tensor, "batch"] | None = None  # noise of each canvas, where the network is told the time
 
     @classmethod
     def of(
@@ -217,8 +205,7 @@ class _Data:
             model.time.require_own("fit_translators")
             tokens, real = (x.to(model.cfg.device) for x in padded(model, source.tokens))
             return cls(model, tokens, real, real, source, masked_only)
-        tokens, real, open_ = _of_trajectories(source)
-        sigma = _sigma_of_canvases(source)
+        tokens, real, open_, sigma = _of_trajectories(source)
         if masked_only and model.cfg.has_mask:
             has_masks = ((tokens == model.cfg.blank) & real).any(dim=1)
             tokens, real, open_ = tokens[has_masks], real[has_masks], open_[has_masks]
@@ -252,10 +239,10 @@ class _Data:
                 return _Sample(canvases.canvases[0], batch, rows[is_read], known[:, positions][is_read])
 
 
-def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask, PosMask]:
+def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask, PosMask, Float[Tensor, "batch"] | None]:
     """The canvases of trajectories, one row each (of a text that grows, only the last canvas), their real positions,
-    and those that were not given."""
-    rows, present, written, model = [], [], [], inputs.model
+    those that were not given, and where the network is told the time, the noise of each canvas."""
+    rows, present, written, sigmas, model = [], [], [], [], inputs.model
     for trajectory in inputs.trajectories:
         canvases, real = (x.to(model.cfg.device) for x in (trajectory.canvases, trajectory.real))
         canvases = canvases[-1:] if model.cfg.grows else canvases[:-1]
@@ -263,17 +250,8 @@ def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask, PosMask]:
         inside = real & reached(canvases)
         present += list(inside.flatten(0, 1))
         written += list((inside & ~trajectory.given.to(real.device)).flatten(0, 1))
-    inside, open_ = (pad_sequence(of_rows, batch_first=True) for of_rows in (present, written))
-    return padded(model, rows)[0], inside, open_
-
-
-def _sigma_of_canvases(inputs: Inputs) -> Float[Tensor, "batch"] | None:
-    """The noise of each canvas of `_of_trajectories`; `None` if the network is not told the time."""
-    model, sigmas = inputs.model, []
-    if not model.cfg.time_conditioning:
-        return None
-    for trajectory in inputs.trajectories:
         for step in range(trajectory.first_step, trajectory.first_step + trajectory.n_steps):
-            sigma = trajectory.state_at(step).sigma
-            sigmas.append(torch.tensor(sigma).view(-1).expand(trajectory.canvases.shape[1]))
-    return torch.cat(sigmas).to(model.cfg.device)
+            if model.cfg.time_conditioning:
+                sigmas.append(torch.tensor(trajectory.state_at(step).sigma).view(-1).expand(canvases.shape[1]))
+    inside, open_ = (pad_sequence(of_rows, batch_first=True) for of_rows in (present, written))
+    return padded(model, rows)[0], inside, open_, torch.cat(sigmas).to(model.cfg.device) if sigmas else None

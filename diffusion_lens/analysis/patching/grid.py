@@ -14,7 +14,7 @@ the logits is undone (Vig et al. 2020, arXiv 2004.12265; Meng et al. 2022, arXiv
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -80,18 +80,6 @@ class PatchInputs:
     corrupted: Patchable
     steps: list[int] | None
 
-    @classmethod
-    def of(
-        cls,
-        source: DiffusionTransformer,
-        clean: Patchable,
-        model: DiffusionTransformer,
-        corrupted: Patchable,
-        steps: Iterable[Whole] | None,
-    ) -> "PatchInputs":
-        """The inputs, with steps as callers give them."""
-        return cls(source, clean, model, corrupted, None if steps is None else whole_numbers("steps", steps))
-
     def pick_layers(self, layers: Iterable[Whole] | None) -> list[int]:
         """The layers to sweep, which both models must have."""
         n_clean, n_corrupted = self.source.cfg.n_layers, self.model.cfg.n_layers
@@ -135,19 +123,6 @@ class PatchInputs:
         The metric's rows are rows of the corrupted run. The metric is also computed in the clean run if that run has
         the same layout.
         """
-        pairs = self._sides(reading)
-        n_clean, n_corrupted = (side.tokens.shape[0] for side in pairs[0])
-        if n_clean != n_corrupted:
-            raise ValueError(
-                f"the clean run has {n_clean} rows and the corrupted run {n_corrupted}: give both the same number of "
-                "rows, since row i of the one is patched into row i of the other"
-            )
-        return [
-            (clean if clean.extent == corrupted.extent else replace(clean, reading=UNREAD), corrupted)
-            for clean, corrupted in pairs
-        ]
-
-    def _sides(self, reading: Reading) -> list[tuple[Side, Side]]:
         source, clean, model, corrupted = self.source, self.clean, self.model, self.corrupted
         is_same_layout = source.readout is model.readout and source.cfg.d_vocab_out == model.cfg.d_vocab_out
         if isinstance(clean, Trajectory) and isinstance(corrupted, Trajectory):
@@ -158,16 +133,29 @@ class PatchInputs:
             is_same_layout &= all(
                 torch.equal(getattr(clean, name).cpu(), getattr(corrupted, name).cpu()) for name in ("given", "real")
             )
-            clean_reading = reading if is_same_layout else UNREAD
-            return [
-                (Side.at_step(source, clean, step, clean_reading), Side.at_step(model, corrupted, step, reading))
-                for step in self.steps
-            ]
-        if self.steps is not None or isinstance(clean, Trajectory) or isinstance(corrupted, Trajectory):
+            of_clean = [Side.at_step(source, clean, i, reading if is_same_layout else UNREAD) for i in self.steps]
+            of_corrupted = [Side.at_step(model, corrupted, i, reading) for i in self.steps]
+        elif self.steps is not None or isinstance(clean, Trajectory) or isinstance(corrupted, Trajectory):
             raise ValueError(
                 "steps= requires two trajectories from model.denoise(...): pass one as clean and one as corrupted"
             )
-        return [(Side.of(source, clean, reading if is_same_layout else UNREAD), Side.of(model, corrupted, reading))]
+        else:
+            of_clean = [Side.of(source, clean, reading if is_same_layout else UNREAD)]
+            of_corrupted = [Side.of(model, corrupted, reading)]
+        if (n_clean := len(of_clean[0].tokens)) != (n_corrupted := len(of_corrupted[0].tokens)):
+            raise ValueError(
+                f"the clean run has {n_clean} rows and the corrupted run {n_corrupted}: give both the same number of "
+                "rows, since row i of the one is patched into row i of the other"
+            )
+        return [
+            (one if one.extent == other.extent else replace(one, reading=UNREAD), other)
+            for one, other in zip(of_clean, of_corrupted, strict=True)
+        ]
+
+
+def plain_steps(steps: Iterable[Whole] | None) -> list[int] | None:
+    """Steps as callers give them, as plain numbers."""
+    return None if steps is None else whole_numbers("steps", steps)
 
 
 def answer_probability(model: DiffusionTransformer, query: Query) -> AnswerProbability:
@@ -250,7 +238,7 @@ def patch_grid(
     """
     source = model if source_model is None else source_model
     reading = Reading.of(metric, logits_at)
-    inputs = PatchInputs.of(source, clean, model, corrupted, steps)
+    inputs = PatchInputs(source, clean, model, corrupted, plain_steps(steps))
     settings = PatchSettings(
         resolve_sites(sites),
         positions,
@@ -269,9 +257,7 @@ def patch_grid(
     budgets = [cell_budgets(*pair, sweeps, method, max_bytes) for pair in pairs]
 
     # 3. Compute both sides once, then score every cell in the corrupted run.
-    swept = [
-        _SweptPair.of(*pair, sweeps, settings, of_pair, progress) for pair, of_pair in zip(pairs, budgets, strict=True)
-    ]
+    swept = [_swept(*pair, sweeps, settings, of_pair, progress) for pair, of_pair in zip(pairs, budgets, strict=True)]
 
     # 4. Join the steps and make one grid per site.
     record = {
@@ -285,8 +271,7 @@ def patch_grid(
     return grids[sites] if isinstance(sites, str) else grids
 
 
-@dataclass(frozen=True, eq=False)
-class _SweptPair:
+class _Swept(NamedTuple):
     """For one pair of runs the metric of both, the text at each cell, and the scores of each site with their error."""
 
     clean: float
@@ -294,33 +279,32 @@ class _SweptPair:
     labels: list[str]
     by_site: list[tuple[Float[Tensor, "*rest"], EstimateError | None]]
 
-    @classmethod
-    def of(
-        cls,
-        clean: Side,
-        corrupted: Side,
-        sweeps: Sequence[Sweep],
-        settings: PatchSettings,
-        budgets: Mapping[str, CellBudget],
-        progress: bool,
-    ) -> "_SweptPair":
-        """Compute both sides once, and score every cell of every site."""
-        pair = SidePair.of(clean, corrupted, sweeps, settings.method, budgets)
-        by_site: list[tuple[Tensor, EstimateError | None]] = []
-        for sweep in sweeps:
-            cells = sweep.cells(clean.n_canvas, corrupted.n_canvas, corrupted.model.cfg.device)
-            if settings.method == "attribution":
-                by_site.append(sweep_by_gradient(pair, sweep, cells, settings.check))
-            else:
-                by_site.append((sweep_exactly(pair, sweep, cells, progress), None))
-        labels = [_label(group, clean, corrupted) for group in sweeps[0].groups]
-        return cls(pair.clean_score, pair.corrupted_score, labels, by_site)
+
+def _swept(
+    clean: Side,
+    corrupted: Side,
+    sweeps: Sequence[Sweep],
+    settings: PatchSettings,
+    budgets: Mapping[str, CellBudget],
+    progress: bool,
+) -> _Swept:
+    """Compute both sides once, and score every cell of every site."""
+    pair = SidePair.of(clean, corrupted, sweeps, settings.method, budgets)
+    by_site: list[tuple[Tensor, EstimateError | None]] = []
+    for sweep in sweeps:
+        cells = sweep.cells(clean.n_canvas, corrupted.n_canvas, corrupted.model.cfg.device)
+        if settings.method == "attribution":
+            by_site.append(sweep_by_gradient(pair, sweep, cells, settings.check))
+        else:
+            by_site.append((sweep_exactly(pair, sweep, cells, progress), None))
+    labels = [_label(group, clean, corrupted) for group in sweeps[0].groups]
+    return _Swept(pair.clean_score, pair.corrupted_score, labels, by_site)
 
 
 def _grid(
     sweep: Sweep,
     index: int,
-    swept: Sequence[_SweptPair],
+    swept: Sequence[_Swept],
     steps: list[int] | None,
     record: dict[str, Any],
     cfg: DiffusionConfig,

@@ -129,15 +129,11 @@ class PatchGrid(PicturedResult):
         limits: tuple[float, float] | None = None,
     ) -> Any:
         """Heat map of the effect: positions down (or heads, where all positions are patched together), layers across.
+        Returns the matplotlib axes.
 
         Args:
             step, head: Step and head to draw, where the grid has several.
-            ax: Matplotlib axes to draw on; by default new ones.
-            title: Title of the figure.
             limits: Effects at the ends of the colour scale; by default minus and plus the largest absolute effect.
-
-        Returns:
-            The matplotlib axes.
         """
         down = "pos" if "pos" in self.axes else "head" if "head" in self.axes and head is None else None
         effect, labels = self.effect, self.labels[0]

@@ -38,26 +38,17 @@ from diffusion_lens.plots import readable
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One side of a pair: a model, its input, and the metric of its logits.
-
-    Attributes:
-        real: False at padding; `None` where there is none.
-        reading: Metric and its rows; `UNREAD` if those rows have another meaning on this side.
-        n_canvas: Number of positions of the canvas. The network may read more: an answer that has not been reached or,
-            when the caller has hooks inside the network, the whole sequence.
-        unprompted: Canvas with the given positions masked, for guidance.
-        cfg_scale: Weight of guidance; 0 without guidance, or if the metric itself applies it.
-        step: Denoising step of the canvas, as hooks read it; `None` outside the loop.
-    """
+    """One side of a pair: a model, its input, and the metric of its logits. The network may read more than the canvas:
+    an answer that has not been reached or, when the caller has hooks inside the network, the whole sequence."""
 
     model: DiffusionTransformer
     tokens: Tokens
-    real: PosMask | None
-    reading: Reading
-    n_canvas: int
-    unprompted: Tokens | None = None
-    cfg_scale: float = 0.0
-    step: StepState | None = None
+    real: PosMask | None  # false at padding; `None` where there is none
+    reading: Reading  # metric and its rows; `UNREAD` if those rows have another meaning on this side
+    n_canvas: int  # number of positions of the canvas
+    unprompted: Tokens | None = None  # canvas with the given positions masked, for guidance
+    cfg_scale: float = 0.0  # weight of guidance; 0 without it, or if the metric itself applies it
+    step: StepState | None = None  # as hooks read it; `None` outside the loop
 
     @classmethod
     def of(cls, model: DiffusionTransformer, prompt: str | Sequence[str] | Tensor | Query, reading: Reading) -> "Side":
@@ -170,23 +161,15 @@ def cell_budgets(
 
 @dataclass(frozen=True, eq=False)
 class SidePair:
-    """Both sides of a grid, each computed once.
+    """Both sides of a grid, each computed once."""
 
-    Attributes:
-        side: Model, canvas and metric of the corrupted run.
-        clean: Activations of the clean run, by hook point.
-        gradients: Gradients of the metric in the corrupted run, by hook point; empty for the exact method.
-        clean_score: The metric of the clean run; NaN if its rows have another meaning there.
-        budgets: Memory for the cells of one pass, by name of the site.
-    """
-
-    side: Side
-    clean: Mapping[str, Tensor]
+    side: Side  # model, canvas and metric of the corrupted run
+    clean: Mapping[str, Tensor]  # activations of the clean run, by hook point
     corrupted: KeptRun
-    gradients: Mapping[str, Tensor]
-    clean_score: float
+    gradients: Mapping[str, Tensor]  # of the metric in the corrupted run, by hook point; empty for the exact method
+    clean_score: float  # NaN if the metric's rows have another meaning there
     corrupted_score: float
-    budgets: Mapping[str, CellBudget]
+    budgets: Mapping[str, CellBudget]  # by name of the site
 
     @classmethod
     def of(

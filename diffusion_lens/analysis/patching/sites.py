@@ -21,23 +21,14 @@ PositionPairs = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Site:
-    """One kind of activation.
-
-    Attributes:
-        name: TransformerLens's short name.
-        point: Name of the hook point within a block.
-        heads: The axis of heads, "query" or "key/value"; `None` where a position has one state.
-        heads_first: Whether the activation is [batch head query key] and not [batch pos ...].
-        ends_block: Whether nothing of its block is left to run after it.
-        is_local: Whether what follows in its block reads a position's state at that position only.
-    """
+    """One kind of activation, by TransformerLens's short name."""
 
     name: str
-    point: str
-    heads: str | None = None
-    heads_first: bool = False
-    ends_block: bool = False
-    is_local: bool = True
+    point: str  # hook point within a block
+    heads: str | None = None  # the axis of heads, "query" or "key/value"; `None` where a position has one state
+    heads_first: bool = False  # whether the activation is [batch head query key] and not [batch pos ...]
+    ends_block: bool = False  # whether nothing of its block is left to run after it
+    is_local: bool = True  # whether what follows in its block reads a position's state at that position only
 
     @property
     def moves_to_block_end(self) -> bool:
@@ -82,20 +73,13 @@ class Cells:
     """The cells of one layer, as a list of entries: each patches one clean state into one corrupted position.
 
     The entries of a cell are patched together. A cell without entries has no position in this run.
-
-    Attributes:
-        shape: Number of cells along each of the grid's axes within a layer: positions, if they are swept, and heads.
-        cell: Int[entry], flat index into `shape` of the cell that an entry belongs to; ascending.
-        source: Int[entry], position in the clean run.
-        target: Int[entry], position in the corrupted run.
-        head: Int[entry], head of each entry; `None` for a site without heads.
     """
 
-    shape: tuple[int, ...]
-    cell: Int[Tensor, "entry"]
-    source: Int[Tensor, "entry"]
-    target: Int[Tensor, "entry"]
-    head: Int[Tensor, "entry"] | None
+    shape: tuple[int, ...]  # number of cells along each axis within a layer: positions, if they are swept, and heads
+    cell: Int[Tensor, "entry"]  # flat index into `shape`; ascending
+    source: Int[Tensor, "entry"]  # position in the clean run
+    target: Int[Tensor, "entry"]  # position in the corrupted run
+    head: Int[Tensor, "entry"] | None  # `None` for a site without heads
 
     @property
     def n(self) -> int:
@@ -110,13 +94,9 @@ class Cells:
     def pick(self, selected: Int[Tensor, "cell"]) -> "Cells":
         """The selected cells (ascending), renumbered from 0."""
         entries = torch.isin(self.cell, selected)
-        return Cells(
-            shape=(len(selected),),
-            cell=torch.searchsorted(selected, self.cell[entries]),
-            source=self.source[entries],
-            target=self.target[entries],
-            head=None if self.head is None else self.head[entries],
-        )
+        source, target = self.source[entries], self.target[entries]
+        head = None if self.head is None else self.head[entries]
+        return Cells((len(selected),), torch.searchsorted(selected, self.cell[entries]), source, target, head)
 
     def from_clean(self, activation: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "entry batch ..."]:
         """The state that each entry takes from the clean run."""
@@ -134,27 +114,21 @@ class Cells:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One site over layers, positions and heads.
-
-    Attributes:
-        site: Activation that is patched.
-        layers: Layers to sweep.
-        groups: Pairs of positions, one group per cell.
-        all_together: Whether the only group contains all positions, so that the grid has no axis of positions.
-        heads: Heads to sweep; `None` for a site without heads.
-    """
+    """One site over layers, positions and heads."""
 
     site: Site
     layers: list[int]
-    groups: list[PositionPairs]
-    all_together: bool
-    heads: list[int] | None
+    groups: list[PositionPairs]  # one for each cell
+    all_together: bool  # whether the only group has all positions, so that the grid has no axis of positions
+    heads: list[int] | None  # `None` for a site without heads
 
     @property
     def coordinates(self) -> dict[str, list[Any]]:
         """The coordinates along each axis of the grid; those of "pos" are positions or [clean, corrupted] pairs."""
         positions = [
-            group[0][0] if _is_one_position(group) else [list(pair) for pair in group] for group in self.groups
+            # One number where one position is patched into the same position.
+            group[0][0] if len(group) == 1 and group[0][0] == group[0][1] else [list(pair) for pair in group]
+            for group in self.groups
         ]
         by_axis = {"layer": self.layers, "pos": None if self.all_together else positions, "head": self.heads}
         return {axis: coordinates for axis, coordinates in by_axis.items() if coordinates is not None}
@@ -213,8 +187,3 @@ def _pair(given: PositionOrPair, n_clean: int, n_corrupted: int) -> tuple[int, i
     source, target = given if isinstance(given, tuple) else (given, given)
     clean = pick_indices("positions in the clean run", [source], n_clean)
     return clean[0], pick_indices("positions in the corrupted run", [target], n_corrupted)[0]
-
-
-def _is_one_position(group: PositionPairs) -> bool:
-    """Whether the group patches one position of the clean run into the same position of the corrupted run."""
-    return len(group) == 1 and group[0][0] == group[0][1]

@@ -56,23 +56,14 @@ Heads = int | slice
 
 @dataclass(frozen=True, eq=False)
 class CanvasBatch:
-    """One canvas of each pair.
-
-    Attributes:
-        model: The network.
-        tokens: Int[batch pos], padded on the right.
-        real: Bool[batch pos], false at padding; `None` without padding.
-        rows: Int[batch], the row of the logits in which the answer is read.
-        sources: Int[batch], the position of the source.
-        answers: Int[batch], the answer token.
-    """
+    """One canvas of each pair, padded on the right."""
 
     model: DiffusionTransformer
     tokens: Tokens
-    real: PosMask | None
-    rows: Int[Tensor, "batch"]
-    sources: Int[Tensor, "batch"]
-    answers: Int[Tensor, "batch"]
+    real: PosMask | None  # `None` without padding
+    rows: Int[Tensor, "batch"]  # of the logits in which the answer is read
+    sources: Int[Tensor, "batch"]  # positions
+    answers: Int[Tensor, "batch"]  # tokens
 
     @classmethod
     def of(cls, model: DiffusionTransformer, canvases: Sequence[TaughtCanvas]) -> "CanvasBatch":
@@ -132,25 +123,15 @@ class CanvasBatch:
 
 @dataclass(frozen=True, eq=False)
 class CanvasReading:
-    """The states of one pass, by layer.
-
-    Attributes:
-        batch: The canvases.
-        losses: Float[fact], -log p(answer).
-        keys: Float[fact kv_head d_head] of each layer, at the source, before norm and rotation.
-        queries: Float[fact head d_head] of each layer, at the reader, before norm and rotation.
-        scores: Float[fact head] of each layer, from reader to source, in float32 at least.
-        streams: Float[fact pos d_model] of each layer, the residual stream that enters it.
-        attended: Keys, as they meet the queries, and values, Float[fact pos kv_head d_head], of each layer.
-    """
+    """The states of one pass, in lists by layer."""
 
     batch: CanvasBatch
-    losses: Float[Tensor, "fact"]
-    keys: list[Tensor]
-    queries: list[Tensor]
-    scores: list[Tensor]
-    streams: list[Tensor]
-    attended: list[tuple[Tensor, Tensor]]
+    losses: Float[Tensor, "fact"]  # -log p(answer)
+    keys: list[Float[Tensor, "fact kv_head d_head"]]  # at the source, before norm and rotation
+    queries: list[Float[Tensor, "fact head d_head"]]  # at the reader, before norm and rotation
+    scores: list[Float[Tensor, "fact head"]]  # from reader to source, in float32 at least
+    streams: list[Float[Tensor, "fact pos d_model"]]  # the residual stream that enters the layer
+    attended: list[tuple[Tensor, Tensor]]  # keys, as they meet the queries, and values, [fact pos kv_head d_head]
 
     @classmethod
     def of(cls, batch: CanvasBatch) -> "CanvasReading":
@@ -231,15 +212,10 @@ def percentiles(
     evidence: Float[Tensor, "fact layer candidate"], right: Sequence[int], different: Bool[Tensor, "fact fact"]
 ) -> Float[Tensor, "fact estimate layer"]:
     """The share of the other candidates that the right answer of a fact exceeds: by the evidence of the fact's own
-    source, and in the mean by that of the sources of other facts.
+    source, and in the mean by that of the sources of `different` facts. `right` are the answers' indices.
 
     The second is the baseline. It is 0.5 if the candidates are the answers of the facts themselves; among other
     candidates, an answer may rank high or low whatever the source. A tie counts half.
-
-    Args:
-        evidence: Evidence for each candidate.
-        right: Index of each fact's answer among the candidates.
-        different: Which facts are others (`other_facts`).
     """
     shares = []
     for index in right:
@@ -289,12 +265,11 @@ def edge_cut_of(reading: CanvasReading, *, by_head: bool = False) -> Float[Tenso
     batch = reading.batch
     cfg = batch.model.cfg
     heads: list[Heads] = list(range(cfg.n_heads)) if by_head else [slice(None)]
-    lost = reading.losses.new_empty(len(batch.tokens), cfg.n_layers, len(heads))
     alone = batch.tokens.shape[1] > 1 and is_plain(batch.model, 0)
     cut = _cut_at_reader(reading) if alone else _cut_in_whole_block(reading)
-    for layer in range(cfg.n_layers):
-        for column, head in enumerate(heads):
-            lost[:, layer, column] = batch.losses(cut(layer, head)) - reading.losses
+    layers = range(cfg.n_layers)
+    by_layer = [torch.stack([batch.losses(cut(layer, head)) for head in heads], dim=1) for layer in layers]
+    lost = torch.stack(by_layer, dim=1) - reading.losses[:, None, None]
     lost[~batch.sees_source] = torch.nan
     return (lost if by_head else lost[..., 0]).float()
 
@@ -351,11 +326,9 @@ def _scores_of(layer: int) -> str:
 
 @torch.no_grad()
 def routes_of(forward: CanvasReading, reverse: CanvasReading) -> Float[Tensor, "fact route layer head"]:
-    """The scores reader to source of the forward canvas, of the reverse one, and the counterfactual ones.
+    """The scores reader to source of the forward canvas, of the reverse one, and the counterfactual ones (`routes`).
 
-    The counterfactual score takes query and key of the forward canvas, before their rotation, to the positions of the
-    reverse canvas: only the position differs from the forward score. NaN where the reader of one of the two canvases
-    does not see the source.
+    NaN where the reader of one of the two canvases does not see the source.
     """
     scores = [torch.stack(reading.scores, dim=1).float() for reading in (forward, reverse)]
     routes = torch.stack([*scores, _turned(forward, reverse.batch)], dim=1)
@@ -429,14 +402,8 @@ def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_of
 def correlation_of_frequencies(
     frequencies: Float[Tensor, "frequency"], forward_offset: int, reverse_offset: int
 ) -> float:
-    """`isotropic_route_correlation` for a model's own rotary frequencies, such as scaled ones.
-
-        rho(a, b) = mean over m of cos((a - b) · frequency_m)
-
-    Args:
-        frequencies: Radians per position, `model.positions.frequencies`.
-        forward_offset, reverse_offset: Position of the source minus position of the reader, in tokens.
-    """
+    """`isotropic_route_correlation` for a model's own rotary frequencies, such as scaled ones: the mean over m of
+    cos((a - b) · frequency_m), with the frequencies in radians per position (`model.positions.frequencies`)."""
     return float(((forward_offset - reverse_offset) * frequencies.double()).cos().mean())
 
 

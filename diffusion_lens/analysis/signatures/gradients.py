@@ -13,7 +13,7 @@ into the projections (`fold_ln`), the same network has other gradients. The base
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,8 @@ _PLAIN = (Linear.forward, nn.Linear.forward, Embed.forward, Unembed.forward, Nor
 
 @dataclass(frozen=True, eq=False)
 class OuterSums:
-    """Σ_t left_t right_t^T for each fact.
-
-    Attributes:
-        left: Float[fact term d]; or Int[fact term], the indices of one-hot vectors, as for rows of an embedding.
-        right: Float[fact term d_other].
-        n_rows: Length d of the one-hot vectors.
-    """
+    """Σ_t left_t right_t^T for each fact. Integers on the left are the indices of one-hot vectors of length `n_rows`,
+    as for rows of an embedding."""
 
     left: Float[Tensor, "fact term d"] | Int[Tensor, "fact term"]
     right: Float[Tensor, "fact term d_other"]
@@ -114,22 +109,14 @@ def matrix_names(model: DiffusionTransformer) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """The gradients of the losses of a batch.
+    """The gradients of the losses of a batch."""
 
-    Attributes:
-        by_name: By matrix, the terms whose sum is each fact's gradient: one, or two for a tied embedding.
-        losses: Float[fact], in nats.
-    """
-
-    by_name: dict[str, list[OuterSums]]
-    losses: Float[Tensor, "fact"]
+    by_name: dict[str, list[OuterSums]]  # terms whose sum is each fact's gradient: two for a tied embedding, else one
+    losses: Float[Tensor, "fact"]  # in nats
 
     @classmethod
     def of(cls, batch: CanvasBatch, names: Sequence[str], reader: PassReader | None = None) -> "Gradients":
-        """The gradients in these matrices, of one forward and one backward pass.
-
-        Args:
-            reader: What reads the states of the forward pass.
+        """The gradients in these matrices, of one forward and one backward pass, of which `reader` reads the states.
 
         Raises:
             ValueError: A projection is another module than the weights describe, or carries a hook of torch.
@@ -230,14 +217,10 @@ def _recording(
 @contextmanager
 def _torch_hooks(model: DiffusionTransformer, hooks: Sequence[tuple[str, _TorchHook]]) -> Iterator[None]:
     """Attach hooks of torch to modules, named after them or their weight, while the block is run."""
-    handles = []
-    try:
+    with ExitStack() as attached:
         for name, hook in hooks:
-            handles.append(_module(model, name).register_forward_hook(hook))
+            attached.enter_context(_module(model, name).register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _module(model: DiffusionTransformer, name: str) -> nn.Module:
@@ -301,11 +284,16 @@ class GradientAlignment:
             transfers.append(table.diagonal() / _or_one(square))
             squares.append(square)
             products.append(table.diagonal())
-        steps = _small_step(reverse, one, other.losses, torch.stack(squares).sum(0), torch.stack(products).sum(0))
+        # The step lowers the forward loss by this share to first order.
+        sizes = STEP * one.losses / torch.stack(squares).sum(0)
+        predicted = -sizes * torch.stack(products).sum(0)
+        measured = torch.full_like(predicted, torch.nan)
+        if reverse.model.cfg.dtype in (torch.float32, torch.float64):
+            measured = losses_after_step(reverse, one, sizes) - other.losses
         return cls(
             cosines=torch.stack(compared, dim=1).float().cpu(),
             transfers=torch.stack(transfers, dim=1).float().cpu(),
-            steps=steps.float().cpu(),
+            steps=torch.stack([predicted, measured], dim=1).float().cpu(),
             losses=torch.stack([one.losses, other.losses], dim=1).float().cpu(),
             parameters=list(one.by_name),
         )
@@ -316,25 +304,6 @@ class GradientAlignment:
         names = ("cosines", "transfers", "steps", "losses")
         tensors = {name: torch.cat([getattr(each, name) for each in batches]) for name in names}
         return cls(**tensors, parameters=batches[0].parameters)
-
-
-def _small_step(
-    reverse: CanvasBatch,
-    of_forward: Gradients,
-    before: Float[Tensor, "fact"],
-    squares: Float[Tensor, "fact"],
-    products: Float[Tensor, "fact"],
-) -> Float[Tensor, "fact estimate"]:
-    """The change of each reverse loss by a small step on the forward loss: predicted, and measured.
-
-    `before` are the losses without the step, `squares` and `products` |g_forward|² and <g_forward, g_reverse> in all
-    matrices.
-    """
-    sizes = STEP * of_forward.losses / squares
-    predicted = -sizes * products
-    if reverse.model.cfg.dtype not in (torch.float32, torch.float64):
-        return torch.stack([predicted, torch.full_like(predicted, torch.nan)], dim=1)
-    return torch.stack([predicted, losses_after_step(reverse, of_forward, sizes) - before], dim=1)
 
 
 def _or_one(square: Tensor) -> Tensor:

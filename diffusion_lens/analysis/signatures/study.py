@@ -84,9 +84,12 @@ def edge_cut(
 ) -> Float[Tensor, "fact canvas layer head"]:
     """log p(answer) that is lost by cutting the edge from reader to source in one head, in nats.
 
-    The causal counterpart of `evidence`, with the arguments and errors of `routes`. A cut edge has the score -inf. NaN
-    where a causal model does not see the source. In bfloat16, a hook that changes nothing still moves cuts (by 0.08
-    where the largest was 1.27), because whole blocks are computed then and round differently; in float32 it does not.
+    The causal counterpart of `evidence`, with its arguments. A cut edge has the score -inf. NaN where a causal model
+    does not see the source. In bfloat16, a hook that changes nothing still moves cuts (by 0.08 where the largest was
+    1.27), because whole blocks are computed then and round differently; in float32 it does not.
+
+    Raises:
+        ValueError: A canvas is that of another model, or the budget is too small.
     """
     by_batch = [
         torch.stack([edge_cut_of(each, by_head=True) for each in both], dim=1).cpu()
@@ -104,16 +107,8 @@ def routes(
     The counterfactual scores take queries and keys of the forward canvas, before their rotation, to the positions of
     the reverse canvas, which isolates what the positions do. NaN where a causal model does not see the source.
     In bfloat16, a hook at the scores that changes nothing still moves them (by 0.04 where the largest was 8.9), because
-    hooked scores are rounded and others are computed in float32; in float32 it does not.
-
-    Args:
-        model: Masked diffusion model or causal model.
-        pairs: Pairs on this model's canvases.
-        batch_size: Pairs computed together; by default as many as fit, at most 32.
-        max_bytes: Most memory for one batch, in addition to weights and result.
-
-    Raises:
-        ValueError: A canvas is that of another model, or the budget is too small.
+    hooked scores are rounded and others are computed in float32; in float32 it does not. The arguments and errors are
+    those of `edge_cut`.
     """
     return torch.cat([routes_of(*both).cpu() for both in _readings(model, pairs, batch_size, max_bytes)])
 
@@ -134,13 +129,11 @@ def gradient_alignment(
     a model with folded norms has others (`model.cfg.layer_norm_folding`).
 
     Args:
-        model: Masked diffusion model or causal model.
-        pairs: Pairs on this model's canvases.
+        model, pairs, max_bytes: Those of `evidence`.
         parameters: Names of weight matrices, as in `named_parameters`; by default all matrices. Biases and norms have
             no part in it.
         batch_size: Pairs computed together, which are also each other's baseline; by default as many as fit, at most
             32. At least 2; an odd number of pairs in batches of two makes one batch of three.
-        max_bytes: Most memory for one batch, in addition to weights and result.
 
     Raises:
         ValueError: A parameter is no weight matrix of the model, a projection was replaced or carries a hook of torch,
@@ -181,8 +174,7 @@ def reversal_signatures(
             record also lists the reasons for pairs that were set aside.
         candidates: Token ids among which the evidence for the right answer is ranked; by default the answers of all
             reverse questions, in increasing order.
-        batch_size: Pairs computed together, which are also each other's baseline of shuffled pairs; by default as many
-            as fit, at most 32. At least 2; an odd number of pairs in batches of two makes one batch of three.
+        batch_size: As in `gradient_alignment`.
         max_bytes: Most memory for one batch, in addition to the weights.
         out: Folder for one file per pair. A call that finds pairs there computes only the others. By default nothing is
             written.
@@ -239,11 +231,7 @@ class SignaturePlan:
         batch_size: Whole | None = None,
         max_bytes: int = 2**30,
     ) -> "SignaturePlan":
-        """The plan, of which the arguments and errors are those of `reversal_signatures`.
-
-        Args:
-            model: The model, or one without weights.
-        """
+        """The plan, with the arguments and errors of `reversal_signatures`; the model may lack its weights."""
         given, set_aside = (pairs.pairs, pairs.set_aside) if isinstance(pairs, LaidOutPairs) else (pairs, {})
         chosen, parameters = _pick_candidates(model, given, candidates), _pick_parameters(model, None)
         if missing := [pair.reverse.answer_token for pair in given if pair.reverse.answer_token not in chosen]:
@@ -267,12 +255,8 @@ class SignaturePlan:
         """The plan for the record of the study."""
 
         def canvas(one: TaughtCanvas) -> dict[str, Any]:
-            return {
-                "tokens": one.tokens.tolist(),
-                "row": one.row,
-                "answer_token": one.answer_token,
-                "source": one.source,
-            }
+            numbers = {name: getattr(one, name) for name in ("row", "answer_token", "source")}
+            return {"tokens": one.tokens.tolist(), **numbers}
 
         return {
             "candidates": self.candidates,
