@@ -555,7 +555,8 @@ BUNDLED: dict[str, BundledModel] = {
         BundledModel("tiny-uniform", ASSETS / "tiny-uniform", "bidirectional", "diffusion_lens", 14, "toy"),
     )
 }
-PUBLISHED: dict[str, Published] = {entry.name: entry for entry in (*SMDM, *REPOSITORIES)}
+_ENTRIES: tuple[Published, ...] = (*SMDM, *REPOSITORIES)
+PUBLISHED: dict[str, Published] = {entry.name: entry for entry in _ENTRIES}
 KINDS = {"masked": ("bidirectional", "block_causal"), "causal": ("causal",)}
 
 
