@@ -106,9 +106,7 @@ def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tu
     lens_entry = dict(labels=labels, layers=layers, positions=positions, steps=steps, k=k, targets=targets, target="")
     scores = rand(n_steps, n_pos, n_layers)
     scores[:, -2:] = torch.nan
-    grids = views.TraceGrids(
-        "resid", "resid", (2, 4), positions, layers[:-1], steps, "the answer", scores, [0.9] * n_steps, [0.1] * n_steps
-    )
+    trace = views.trace_entry("resid", "resid", (2, 4), positions, layers[:-1], steps, "the answer")
     patterns = {
         (layer, step): rand(n_heads, n_pos, n_pos).pow(12).softmax(dim=-1) for layer in (10,) for step in steps[:8]
     }
@@ -135,7 +133,7 @@ def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tu
     }
     run = PageRun.of(
         entry,
-        [views.trace_view(grids)],
+        [views.trace_view(trace, scores, [0.9] * n_steps, [0.1] * n_steps)],
         alternatives=views.View(views.alternatives_entry(k, steps), alternatives),
         lens=views.View({**lens_entry, "chunk": "lens/{step}"}, lens),
         attention=views.attention_view(patterns),

@@ -7,6 +7,7 @@ logits become those of a reference. A change returns only the tensors that it ch
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -55,21 +56,12 @@ def without(a: Architecture, block: int, part: str | None = None) -> Alternative
     outputs = {"attention": (f"blocks.{block}.attn.", ".o."), "MLP": (f"blocks.{block}.mlp.", ".down.")}
     zeroed = list(outputs.values()) if part is None else [outputs[part]]
     what = f"block {block}" if part is None else f"the {part} of block {block}"
-
-    def change(tensors: Tensors, architecture: Architecture) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros_like(tensor)
-            for name, tensor in tensors.items()
-            if any(name.startswith(module) and matrix in name for module, matrix in zeroed)
-        }
-
-    cause = f"the weights of {what} are foreign to the others: of another checkpoint or seed, or damaged"
+    foreign = f"{what} are foreign to the others"
     if part is None and block:
         # Blocks after a foreign one read its wrong output, so omitting one of these may help as much.
-        cause = (
-            f"the weights of block {block}, or of one before it, are foreign: of another checkpoint or seed, or damaged"
-        )
-    return Alternative(f"without {what}", cause, a, change)
+        foreign = f"{what}, or of one before it, are foreign"
+    cause = f"the weights of {foreign}: of another checkpoint or seed, or damaged"
+    return Alternative(f"without {what}", cause, a, partial(zeros, zeroed))
 
 
 def exchanged_in_each(a: Architecture) -> list[Alternative]:
@@ -79,7 +71,7 @@ def exchanged_in_each(a: Architecture) -> list[Alternative]:
             f"with gate and up of block {block} exchanged",
             f"gate and up projections of block {block} were read as each other",
             a,
-            gate_with_up(block),
+            partial(gate_with_up, f"blocks.{block}."),
         )
         for block in range(a.n_layers)
         if a.mlp == "gated"
@@ -96,13 +88,11 @@ def moved_from(a: Architecture, end: str, shift: int, first: int, round_the_end:
 
     The last row takes part in the shift with `round_the_end`; otherwise it stays.
     """
-    word = vocabulary_ends(a)[end]
-    cause = (
-        f"the rows of the {word} are one too {WAYS[shift]} from about id {first} on: an off-by-one in the vocabulary"
-    )
-    change = rolled((end,), shift, first) if round_the_end else moved_along(end, shift, first)
-    way = " round the end" if round_the_end else ""
-    return Alternative(f"with {word} rows from {first} on moved by {shift:+d}{way}", cause, a, change)
+    word, way = vocabulary_ends(a)[end], " round the end" if round_the_end else ""
+    cause = f"the rows of the {word} are one too {WAYS[shift]} from about id {first} on"
+    change = partial(rolled, (end,), shift, first) if round_the_end else partial(moved_along, end, shift, first)
+    name = f"with {word} rows from {first} on moved by {shift:+d}{way}"
+    return Alternative(name, f"{cause}: an off-by-one in the vocabulary", a, change)
 
 
 def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]:
@@ -151,8 +141,8 @@ def _layouts_of_rotation(a: Architecture) -> Iterator[Alternative]:
     pairs = "rotary positions rotate other pairs of dimensions than in training"
     interleaved = f"{pairs}: the weights are for half-split rotation, and their rows were interleaved in a conversion"
     half_split = f"{pairs}: the weights are for interleaved rotation, and their rows were not rearranged for it"
-    yield Alternative("with rotary rows de-interleaved", interleaved, a, by_dimension(halves.argsort()))
-    yield Alternative("with rotary rows interleaved", half_split, a, by_dimension(halves))
+    yield Alternative("with rotary rows de-interleaved", interleaved, a, partial(by_dimension, halves.argsort()))
+    yield Alternative("with rotary rows interleaved", half_split, a, partial(by_dimension, halves))
 
 
 def _layouts(a: Architecture) -> Iterator[Alternative]:
@@ -161,7 +151,7 @@ def _layouts(a: Architecture) -> Iterator[Alternative]:
         yield from _layouts_of_rotation(a)
     if a.mlp == "gated":
         gate = "gate and up projections of the MLP were read as each other"
-        yield Alternative("with gate and up exchanged", gate, a, gate_with_up())
+        yield Alternative("with gate and up exchanged", gate, a, partial(gate_with_up, "blocks."))
     keys = "query and key heads were read as each other"
     yield Alternative("with query and key heads swapped", keys, a, swap_key_with_first_query)
     if a.qk_norm:
@@ -171,13 +161,13 @@ def _layouts(a: Architecture) -> Iterator[Alternative]:
         reversed_order = torch.arange(a.n_heads).flip(0)
         neighbours = torch.arange(a.n_heads - a.n_heads % 2).view(-1, 2).flip(1).flatten()
         neighbours = torch.cat([neighbours, torch.arange(len(neighbours), a.n_heads)])
-        yield Alternative("with query heads reversed", order, a, by_head(reversed_order, ("q",)))
-        yield Alternative("with neighbouring query heads swapped", order, a, by_head(neighbours, ("q",)))
+        yield Alternative("with query heads reversed", order, a, partial(by_head, reversed_order, ("q",)))
+        yield Alternative("with neighbouring query heads swapped", order, a, partial(by_head, neighbours, ("q",)))
     if 1 < a.n_key_value_heads < a.n_heads:
         tiled = torch.arange(a.n_heads).view(a.n_key_value_heads, -1).T.flatten()
         shared = "query heads use other key/value heads than in training: tiled where they should be grouped"
-        yield Alternative("with query heads regrouped", shared, a, by_head(tiled, ("q", "o")))
-        yield Alternative("with query heads tiled", shared, a, by_head(tiled.argsort(), ("q", "o")))
+        yield Alternative("with query heads regrouped", shared, a, partial(by_head, tiled, ("q", "o")))
+        yield Alternative("with query heads tiled", shared, a, partial(by_head, tiled.argsort(), ("q", "o")))
     fused = "the fused projection of queries, keys and values was split in the wrong order of rows"
     yield Alternative("with the fused projection read as stacked", fused, a, stacked)
     yield Alternative("with the fused projection read group by group", fused, a, grouped)
@@ -189,11 +179,15 @@ def _vocabularies(a: Architecture) -> Iterator[Alternative]:
     for end, word in ends.items():
         for shift, way in WAYS.items():
             cause = f"the rows of the {word} are one too {way}: an off-by-one in the vocabulary"
-            yield Alternative(f"with {word} rows moved by {shift:+d}", cause, a, rolled((end,), shift))
-    if not a.tied:
-        for shift in WAYS:
-            cause = "the rows of the embedding and of the head are off by one, both alike"
-            yield Alternative(f"with embedding and head rows moved by {shift:+d}", cause, a, rolled(ends, shift))
+            yield Alternative(f"with {word} rows moved by {shift:+d}", cause, a, partial(rolled, (end,), shift, 0))
+    for shift in () if a.tied else WAYS:
+        cause = "the rows of the embedding and of the head are off by one, both alike"
+        yield Alternative(
+            f"with embedding and head rows moved by {shift:+d}", cause, a, partial(rolled, ends, shift, 0)
+        )
+
+
+# The changes. Each takes what selects it first, then the tensors and the architecture.
 
 
 def _blocks(tensors: Tensors, parts: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -203,45 +197,40 @@ def _blocks(tensors: Tensors, parts: Sequence[str]) -> Iterator[tuple[str, Tenso
             yield name, tensor
 
 
-def by_dimension(order: Tensor) -> Change:
+def zeros(outputs: Sequence[tuple[str, str]], tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
+    """Empties the matrices that write the outputs of some modules, each given by its prefix and the matrix's name."""
+    return {
+        name: torch.zeros_like(tensor)
+        for name, tensor in tensors.items()
+        if any(name.startswith(module) and matrix in name for module, matrix in outputs)
+    }
+
+
+def by_dimension(order: Tensor, tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
     """Reorders the rows of queries and keys, and of their norms, in each head."""
-
-    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        parts = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
-        return {
-            name: tensor.unflatten(0, (-1, a.d_head))[:, order.to(tensor.device)].flatten(0, 1)
-            for name, tensor in _blocks(tensors, parts)
-        }
-
-    return change
+    return {
+        name: tensor.unflatten(0, (-1, a.d_head))[:, order.to(tensor.device)].flatten(0, 1)
+        for name, tensor in _blocks(tensors, ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm"))
+    }
 
 
-def by_head(order: Tensor, parts: Sequence[str]) -> Change:
+def by_head(order: Tensor, parts: Sequence[str], tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
     """Reorders heads: rows of the queries, columns of the output projection."""
-
-    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        changed = {}
-        for name, tensor in _blocks(tensors, [f"attn.{part}" for part in parts]):
-            heads = order.to(tensor.device)
-            if ".attn.q." in name:
-                changed[name] = tensor.unflatten(0, (-1, a.d_head))[heads].flatten(0, 1)
-            elif name.endswith("weight"):
-                changed[name] = tensor.unflatten(1, (-1, a.d_head))[:, heads].flatten(1, 2)
-        return changed
-
-    return change
+    changed = {}
+    for name, tensor in _blocks(tensors, [f"attn.{part}" for part in parts]):
+        heads = order.to(tensor.device)
+        if ".attn.q." in name:
+            changed[name] = tensor.unflatten(0, (-1, a.d_head))[heads].flatten(0, 1)
+        elif name.endswith("weight"):
+            changed[name] = tensor.unflatten(1, (-1, a.d_head))[:, heads].flatten(1, 2)
+    return changed
 
 
-def gate_with_up(only: int | None = None) -> Change:
-    """Exchanges gate and up projections of the MLPs and experts of every block, or of one block."""
-    blocks = "blocks." if only is None else f"blocks.{only}.mlp."
-
-    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        gates = [name for name in tensors if name.startswith(blocks) and ".mlp." in name and ".gate." in name]
-        pairs = [(gate, gate.replace(".gate.", ".up.")) for gate in gates]
-        return {name: tensors[other] for gate, up in pairs for name, other in ((gate, up), (up, gate))}
-
-    return change
+def gate_with_up(blocks: str, tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
+    """Exchanges gate and up projections of the MLPs and experts of the blocks whose names begin so."""
+    gates = [name for name in tensors if name.startswith(blocks) and ".mlp." in name and ".gate." in name]
+    pairs = [(gate, gate.replace(".gate.", ".up.")) for gate in gates]
+    return {name: tensors[other] for gate, up in pairs for name, other in ((gate, up), (up, gate))}
 
 
 def swap_key_with_first_query(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
@@ -266,55 +255,48 @@ def swap_norms_too(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
 
 def stacked(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
     """Split the fused projection into all queries, all keys, all values, instead of group by group."""
-    return _resplit(tensors, a, lambda parts: GroupMajorQKV().join(parts, a), lambda fused, sizes: fused.split(sizes))
+    return {
+        name: row
+        for names, parts in _projections(tensors)
+        for name, row in zip(names, GroupMajorQKV().join(parts, a).split([len(part) for part in parts]), strict=True)
+    }
 
 
 def grouped(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
     """Split the fused projection group by group, instead of into all queries, all keys, all values."""
-    return _resplit(tensors, a, torch.cat, lambda fused, sizes: GroupMajorQKV().split(fused, a))
+    return {
+        name: row
+        for names, parts in _projections(tensors)
+        for name, row in zip(names, GroupMajorQKV().split(torch.cat(parts), a), strict=True)
+    }
 
 
-def _resplit(
-    tensors: Tensors,
-    a: Architecture,
-    join: Callable[[list[Tensor]], Tensor],
-    split: Callable[[Tensor, list[int]], Sequence[Tensor]],
-) -> dict[str, Tensor]:
-    changed: dict[str, Tensor] = {}
+def _projections(tensors: Tensors) -> Iterator[tuple[list[str], list[Tensor]]]:
+    """Names and tensors of queries, keys and values, for each weight and bias of each block."""
     for name, _ in _blocks(tensors, ("attn.q",)):
         names = [name.replace("attn.q", f"attn.{part}") for part in "qkv"]
-        parts = [tensors[part_name] for part_name in names]
-        changed |= dict(zip(names, split(join(parts), [len(part) for part in parts]), strict=True))
-    return changed
+        yield names, [tensors[part] for part in names]
 
 
-def rolled(ends: Iterable[str], shift: int, first: int = 0) -> Change:
+def rolled(ends: Iterable[str], shift: int, first: int, tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
     """Shifts the rows from `first` on cyclically."""
-
-    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        return {
-            name: torch.cat([rows[:first], rows[first:].roll(shift, dims=0)])
-            for end in ends
-            for name, rows in _rows(tensors, end)
-        }
-
-    return change
+    return {
+        name: torch.cat([rows[:first], rows[first:].roll(shift, dims=0)])
+        for end in ends
+        for name, rows in _rows(tensors, end)
+    }
 
 
-def moved_along(end: str, shift: int, first: int) -> Change:
+def moved_along(end: str, shift: int, first: int, tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
     """Shifts the rows from `first` on by one, except the last row (often [MASK]'s); the row left over stays."""
-
-    def change(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-        changed = {}
-        for name, rows in _rows(tensors, end):
-            changed[name] = moved = rows.clone()
-            if shift < 0:
-                moved[first:-2] = rows[first + 1 : -1]
-            else:
-                moved[first + 1 : -1] = rows[first:-2]
-        return changed
-
-    return change
+    changed = {}
+    for name, rows in _rows(tensors, end):
+        changed[name] = moved = rows.clone()
+        if shift < 0:
+            moved[first:-2] = rows[first + 1 : -1]
+        else:
+            moved[first + 1 : -1] = rows[first:-2]
+    return changed
 
 
 def _rows(tensors: Tensors, end: str) -> list[tuple[str, Tensor]]:

@@ -28,7 +28,7 @@ from diffusion_lens.hooks.names import FwdHooks
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.pages import views
-from diffusion_lens.pages.views import TraceGrids, View, Words
+from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.identity import identity_of, run_of
 
 KINDS = ("resid", "mlp", "attn")
@@ -100,7 +100,7 @@ class LiveRun:
         trajectory: The run; the canvases of steps with forced tokens contain them.
         words: Words of the entry.
         entry: The manifest's entry.
-        alternatives: Chunk of the likeliest tokens, by step.
+        alternatives: Chunks of the likeliest tokens, by name.
         asked: The answer that the lens ranks and traces follow.
     """
 
@@ -108,7 +108,7 @@ class LiveRun:
     trajectory: Trajectory
     words: Words
     entry: dict[str, Any]
-    alternatives: dict[int, bytes]
+    alternatives: dict[str, bytes]
     asked: Asked
 
     @classmethod
@@ -133,13 +133,10 @@ class LiveRun:
         entry = canvas_entry(run, 0, words)
         ids = sorted({token for _, tokens, _ in top.values() for token in tokens.flatten().tolist()})
         texts = dict(zip(ids, model.words(ids), strict=True))
-        alternatives = {
-            step: views.alternatives_chunk(positions, tokens, p, words, texts)
-            for step, (positions, tokens, p) in sorted(top.items())
-        }
-        entry |= described(plan, run, words, asked, sorted(alternatives))
+        alternatives = views.alternatives_view([(step, *top[step]) for step in sorted(top)], words, texts)
+        entry |= {**_described(plan, run, words, asked), "alternatives": {**alternatives.entry, "k": TOP_K}}
         entry["warnings"] = list(dict.fromkeys(str(one.message) for one in caught))
-        return cls(plan, run, words, entry, alternatives, asked)
+        return cls(plan, run, words, entry, alternatives.chunks, asked)
 
     @property
     def weights(self) -> str:
@@ -160,8 +157,25 @@ class LiveRun:
         tensors = (self.trajectory.canvases, self.trajectory.tokens, self.trajectory.confidence)
         return sum(x.nbytes for x in tensors) + sum(map(len, self.alternatives.values())) + self.plan.n_bytes + _ENTRY
 
-    def lens_chunks(self, steps: Sequence[int]) -> dict[int, bytes]:
-        """`logit_lens` at some steps."""
+    def compute(self, name: str) -> bytes:
+        """A chunk of the lens, the attention or a trace.
+
+        Raises:
+            KeyError: There is no such chunk.
+            ValueError: The trace does not exist at this step.
+        """
+        n_steps, n_layers = self.trajectory.n_steps, self.plan.model.cfg.n_layers
+        match name.split("/"):
+            case ["lens", step] if _is_index(step, n_steps):
+                return self.lens_chunks([int(step)])[name]
+            case ["attention", layer, step] if _is_index(layer, n_layers) and _is_index(step, n_steps):
+                return self.attention_chunk(int(layer), int(step))
+            case ["trace", kind, step] if kind in KINDS and _is_index(step, n_steps):
+                return self.trace_view(kind, [int(step)]).chunks[name]
+        raise KeyError(f"the run {self.plan.spec.id} has no chunk {name!r}")
+
+    def lens_chunks(self, steps: Sequence[int]) -> dict[str, bytes]:
+        """`logit_lens` at some steps, by name."""
         with quiet():
             lens = logit_lens(
                 self.plan.model,
@@ -172,7 +186,7 @@ class LiveRun:
                 fwd_hooks=self.plan.network_hooks,
             )
         self.require_weights(lens.record["weights_sha256"])
-        return {step: views.lens_chunk(lens, i, 0, Words(self.words)) for i, step in enumerate(steps)}
+        return {f"lens/{step}": views.lens_chunk(lens, i, 0, Words(self.words)) for i, step in enumerate(steps)}
 
     @torch.no_grad()
     def attention_chunk(self, layer: int, step: int) -> bytes:
@@ -200,7 +214,7 @@ class LiveRun:
                 samples=SAMPLES,
             )
         self.require_weights(trace.record["weights_sha256"])
-        return views.trace_view(TraceGrids.of(trace, kind, str(self.plan.spec.answer).strip()))
+        return views.view_of_trace(trace, kind, str(self.plan.spec.answer).strip())
 
 
 def watched(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, watchers: FwdHooks) -> Trajectory:
@@ -227,11 +241,12 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def described(plan: Plan, run: Trajectory, words: Words, asked: Asked, alternatives: Sequence[int]) -> dict[str, Any]:
-    """The part of an entry that depends on the spec, on the steps with alternatives and on what can be computed.
+def _is_index(text: str, size: int) -> bool:
+    return text.isascii() and text.isdigit() and int(text) < size
 
-    The words of the targets are added to `words`.
-    """
+
+def _described(plan: Plan, run: Trajectory, words: Words, asked: Asked) -> dict[str, Any]:
+    """The part of an entry that depends on the spec and on what can be computed; its words are added to `words`."""
     model, spec = plan.model, plan.spec
     n_layers, steps = model.cfg.n_layers, list(range(run.n_steps))
     texts = dict(zip(asked.final, model.words(asked.final), strict=True))
@@ -249,7 +264,6 @@ def described(plan: Plan, run: Trajectory, words: Words, asked: Asked, alternati
         "base": spec.base,
         "words": words.texts,
         "answer": answer,
-        "alternatives": views.alternatives_entry(TOP_K, alternatives),
         "lens": {
             "labels": [*(f"{layer}_pre" for layer in range(n_layers)), "final_post"],
             "layers": list(range(n_layers + 1)),
@@ -274,16 +288,10 @@ def _traces(plan: Plan, run: Trajectory, asked: Asked, steps: Sequence[int]) -> 
     positions = list(asked.query.answer_positions)
     if bool(run.is_masked(run.canvases[1:, 0, positions]).all()):
         return []
-    common = {
-        "subject": list(spec.subject),
-        "positions": list(range(run.tokens.shape[1])),
-        "layers": list(range(plan.model.cfg.n_layers)),
-        "steps": [step for step in steps if step <= int(run.revealed_at[0, positions].max())],
-        "answer": str(spec.answer).strip(),
-        **dict.fromkeys(("clean", "corrupted", "highest")),
-        "lazy": True,
-    }
-    return [{"name": kind, "kind": kind, **common, "chunk": f"trace/{kind}/{{step}}"} for kind in KINDS]
+    where = spec.subject, range(run.tokens.shape[1]), range(plan.model.cfg.n_layers)
+    traced = [step for step in steps if step <= int(run.revealed_at[0, positions].max())]
+    answer = str(spec.answer).strip()
+    return [{**views.trace_entry(kind, kind, *where, traced, answer), "lazy": True} for kind in KINDS]
 
 
 def _python(plan: Plan, asked: Asked, has_traces: bool) -> dict[str, str]:

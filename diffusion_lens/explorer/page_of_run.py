@@ -17,7 +17,7 @@ from diffusion_lens.hooks.names import loop_hook
 from diffusion_lens.model.config import reached
 from diffusion_lens.pages import views
 from diffusion_lens.pages.page import Page, PageRun
-from diffusion_lens.pages.views import TraceGrids, View, Words
+from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.results import differences, network_of, shown_model
 
 _CLOSE = 0.02  # Largest difference of a confidence from the cached logits, which may be in bfloat16.
@@ -72,15 +72,15 @@ def page_of(
         shown["attention"] = attention_view(trajectory, attention, row)
         python["attention"] = codes["attention"]
     named = _named(traces)
-    grids = [grids_of(trajectory, trace, name, row) for name, trace in named.items()]
-    if grids:
+    traced = [trace_view(trajectory, trace, name, row) for name, trace in named.items()]
+    if traced:
         python["trace"] = f"{code.run}\n\n{trace_statements(named)}"
         entry["answer"] = answer_of(traces[0].record, words)
-    present = {*shown, *(["trace"] if grids else [])}
+    present = {*shown, *(["trace"] if traced else [])}
     entry["words"] = words.texts
     entry["missing"] = {view: sentence for view, sentence in _MISSING.items() if view not in present}
     entry["python"] = python
-    run = PageRun.of(entry, [views.trace_view(one) for one in grids], **shown)
+    run = PageRun.of(entry, traced, **shown)
     return Page(f"{shown_model(record)}: {trajectory.text[row] or 'a run'}", [_model_info(record)], [run])
 
 
@@ -95,13 +95,9 @@ def canvas_entry(trajectory: Trajectory, row: int, words: Words) -> dict[str, An
     prompt = next((text for text in ("".join(words_given), " ".join(words_given)) if text in trajectory.text[row]), "")
     return {
         "id": "run",
-        "model": 0,
         "label": shown_model(record),
         "prompt": prompt,
         "text": trajectory.text[row],
-        "spec": None,
-        "base": None,
-        "words": [],
         "guided": bool(record["cfg_scale"]),
         "n_steps": trajectory.n_steps,
         "first_step": trajectory.first_step,
@@ -192,8 +188,8 @@ def attention_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> 
     return views.attention_view(patterns)
 
 
-def grids_of(trajectory: Trajectory, trace: Any, name: str, row: int) -> TraceGrids:
-    """The grids of a `TrajectoryTrace`, or of a `CausalTrace` of one of the canvases, by the trajectory's steps."""
+def trace_view(trajectory: Trajectory, trace: Any, name: str, row: int) -> View:
+    """The view of a `TrajectoryTrace`, or of a `CausalTrace` of one of the canvases, by the trajectory's steps."""
     again = "give trace_trajectory(model, fact, trajectory=trajectory, ...)"
     _require_network("trace", trace.record, trajectory, again)
     canvases = trajectory.str_canvases(row)
@@ -203,13 +199,13 @@ def grids_of(trajectory: Trajectory, trace: Any, name: str, row: int) -> TraceGr
             raise ValueError(f"the trace's canvas is none of the trajectory's: {again}")
         steps = [trajectory.first_step + canvases.index(trace.str_tokens)]
         where = trace.subject, trace.positions, trace.layers, steps
-        runs = [trace.clean], [trace.corrupted]
-        return TraceGrids(name, trace.record["kind"], *where, answer, trace.scores[None], *runs)
+        entry = views.trace_entry(name, trace.record["kind"], *where, answer)
+        return views.trace_view(entry, trace.scores[None], [trace.clean], [trace.corrupted])
     for step, canvas in zip(trace.steps, trace.str_canvases, strict=True):
         index = step - trajectory.first_step
         if not 0 <= index < trajectory.n_steps or canvases[index] != canvas:
             raise ValueError(f"the trace has another canvas at step {step} than the trajectory: {again}")
-    return TraceGrids.of(trace, name, answer)
+    return views.view_of_trace(trace, name, answer)
 
 
 def answer_of(record: Mapping[str, Any], words: Words) -> dict[str, list[int]] | None:

@@ -97,10 +97,10 @@ class Plan:
                 continue
             source = None
             if one.what != "zero":
-                other = source_of(one)
-                inner, source = _source(model, other, one, source_of, caches)
-                statements |= dict.fromkeys(inner.statements)
-                statements[_cache_statement(inner, one, source.text)] = None
+                inner, point = cls.of(model, source_of(one), source_of, caches), point_of(model, one)
+                variable = f"source_{inner.spec.id[1:7]}_{one.layer}_{one.site}"
+                source = Written(caches(inner.spec, point), variable)
+                statements |= dict.fromkeys((*inner.statements, inner.cache_statement(point, variable)))
                 imports |= inner.imports
                 n_bytes += source.value.n_bytes
                 if one.what == "mean" and model.cfg.opens_blocks:
@@ -158,6 +158,13 @@ class Plan:
             f"    names_filter={names}, steps_filter={{step}},\n){self._forced_canvases}"
         )
 
+    def cache_statement(self, point: str, variable: str) -> str:
+        """The statement that makes the cache of a hook point, for the hooks of another run."""
+        edits = [*self.forced, *self.changed]
+        given = f", fwd_hooks=[\n{_listed(edits)}]" if edits else ""
+        arguments = f"{arguments_text(self.spec)}, names_filter={point!r}{given}"
+        return f"_, {variable} = model.denoise_with_cache(\n    {arguments}\n)"
+
     @property
     def _forced_canvases(self) -> str:
         """Statements that record the canvases which the steps of forced tokens read, in the trajectory."""
@@ -183,27 +190,6 @@ def unwritten(model: DiffusionTransformer) -> int:
     return mask if mask is not None and mask < model.cfg.d_vocab_out else -1
 
 
-def _source(
-    model: DiffusionTransformer,
-    spec: Spec,
-    one: Intervention,
-    source_of: Callable[[Intervention], Spec],
-    caches: Caches,
-) -> tuple[Plan, Written]:
-    """The plan of the run from which an intervention takes activations, and its cache."""
-    inner = Plan.of(model, spec, source_of, caches)
-    return inner, Written(caches(spec, point_of(model, one)), f"{_variable(spec)}_{one.layer}_{one.site}")
-
-
-def _cache_statement(inner: Plan, one: Intervention, variable: str) -> str:
-    point = point_of(inner.model, one)
-    hooks = [edits for edits in (inner.forced, inner.changed) if edits]
-    given = f", fwd_hooks=[\n{''.join(map(_listed, hooks))}]" if hooks else ""
-    return (
-        f"_, {variable} = model.denoise_with_cache(\n    {arguments_text(inner.spec)}, names_filter={point!r}{given}\n)"
-    )
-
-
 def _reached(source: Written) -> tuple[Written, str]:
     """A cache without the positions that a text has not reached, and the statement that makes it."""
     variable, cache = f"reached_{source.text}", source.value
@@ -216,10 +202,6 @@ def _reached(source: Written) -> tuple[Written, str]:
         f"    for step, at in {source.text}.items()\n}}"
     )
     return Written(kept, variable), statement
-
-
-def _variable(spec: Spec) -> str:
-    return f"source_{spec.id[1:7]}"
 
 
 def _listed(edits: Sequence[Edit]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from diffusion_lens.denoising import TrajectoryCache
 from diffusion_lens.denoising.samplers import fitting_samplers
-from diffusion_lens.explorer.live_run import KINDS, LiveRun
+from diffusion_lens.explorer.live_run import LiveRun
 from diffusion_lens.explorer.plan import Plan, settings_of
 from diffusion_lens.explorer.spec import Intervention, Spec
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
@@ -81,19 +81,9 @@ class Session:
         """
         with self._lock:
             live = self._live(self._spec(run_id))
-            view, *selected = name.split("/")
-            n_steps, n_layers = live.trajectory.n_steps, live.plan.model.cfg.n_layers
-            step = _index(selected[-1:], n_steps)
-            if step is not None and view == "alternatives" and len(selected) == 1 and step in live.alternatives:
-                return live.alternatives[step]
-            if step is not None and view == "lens" and len(selected) == 1:
-                return self._memory.get((run_id, name), lambda: live.lens_chunks([step])[step], len)
-            if step is not None and view == "trace" and len(selected) == 2 and selected[0] in KINDS:
-                return self._memory.get((run_id, name), lambda: live.trace_view(selected[0], [step]).chunks[name], len)
-            layer = _index(selected[:1], n_layers)
-            if step is not None and view == "attention" and len(selected) == 2 and layer is not None:
-                return self._memory.get((run_id, name), lambda: live.attention_chunk(layer, step), len)
-        raise KeyError(f"the run {run_id} has no chunk {name!r}")
+            if name in live.alternatives:
+                return live.alternatives[name]
+            return self._memory.get((run_id, name), lambda: live.compute(name), len)
 
     def page(self, run_ids: Sequence[str], attention: Sequence[int] = (), *, traces: bool = True) -> Page:
         """Runs as a page that contains all its numbers.
@@ -165,8 +155,7 @@ class Session:
         """A run with all chunks of its views, which a file contains."""
         live = self._live(self._spec(run_id))
         entry, steps = live.entry, list(range(live.trajectory.n_steps))
-        chunks = {f"alternatives/{step}": chunk for step, chunk in live.alternatives.items()}
-        chunks |= {f"lens/{step}": chunk for step, chunk in live.lens_chunks(steps).items()}
+        chunks = {**live.alternatives, **live.lens_chunks(steps)}
         patterns, missing = None, {"attention": "Name layers, attention=[0, 1], to see their patterns."}
         if attention:
             patterns, missing = {**entry["attention"], "layers": sorted(attention)}, {}
@@ -190,13 +179,6 @@ def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
         "samplers": fitting_samplers(cfg),
         "length": cfg.trained_length,
     }
-
-
-def _index(parts: Sequence[str], size: int) -> int | None:
-    """The only part as an index below `size`; `None` if it is none."""
-    if len(parts) != 1 or not (parts[0].isascii() and parts[0].isdigit()):
-        return None
-    return int(parts[0]) if int(parts[0]) < size else None
 
 
 class Memory:

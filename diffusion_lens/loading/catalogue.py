@@ -14,7 +14,6 @@ of "bert-base-uncased"; most of their repositories do not contain a tokenizer.
 
 import re
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -43,58 +42,23 @@ __all__ = [
     "unknown_name",
 ]
 
+# How an entry was verified. "safetensors seen", "pth seen": the file was listed. "config seen": its config.json, or a
+# copy of it, was read. "name seen": its authors, or code that loads it, give its id; numbers, if any, are those of its
+# family.
 Evidence = Literal["safetensors seen", "pth seen", "config seen", "name seen"]
 
 
-class Published(ABC):
-    """A checkpoint on the Hugging Face hub.
+@dataclass(frozen=True)
+class PublishedFile:
+    """One file of a repository "owner/name" with many checkpoints: those of SMDM and its AR baselines.
 
     Attributes:
         name: Argument of `from_pretrained`, in lower case.
-        evidence: How the entry was verified. "safetensors seen" and "pth seen": the file was listed. "config seen": its
-            config.json or a copy of it was read. "name seen": its authors, or code that loads it, give its id; numbers,
-            if any, are those of its family.
-        trained_length: Length in positions of the texts that it was last trained on, and at which its authors query it,
-            if it is shorter than the context; otherwise, or if unknown, `None`.
-    """
-
-    name: str
-    evidence: Evidence
-    trained_length: int | None
-
-    @property
-    def architecture(self) -> Architecture | None:
-        """The architecture, or `None` if it is not known before a download."""
-        return self.read({})
-
-    @abstractmethod
-    def read(self, options: Mapping[str, Any]) -> Architecture | None:
-        """The architecture with these options of `from_pretrained`: "mode", "block_size" or "mask_token_id".
-
-        Raises:
-            ValueError: An option that models of its family do not have.
-        """
-
-    @property
-    @abstractmethod
-    def n_bytes(self) -> int | None:
-        """Size of the published weights in bytes, or `None` if it is unknown."""
-
-    @property
-    @abstractmethod
-    def source(self) -> str:
-        """Its path on huggingface.co."""
-
-
-@dataclass(frozen=True)
-class PublishedFile(Published):
-    """One file of a repository with many checkpoints: those of SMDM and its AR baselines.
-
-    Attributes:
         stem: File name without its suffix; it gives kind, size and training FLOPs.
-        repo: Repository, "owner/name".
         folder: Folder of the .pth file in the repository; the folder of the safetensors file ends in "_safetensors".
         sha256: SHA-256 of the safetensors file, if it was published.
+        trained_length: Length in positions of the texts that it was last trained on, and at which its authors query it,
+            if it is shorter than the context; otherwise, or if unknown, `None`.
     """
 
     name: str
@@ -136,6 +100,7 @@ class PublishedFile(Published):
         return published_architecture(self.size, self.kind)
 
     def read(self, options: Mapping[str, Any]) -> Architecture:
+        """The architecture with options of `from_pretrained`; a `ValueError` for one that its family does not have."""
         FAMILIES[self.architecture.family].check_options(options)
         return self.architecture
 
@@ -146,18 +111,20 @@ class PublishedFile(Published):
 
     @property
     def source(self) -> str:
+        """Its path on huggingface.co."""
         return f"{self.repo}/{self.files[0]}"
 
 
 @dataclass(frozen=True)
-class Repository(Published):
-    """A repository with one checkpoint: config.json, safetensors, tokenizer.
+class Repository:
+    """A repository "owner/name" with one checkpoint: config.json, safetensors, tokenizer.
 
     Attributes:
-        repo: Repository, "owner/name".
+        name: Argument of `from_pretrained`, in lower case.
         config: Numbers of its config.json, empty if they are not known. Loading uses them only for keys that are
             missing in the file.
         weight_bytes: Bytes per published weight: 2 for bfloat16 or float16.
+        trained_length: As in `PublishedFile`.
         options: What its config leaves out and must be told: "mode", "block_size" or "mask_token_id".
         family: Its family, where `config` is empty; `None` if that is not known either.
     """
@@ -176,7 +143,13 @@ class Repository(Published):
         """The numbers of its config, and what that leaves out."""
         return {**self.config, **self.options}
 
+    @property
+    def architecture(self) -> Architecture | None:
+        """The architecture, or `None` if it is not known before a download."""
+        return self.read({})
+
     def read(self, options: Mapping[str, Any]) -> Architecture | None:
+        """The architecture with options of `from_pretrained`; a `ValueError` for one that its family does not have."""
         if not self.config:
             return None
         config = {**self.known, **options, "_name_or_path": self.repo}
@@ -188,13 +161,22 @@ class Repository(Published):
 
     @property
     def n_bytes(self) -> int | None:
-        """Size of the weights in bytes, without the headers of their files."""
+        """Size of the weights in bytes, without the headers of their files, or `None` if it is unknown."""
         architecture = self.architecture
         return None if architecture is None else self.weight_bytes * n_params(architecture)
 
     @property
     def source(self) -> str:
+        """Its path on huggingface.co."""
         return self.repo
+
+
+Published = PublishedFile | Repository
+
+
+def _repository(repo: str, evidence: Evidence, config: Mapping[str, Any] | None = None, **more: Any) -> Repository:
+    """An entry whose name is that of its repository in lower case, unless another is given."""
+    return Repository(more.pop("name", repo.split("/")[1].lower()), repo, evidence, config or {}, **more)
 
 
 @dataclass(frozen=True)
@@ -308,34 +290,29 @@ def _sdar() -> list[Repository]:
             stem = f"SDAR-{size}-Chat" + ("" if block_size == 4 else f"-b{block_size}")
             evidence: Evidence = "config seen" if stem == "SDAR-4B-Chat" else "name seen"
             options = {"block_size": block_size, "mask_token_id": 151669}
-            entries.append(Repository(stem.lower(), f"JetLM/{stem}", evidence, config, options=options))
+            entries.append(_repository(f"JetLM/{stem}", evidence, config, options=options))
     return entries
 
 
 BY_BLOCKS = (
     *_sdar(),
     *(
-        Repository(f"opdlm-{size.lower()}", f"divelab/OPDLM-{size}", "name seen", options={"block_size": 4})
+        _repository(f"divelab/OPDLM-{size}", "name seen", options={"block_size": 4})
         for size in ("0.6B", "4B", "MATH-4B")
     ),
     # The numbers of LLaDA2.0 are those of the copies with which its authors train (inclusionAI/dFactory).
-    Repository("llada2.0-mini", "inclusionAI/LLaDA2.0-mini", "config seen", LLADA2_MINI, options=LLADA2),
-    Repository("llada2.0-mini-preview", "inclusionAI/LLaDA2.0-mini-preview", "name seen", options=LLADA2),
-    Repository("llada2.0-flash", "inclusionAI/LLaDA2.0-flash", "config seen", LLADA2_FLASH, options=LLADA2),
-    Repository("llada2.1-mini", "inclusionAI/LLaDA2.1-mini", "config seen", LLADA21_MINI, options=LLADA2),
-    Repository("llada2.1-flash", "inclusionAI/LLaDA2.1-flash", "name seen", options=LLADA2),
+    _repository("inclusionAI/LLaDA2.0-mini", "config seen", LLADA2_MINI, options=LLADA2),
+    _repository("inclusionAI/LLaDA2.0-mini-preview", "name seen", options=LLADA2),
+    _repository("inclusionAI/LLaDA2.0-flash", "config seen", LLADA2_FLASH, options=LLADA2),
+    _repository("inclusionAI/LLaDA2.1-mini", "config seen", LLADA21_MINI, options=LLADA2),
+    _repository("inclusionAI/LLaDA2.1-flash", "name seen", options=LLADA2),
     # Masked diffusion models and causal models in one: the mode chooses.
-    Repository("nemotron-labs-diffusion-3b", "nvidia/Nemotron-Labs-Diffusion-3B", "config seen", NEMOTRON_LABS_3B),
-    Repository(
-        "nemotron-labs-diffusion-3b-base",
-        "nvidia/Nemotron-Labs-Diffusion-3B-Base",
-        "config seen",
-        NEMOTRON_LABS_3B_BASE,
-    ),
-    Repository("nemotron-labs-diffusion-8b", "nvidia/Nemotron-Labs-Diffusion-8B", "name seen"),
-    Repository("nemotron-labs-diffusion-8b-base", "nvidia/Nemotron-Labs-Diffusion-8B-Base", "name seen"),
-    Repository("nemotron-labs-diffusion-14b", "nvidia/Nemotron-Labs-Diffusion-14B", "config seen", NEMOTRON_LABS_14B),
-    Repository("nemotron-labs-diffusion-14b-base", "nvidia/Nemotron-Labs-Diffusion-14B-Base", "name seen"),
+    _repository("nvidia/Nemotron-Labs-Diffusion-3B", "config seen", NEMOTRON_LABS_3B),
+    _repository("nvidia/Nemotron-Labs-Diffusion-3B-Base", "config seen", NEMOTRON_LABS_3B_BASE),
+    _repository("nvidia/Nemotron-Labs-Diffusion-8B", "name seen"),
+    _repository("nvidia/Nemotron-Labs-Diffusion-8B-Base", "name seen"),
+    _repository("nvidia/Nemotron-Labs-Diffusion-14B", "config seen", NEMOTRON_LABS_14B),
+    _repository("nvidia/Nemotron-Labs-Diffusion-14B-Base", "name seen"),
 )
 MDLM: dict[str, Any] = {
     "model_type": "mdlm",
@@ -347,32 +324,22 @@ MDLM: dict[str, Any] = {
     "vocab_size": 50258,
     "time_conditioning": False,
 }
+_BD3LM = {**MDLM, "model_type": "bd3lm"}
+_UDLM = {**MDLM, "model_type": "udlm", "model_length": 128, "vocab_size": 30522, "time_conditioning": True}
 DIFFUSION_TRANSFORMERS = (
+    _repository("kuleshov-group/mdlm-owt", "config seen", MDLM, weight_bytes=4),
+    _repository("kuleshov-group/mdlm-no_flashattn-fp32-owt", "config seen", MDLM, weight_bytes=4),
+    _repository("kuleshov-group/mdlm-owt-noeos", "name seen"),
     *(
-        Repository(name, f"kuleshov-group/{name}", "config seen", MDLM, weight_bytes=4)
-        for name in ("mdlm-owt", "mdlm-no_flashattn-fp32-owt")
-    ),
-    Repository("mdlm-owt-noeos", "kuleshov-group/mdlm-owt-noeos", "name seen"),
-    *(
-        Repository(
-            f"bd3lm-owt-block_size{size}",
-            f"kuleshov-group/bd3lm-owt-block_size{size}",
-            "config seen",
-            {**MDLM, "model_type": "bd3lm", "block_size": size},
-            weight_bytes=4,
+        _repository(
+            f"kuleshov-group/bd3lm-owt-block_size{size}", "config seen", {**_BD3LM, "block_size": size}, weight_bytes=4
         )
         for size in (4, 8, 16)
     ),
-    Repository(
-        "udlm-lm1b",
-        "kuleshov-group/udlm-lm1b",
-        "name seen",
-        {**MDLM, "model_type": "udlm", "model_length": 128, "vocab_size": 30522, "time_conditioning": True},
-        weight_bytes=4,
-    ),
-    *(Repository(f"sedd-{size}", f"louaaron/sedd-{size}", "name seen", family="sedd") for size in ("small", "medium")),
+    _repository("kuleshov-group/udlm-lm1b", "name seen", _UDLM, weight_bytes=4),
+    *(_repository(f"louaaron/sedd-{size}", "name seen", family="sedd") for size in ("small", "medium")),
     *(
-        Repository(f"radd-{name}", f"JingyangOu/radd-{name}", "name seen", family="radd")
+        _repository(f"JingyangOu/radd-{name}", "name seen", family="radd")
         for name in ("lambda-dce", "t-dce", "lambda-dce-medium", "t-dce-medium")
     ),
 )
@@ -436,83 +403,72 @@ def _a2d(config: dict[str, Any], mask_token_id: int) -> dict[str, Any]:
 
 REPOSITORIES: tuple[Repository, ...] = (
     # Masked diffusion models
-    Repository("llada-8b-base", "GSAI-ML/LLaDA-8B-Base", "config seen", LLADA_8B),
-    Repository("llada-8b-instruct", "GSAI-ML/LLaDA-8B-Instruct", "config seen", LLADA_8B),
-    Repository("llada-1.5", "GSAI-ML/LLaDA-1.5", "name seen", LLADA_8B),
-    Repository("illada-8b-base", "GSAI-ML/iLLaDA-8B-Base", "name seen"),
-    Repository("illada-8b-instruct", "GSAI-ML/iLLaDA-8B-Instruct", "name seen"),
-    Repository("dream-7b-base", "Dream-org/Dream-v0-Base-7B", "name seen", DREAM_7B),
-    Repository("dream-7b-instruct", "Dream-org/Dream-v0-Instruct-7B", "name seen", DREAM_7B),
-    Repository("dream-coder-7b-instruct", "Dream-org/Dream-Coder-v0-Instruct-7B", "config seen", DREAM_7B_32K),
-    Repository("diffucoder-7b-base", "apple/DiffuCoder-7B-Base", "name seen", DREAM_7B),
-    Repository("diffucoder-7b-instruct", "apple/DiffuCoder-7B-Instruct", "name seen", DREAM_7B),
-    Repository("diffucoder-7b-cpgrpo", "apple/DiffuCoder-7B-cpGRPO", "name seen", DREAM_7B),
-    Repository("qwen3-0.6b-mdlm", "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "name seen", _a2d(QWEN3_06B, 151669)),
-    Repository(
-        "qwen2.5-coder-0.5b-instruct-mdlm",
-        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
-        "name seen",
-        _a2d(QWEN25_05B, 151665),
-    ),
+    _repository("GSAI-ML/LLaDA-8B-Base", "config seen", LLADA_8B),
+    _repository("GSAI-ML/LLaDA-8B-Instruct", "config seen", LLADA_8B),
+    _repository("GSAI-ML/LLaDA-1.5", "name seen", LLADA_8B),
+    _repository("GSAI-ML/iLLaDA-8B-Base", "name seen"),
+    _repository("GSAI-ML/iLLaDA-8B-Instruct", "name seen"),
+    _repository("Dream-org/Dream-v0-Base-7B", "name seen", DREAM_7B, name="dream-7b-base"),
+    _repository("Dream-org/Dream-v0-Instruct-7B", "name seen", DREAM_7B, name="dream-7b-instruct"),
+    _repository("Dream-org/Dream-Coder-v0-Instruct-7B", "config seen", DREAM_7B_32K, name="dream-coder-7b-instruct"),
+    _repository("apple/DiffuCoder-7B-Base", "name seen", DREAM_7B),
+    _repository("apple/DiffuCoder-7B-Instruct", "name seen", DREAM_7B),
+    _repository("apple/DiffuCoder-7B-cpGRPO", "name seen", DREAM_7B),
     # dllm trains and samples by blocks of 32 unless told otherwise; neither config nor name says the size.
-    Repository(
-        "qwen3-0.6b-bd3lm",
-        "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1",
-        "name seen",
-        _a2d(QWEN3_06B, 151669),
-        options={"block_size": 32},
-    ),
-    Repository(
-        "qwen2.5-coder-0.5b-instruct-bd3lm",
-        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1",
-        "name seen",
-        _a2d(QWEN25_05B, 151665),
-        options={"block_size": 32},
+    *(
+        _repository(
+            f"dllm-hub/{stem}-diffusion-{kind}-v0.1",
+            "name seen",
+            config,
+            name=f"{stem.lower()}-{kind}",
+            options=options,
+        )
+        for kind, options in (("mdlm", {}), ("bd3lm", {"block_size": 32}))
+        for stem, config in (
+            ("Qwen3-0.6B", _a2d(QWEN3_06B, 151669)),
+            ("Qwen2.5-Coder-0.5B-Instruct", _a2d(QWEN25_05B, 151665)),
+        )
     ),
     *(
-        Repository(
-            f"llada-moe-7b-a1b-{kind.lower()}",
-            f"inclusionAI/LLaDA-MoE-7B-A1B-{kind}",
-            "name seen",
-            options={"mask_token_id": 156895},
-            family="llada_moe",
+        _repository(
+            f"inclusionAI/LLaDA-MoE-7B-A1B-{kind}", "name seen", options={"mask_token_id": 156895}, family="llada_moe"
         )
         for kind in ("Base", "Instruct")
     ),
     # Its config is Llama-2's; the id of [MASK] is that of the training code.
-    Repository(
-        "diffullama-7b",
+    _repository(
         "diffusionfamily/diffullama",
         "config seen",
         LLAMA2_7B,
         options={"mode": "bidirectional", "mask_token_id": 811},
+        name="diffullama-7b",
     ),
     *BY_BLOCKS,
     *DIFFUSION_TRANSFORMERS,
     # Causal models
-    Repository("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "config seen", QWEN25_05B),
-    Repository("qwen2.5-7b", "Qwen/Qwen2.5-7B", "config seen", QWEN25_7B),
-    Repository("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct", "config seen", QWEN25_7B_32K),
-    Repository("qwen2.5-coder-0.5b-instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", "name seen", QWEN25_05B),
-    Repository("qwen2.5-coder-7b", "Qwen/Qwen2.5-Coder-7B", "name seen", QWEN25_7B_32K),
-    Repository("qwen2.5-coder-7b-instruct", "Qwen/Qwen2.5-Coder-7B-Instruct", "name seen", QWEN25_7B_32K),
-    Repository("qwen3-0.6b", "Qwen/Qwen3-0.6B", "config seen", QWEN3_06B),
-    Repository(
-        "tinyllama-1.1b",
+    _repository("Qwen/Qwen2.5-0.5B", "config seen", QWEN25_05B),
+    _repository("Qwen/Qwen2.5-7B", "config seen", QWEN25_7B),
+    _repository("Qwen/Qwen2.5-7B-Instruct", "config seen", QWEN25_7B_32K),
+    _repository("Qwen/Qwen2.5-Coder-0.5B-Instruct", "name seen", QWEN25_05B),
+    _repository("Qwen/Qwen2.5-Coder-7B", "name seen", QWEN25_7B_32K),
+    _repository("Qwen/Qwen2.5-Coder-7B-Instruct", "name seen", QWEN25_7B_32K),
+    _repository("Qwen/Qwen3-0.6B", "config seen", QWEN3_06B),
+    _repository(
         "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
         "config seen",
         TINYLLAMA,
         weight_bytes=4,
+        name="tinyllama-1.1b",
     ),
-    Repository("llama-2-7b", "meta-llama/Llama-2-7b-hf", "config seen", LLAMA2_7B),
-    Repository("llama-3-8b", "meta-llama/Meta-Llama-3-8B", "config seen", LLAMA3_8B),
-    Repository("llama-3-8b-instruct", "meta-llama/Meta-Llama-3-8B-Instruct", "config seen", LLAMA3_8B),
-    Repository("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "config seen", LLAMA31_8B),
-    Repository("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", "config seen", LLAMA31_8B),
-    Repository("llama-3.2-1b", "meta-llama/Llama-3.2-1B", "config seen", LLAMA32_1B),
-    Repository("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct", "config seen", LLAMA32_1B),
-    Repository("llama-3.2-3b", "meta-llama/Llama-3.2-3B", "name seen", LLAMA32_3B),
-    Repository("llama-3.2-3b-instruct", "meta-llama/Llama-3.2-3B-Instruct", "name seen", LLAMA32_3B),
+    _repository("meta-llama/Llama-2-7b-hf", "config seen", LLAMA2_7B, name="llama-2-7b"),
+    _repository("meta-llama/Meta-Llama-3-8B", "config seen", LLAMA3_8B, name="llama-3-8b"),
+    _repository("meta-llama/Meta-Llama-3-8B-Instruct", "config seen", LLAMA3_8B, name="llama-3-8b-instruct"),
+    _repository("meta-llama/Llama-3.1-8B", "config seen", LLAMA31_8B),
+    _repository("meta-llama/Llama-3.1-8B-Instruct", "config seen", LLAMA31_8B),
+    _repository("meta-llama/Llama-3.2-1B", "config seen", LLAMA32_1B),
+    _repository("meta-llama/Llama-3.2-1B-Instruct", "config seen", LLAMA32_1B),
+    _repository("meta-llama/Llama-3.2-3B", "name seen", LLAMA32_3B),
+    _repository("meta-llama/Llama-3.2-3B-Instruct", "name seen", LLAMA32_3B),
 )
 REPO = "nieshen/SMDM"
 TOKENIZER_REPO = "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"
@@ -599,23 +555,19 @@ BUNDLED: dict[str, BundledModel] = {
         BundledModel("tiny-uniform", ASSETS / "tiny-uniform", "bidirectional", "diffusion_lens", 14, "toy"),
     )
 }
-_ENTRIES: tuple[PublishedFile | Repository, ...] = (*SMDM, *REPOSITORIES)
-PUBLISHED: dict[str, PublishedFile | Repository] = {entry.name: entry for entry in _ENTRIES}
+_ENTRIES: tuple[Published, ...] = (*SMDM, *REPOSITORIES)
+PUBLISHED: dict[str, Published] = {entry.name: entry for entry in _ENTRIES}
 KINDS = {"masked": ("bidirectional", "block_causal"), "causal": ("causal",)}
 
 
 @dataclass(frozen=True)
 class ListedModel:
-    """One line of the list.
+    """One line of the list: an entry of the catalogue, or a bundled model, with its path there as `source`.
 
     Attributes:
-        name: Argument of `from_pretrained`.
         n_bytes: Size of the weights in bytes, or `None` if it is unknown.
         sees: Attention direction, "bidirectional", "block_causal" or "causal"; "unknown" until its config is read.
         family: Family of its checkpoint, or "unknown".
-        trained_length: Trained length of `Published`.
-        evidence: How the entry was verified.
-        source: Path of the checkpoint on the hub or in the package.
     """
 
     name: str
@@ -635,7 +587,6 @@ def find_pretrained(
     Args:
         text: Part of the name or source; case is ignored.
         kind: "masked" or "causal".
-        family: Family of the checkpoint.
         max_bytes: Largest size of the weights in bytes.
 
     Raises:
@@ -665,10 +616,8 @@ def as_table(models: Sequence[ListedModel]) -> list[str]:
     """The models as lines of a table."""
     rows = [("name", "size", "sees", "evidence", "source")]
     rows += [(model.name, _readable(model.n_bytes), model.sees, model.evidence, model.source) for model in models]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def list_pretrained() -> None:

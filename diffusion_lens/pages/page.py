@@ -14,7 +14,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.pages.views import TraceGrids, View, Words, trace_view
+from diffusion_lens.pages.views import View, Words, trace_entry, trace_view
 from weight_conversion import renamed_when_whole
 
 FORMAT = 1
@@ -26,7 +26,16 @@ POLICY = (
 )
 _BLANKS = ("", "[MASK]")
 _MISSING = "This page contains a causal trace only. trajectory.explore(path, trace=...) writes one with all views."
-NO_VIEWS: dict[str, Any] = {"alternatives": None, "lens": None, "attention": None, "traces": [], "answer": None}
+# What the entry of a run does not need to give: its views, and what only runs of a model have.
+_WITHOUT: dict[str, Any] = {
+    **dict.fromkeys(
+        ("spec", "base", "times", "revealed_at", "confidence", "alternatives", "lens", "attention", "answer")
+    ),
+    "model": 0,
+    "prompt": "",
+    "text": "",
+    "python": {},
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class PageRun:
         present = {name: view for name, view in views.items() if view is not None}
         chunks = {name: data for view in (*present.values(), *traces) for name, data in view.chunks.items()}
         entries = {name: view.entry for name, view in present.items()}
-        return cls({**NO_VIEWS, **entry, **entries, "traces": [view.entry for view in traces]}, chunks)
+        return cls({**_WITHOUT, **entry, **entries, "traces": [view.entry for view in traces]}, chunks)
 
 
 @dataclass(frozen=True)
@@ -149,31 +158,20 @@ def step_slider(
     words, by_id = Words(), dict(enumerate(texts))
     ids = {text: token for token, text in by_id.items()}
     canvases = [[words.index(ids.get(word, -1), by_id) for word in canvas] for canvas in str_canvases]
-    where, runs = (subject, positions, layers, steps), (clean.tolist(), corrupted.tolist())
-    grids = TraceGrids(kind, kind, *where, "".join(answer), scores, *runs)
-    n_pos = len(canvases[0])
+    trace = trace_entry(kind, kind, subject, positions, layers, steps, "".join(answer))
     entry = {
         "id": "trace",
-        "model": 0,
         "label": title,
-        "prompt": "",
-        "text": "",
-        "spec": None,
-        "base": None,
         "words": words.texts,
         "n_steps": len(steps),
         "first_step": steps[0],
         "steps": list(steps),
-        "times": None,
         "canvases": canvases,
-        "given": [False] * n_pos,
-        "real": [True] * n_pos,
-        "revealed_at": None,
-        "confidence": None,
+        "given": [False] * len(canvases[0]),
+        "real": [True] * len(canvases[0]),
         "missing": dict.fromkeys(("alternatives", "lens", "attention"), _MISSING),
-        "python": {},
     }
-    return Page(title, [], [PageRun.of(entry, [trace_view(grids)])])
+    return Page(title, [], [PageRun.of(entry, [trace_view(trace, scores, clean.tolist(), corrupted.tolist())])])
 
 
 def html_path(path: str | Path) -> Path:
@@ -194,6 +192,7 @@ def document(title: str, body: str, start: str, policy: str, nonce: str = "") ->
         nonce: Text by which the policy admits the module; empty where it admits every script of the document.
     """
     module, style = explorer_files()
+    admitted = f' nonce="{escape(nonce)}"' if nonce else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
@@ -201,12 +200,8 @@ def document(title: str, body: str, start: str, policy: str, nonce: str = "") ->
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
         f'<main id="explorer" class="dl-explorer"></main>\n{body}'
-        f'<script type="module"{_attribute("nonce", nonce)}>{module}\n{start}</script>\n</body>\n</html>\n'
+        f'<script type="module"{admitted}>{module}\n{start}</script>\n</body>\n</html>\n'
     )
-
-
-def _attribute(name: str, value: str) -> str:
-    return f' {name}="{escape(value)}"' if value else ""
 
 
 @cache

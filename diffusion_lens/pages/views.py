@@ -131,61 +131,9 @@ class View:
     chunks: dict[str, bytes] = field(default_factory=dict, repr=False)
 
 
-@dataclass(frozen=True, eq=False)
-class TraceGrids:
-    """The causal traces of one kind at several steps.
-
-    Attributes:
-        name: Name of the view among the traces of its run.
-        kind: Kind of state that was restored, "resid", "mlp" or "attn".
-        subject: First position of the subject, and one past its last.
-        positions, layers: Position and layer of each entry of the grids.
-        steps: Step of each grid.
-        answer: Text of the answer.
-        scores: Float[step pos layer], NaN where nothing was restored.
-        clean, corrupted: p(answer) of the two runs at each step.
-    """
-
-    name: str
-    kind: str
-    subject: tuple[int, int]
-    positions: Sequence[int]
-    layers: Sequence[int]
-    steps: Sequence[int]
-    answer: str
-    scores: Tensor
-    clean: Sequence[float]
-    corrupted: Sequence[float]
-
-    @classmethod
-    def of(cls, trace: Any, name: str, answer: str) -> "TraceGrids":
-        """The grids of a `TrajectoryTrace`, under a name."""
-        runs = trace.clean.tolist(), trace.corrupted.tolist()
-        where = trace.subject, trace.positions, trace.layers, trace.steps
-        return cls(name, trace.record["kind"], *where, answer, trace.scores, *runs)
-
-    @property
-    def highest(self) -> float:
-        """The highest score of all steps, at which the colour scale ends."""
-        return float(self.scores.nan_to_num().max())
-
-
 def steps_of(lens: Any) -> list[int]:
     """The steps that a lens of a trajectory read."""
     return [lens.record["step"]] if lens.steps is None else lens.steps
-
-
-def lens_entry(lens: Any, row: int, words: Words) -> dict[str, Any]:
-    """The manifest's entry of a `LogitLens`; `targets` are the words whose rank and probability are shown."""
-    return {
-        "labels": lens.labels,
-        "layers": lens.layers,
-        "positions": lens.positions,
-        "steps": steps_of(lens),
-        "k": lens.top_tokens.shape[-1],
-        "targets": words.indices(lens.targets[row, :, 0], lens.words).tolist(),
-        "chunk": "lens/{step}",
-    }
 
 
 def lens_chunk(lens: Any, index: int, row: int, words: Words) -> bytes:
@@ -205,9 +153,18 @@ def lens_chunk(lens: Any, index: int, row: int, words: Words) -> bytes:
 
 
 def lens_view(lens: Any, row: int, words: Words) -> View:
-    """All steps of a lens."""
+    """All steps of a `LogitLens`; the `targets` are the words whose rank and probability are shown."""
     chunks = {f"lens/{step}": lens_chunk(lens, i, row, words) for i, step in enumerate(steps_of(lens))}
-    return View(lens_entry(lens, row, words), chunks)
+    entry = {
+        "labels": lens.labels,
+        "layers": lens.layers,
+        "positions": lens.positions,
+        "steps": steps_of(lens),
+        "k": lens.top_tokens.shape[-1],
+        "targets": words.indices(lens.targets[row, :, 0], lens.words).tolist(),
+        "chunk": "lens/{step}",
+    }
+    return View(entry, chunks)
 
 
 def alternatives_of_lens(lens: Any, row: int, blank: int) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
@@ -287,30 +244,44 @@ def attention_view(patterns: Mapping[tuple[int, int], Tensor]) -> View:
     return View(attention_entry(layers, n_heads, steps), chunks)
 
 
-def trace_entry(grids: TraceGrids) -> dict[str, Any]:
-    """The manifest's entry of the traces of one kind."""
-    return {
-        "name": grids.name,
-        "kind": grids.kind,
-        "subject": list(grids.subject),
-        "positions": list(grids.positions),
-        "layers": list(grids.layers),
-        "steps": list(grids.steps),
-        "answer": grids.answer,
-        "clean": list(grids.clean),
-        "corrupted": list(grids.corrupted),
-        "highest": grids.highest,
-        "chunk": f"trace/{grids.name}/{{step}}",
-    }
+def trace_entry(
+    name: str,
+    kind: str,
+    subject: Sequence[int],
+    positions: Sequence[int],
+    layers: Sequence[int],
+    steps: Sequence[int],
+    answer: str,
+) -> dict[str, Any]:
+    """The manifest's entry of the traces of one kind of state, "resid", "mlp" or "attn", before they are computed.
+
+    Args:
+        name: Name of the view among the traces of its run.
+        subject: First position of the subject, and one past its last.
+        positions, layers: Position and layer of each row and column of the scores.
+        answer: Text of the answer.
+    """
+    where = {"subject": list(subject), "positions": list(positions), "layers": list(layers), "steps": list(steps)}
+    computed = dict.fromkeys(("clean", "corrupted", "highest"))
+    return {"name": name, "kind": kind, **where, "answer": answer, **computed, "chunk": f"trace/{name}/{{step}}"}
 
 
-def trace_chunk(grids: TraceGrids, index: int) -> bytes:
-    """The scores of one step."""
-    header = {"clean": grids.clean[index], "corrupted": grids.corrupted[index], "highest": grids.highest}
-    return pack({"scores": Stored.numbers(grids.scores[index])}, **header)
+def trace_view(entry: Mapping[str, Any], scores: Tensor, clean: Sequence[float], corrupted: Sequence[float]) -> View:
+    """The traces of an entry at all its steps.
+
+    Args:
+        scores: Float[step pos layer], NaN where nothing was restored. The highest ends the colour scale of all steps.
+        clean, corrupted: p(answer) of the two runs at each step.
+    """
+    chunks, highest = {}, float(scores.nan_to_num().max())
+    for step, grid, p_clean, p_corrupted in zip(entry["steps"], scores, clean, corrupted, strict=True):
+        header = {"clean": p_clean, "corrupted": p_corrupted, "highest": highest}
+        chunks[f"trace/{entry['name']}/{step}"] = pack({"scores": Stored.numbers(grid)}, **header)
+    return View({**entry, "clean": list(clean), "corrupted": list(corrupted), "highest": highest}, chunks)
 
 
-def trace_view(grids: TraceGrids) -> View:
-    """The traces of one kind at all their steps."""
-    chunks = {f"trace/{grids.name}/{step}": trace_chunk(grids, i) for i, step in enumerate(grids.steps)}
-    return View(trace_entry(grids), chunks)
+def view_of_trace(trace: Any, name: str, answer: str) -> View:
+    """The view of a `TrajectoryTrace`, under a name."""
+    where = trace.subject, trace.positions, trace.layers, trace.steps
+    entry = trace_entry(name, trace.record["kind"], *where, answer)
+    return trace_view(entry, trace.scores, trace.clean.tolist(), trace.corrupted.tolist())
