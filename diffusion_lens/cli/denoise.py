@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diffusion_lens.cli import cost
-from diffusion_lens.cli.load_model import ModelChoice, default_folder
+from diffusion_lens.cli.load_model import ModelChoice, changed_canvases, default_folder
 from diffusion_lens.cli.options import (
     LENGTH_OF_STUDY,
     DenoiseOptions,
@@ -73,12 +73,8 @@ def denoise(
 
     # 3. Run the loop, and show each canvas that differs from the one before.
     trajectory = written(chosen.load())
-    canvases = trajectory.str_canvases()
-    n_given = int(trajectory.given[0].sum())
-    for step, canvas in enumerate(canvases):
-        if step == 0 or canvas != canvases[step - 1]:
-            words = ["·" if word in ("[MASK]", "") else word for word in canvas[n_given:]]
-            report.say(f"{'start' if step == 0 else step - 1:>5}  {' '.join(words)}")
+    for step, words in changed_canvases(trajectory):
+        report.say(f"{'start' if step < 0 else step:>5}  {words}")
     report.say(trajectory.text[0])
 
     # 4. Write the files.

@@ -194,10 +194,9 @@ def _likeliest(lens: "LogitLens") -> list[Any]:
 
 
 def _word(lens: "LogitLens", token: int) -> str:
-    from diffusion_lens.plots import readable
+    from diffusion_lens.plots.axes import readable, shortened
 
-    word = readable(lens.words[token]) if token >= 0 else ""
-    return word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 1]}…"
+    return shortened(readable(lens.words[token]), LONGEST_WORD) if token >= 0 else ""
 
 
 def _label(lens: "LogitLens", layer: int) -> str:

@@ -1,7 +1,7 @@
 """Models as specified on the command line, their output folders, and their denoising runs (`--steps`)."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -333,6 +333,15 @@ def denoised(model: "HookedDiffusionTransformer", canvas: "Canvas", settings: "D
     from diffusion_lens.denoising import denoise
 
     return denoise(model, canvas, settings, progress=progress())
+
+
+def changed_canvases(trajectory: "Trajectory") -> Iterator[tuple[int, str]]:
+    """The words after the prompt at the start (-1) and after each step that changed them, with a dot for each mask."""
+    n_given, before = int(trajectory.given[0].sum()), None
+    for step, canvas in enumerate(trajectory.str_canvases(), -1):
+        if canvas != before:
+            yield step, " ".join("·" if word in ("[MASK]", "") else word for word in canvas[n_given:])
+        before = canvas
 
 
 def unnamed_subject(prompt: str, answer: str) -> "Fact":

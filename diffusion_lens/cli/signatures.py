@@ -131,7 +131,7 @@ def signatures(
     # 4. Compute the signatures of each model, or join their shards.
     options: dict[str, Any] = {"batch_size": batch_size, "max_bytes": max_bytes}
     todo = [
-        ModelStudy(each, out / name, partial(reversal_signatures, **options, pairs=laid_out.get(name)))
+        ModelStudy(each, out / name, partial(reversal_signatures, **options, pairs=laid_out.get(name, [])))
         for name, each in zip(names, models, strict=True)
     ]
     studies = spread.compute(todo, ReversalSignatures, report)
