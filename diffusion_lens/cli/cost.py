@@ -141,11 +141,7 @@ def _measured(model: ModelChoice, work: "PlannedWork") -> float | None:
 
 
 def check_layers(model: ModelChoice, layers: Iterable[int]) -> None:
-    """Check layers without loading the model. A model that must be downloaded first is not checked.
-
-    Raises:
-        ValueError: The model does not have a layer, or a layer occurs twice.
-    """
+    """Check layers without loading the model. A model that must be downloaded first is not checked."""
     shape = model.known_shape()
     if shape is None:
         return

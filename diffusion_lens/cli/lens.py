@@ -231,9 +231,6 @@ def _targets(written: "Tensor", query: "Query", positions: list[int]) -> "Tensor
 
     Args:
         written: Int[1 pos], the canvas at the end.
-
-    Raises:
-        ValueError: A position outside the canvas.
     """
     from diffusion_lens.settings import pick_indices
 

@@ -241,25 +241,12 @@ class FactOptions(Settings):
     )
 
     def fact(self, answer: str | None = None) -> "Fact":
-        """The fact, with another answer if one is given.
-
-        Raises:
-            ValueError: The prompt does not contain that mention of the subject, or contains it several times.
-        """
+        """The fact, with another answer if one is given."""
         from diffusion_lens.facts.fact import Fact
 
-        start = None
-        if self.occurrence is not None:
-            starts = [i for i in range(len(self.prompt)) if self.subject and self.prompt.startswith(self.subject, i)]
-            if self.occurrence >= len(starts):
-                raise ValueError(
-                    f"occurrence={self.occurrence}, but {self.subject!r} occurs {len(starts)} times in the prompt "
-                    f"{self.prompt!r}"
-                )
-            start = starts[self.occurrence]
-        fact = Fact(self.prompt, self.subject, answer or self.answer, subject_start=start)
-        _ = fact.subject_span
-        return fact
+        fact = Fact(self.prompt, self.subject, answer or self.answer)
+        start, _ = fact.subject_characters(self.occurrence)
+        return fact if self.occurrence is None else dataclasses.replace(fact, subject_start=start)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -191,11 +191,7 @@ def _cell(grid: "PatchGrid", cell: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """The two prompts and the answers.
-
-    Raises:
-        ValueError: An empty prompt.
-    """
+    """The two prompts and the answers."""
 
     clean: str
     corrupted: str
@@ -217,12 +213,7 @@ class _Prompts:
         return replace(self, corrupted=self.clean.swapcase(), rival=self.rival and self.answer.swapcase())
 
     def on(self, model: "HookedDiffusionTransformer") -> "tuple[Query, Query, int | None]":
-        """Both prompts on the canvas, with the clean one's answer, and the first token of the rival.
-
-        Raises:
-            ValueError: A prompt that cannot be laid out, prompts of different lengths, or a rival that begins with the
-                token with which the answer begins.
-        """
+        """Both prompts on the canvas, with the clean one's answer, and the first token of the rival."""
         clean, corrupted = (
             self.layout.query(model, unnamed_subject(prompt, self.answer)) for prompt in (self.clean, self.corrupted)
         )

@@ -150,11 +150,7 @@ class StudyReport(FolderReport):
 
 
 def require(*features: str) -> None:
-    """Check that the packages of these features, keys of `EXTRAS`, are installed, before long work that needs them.
-
-    Raises:
-        ValueError: A package is missing; the message contains the command that installs it.
-    """
+    """Check that the packages of these features, keys of `EXTRAS`, are installed, before long work that needs them."""
     for need, package, extra in map(EXTRAS.__getitem__, features):
         if find_spec(package) is None:
             raise ValueError(f"{need}, which is not installed: pip install 'diffusion-lens[{extra}]'")

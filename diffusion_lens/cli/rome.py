@@ -181,12 +181,12 @@ def compare(
     )
 
     # 1. Check the options that need neither data nor a model; the vectors take long to compute.
-    chosen = []
-    for name, own_mode in map(name_and_mode, models):
-        chosen_by: dict[str, Any] = {**vars(loading), "mode": own_mode or loading.mode, "device": spread.model_device}
-        if own_mode == "ar" and len(models) > 1:  # Beside another mode, the causal one takes neither option.
-            chosen_by |= {"block_size": None, "mask_token_id": None}
-        chosen.append(ModelChoice(name, **chosen_by))
+    loading = replace(loading, device=spread.model_device)
+    several = len(models) > 1
+    chosen = [
+        loading.of(name, mode or loading.mode, beside=several and mode is not None)
+        for name, mode in map(name_and_mode, models)
+    ]
     names = different_labels(chosen)
     out = report.folder(default_folder("compare", names))
     for name in (vectors, against or vectors):

@@ -69,35 +69,30 @@ def trace(
     if report.out is not None:
         require("pictures")
 
-    # 2. For a dry run, print the cost.
-    def job(network: "HookedDiffusionTransformer") -> None:
-        query = layout.query(network, asked)
-        given = settings.with_noise(network, [query])
+    def traced(loaded: "HookedDiffusionTransformer") -> Any:
+        """The trace, and the run whose steps it traces, if there is one; measures the noise if none was given."""
+        query, shown = layout.query(loaded, asked), progress() and not report.dry_run
+        given = settings.with_noise(loaded, [query])
         if run_settings is None:
-            causal_trace(network, query, given)
-            return
-        run = denoised(network, canvas_of(network, query), run_settings)
-        last = TracedTrajectory.of(network, query, run).last_step
-        # Which steps reveal the answer is known afterwards.
-        chosen_steps: list[Any] = [[min(step, last)] for step in loop.at_step or ()] or [None]
-        for steps in chosen_steps:
-            trace_trajectory(network, query, steps, of_step, trajectory=run, settings=given)
+            return causal_trace(loaded, query, given, progress=shown), None
+        run = denoised(loaded, canvas_of(loaded, query), run_settings)
+        last = TracedTrajectory.of(loaded, query, run).last_step
+        steps: list[Any] = [loop.at_step]
+        if report.dry_run:  # Which steps reveal the answer is known afterwards.
+            steps = [[min(step, last)] for step in loop.at_step or ()] or steps
+        else:
+            loop.check_masked(last)
+        for at in steps:
+            result = trace_trajectory(loaded, query, at, of_step, trajectory=run, settings=given, progress=shown)
+        return result, run
 
-    cost.dry_run(report, chosen, job, cost.texts_of([asked]))
-
-    # 3. Lay out the query, measure the noise if none was given, and trace.
-    loaded = chosen.load()
-    query = layout.query(loaded, asked)
-    settings = settings.with_noise(loaded, [query])
-    if run_settings is None:
-        _finish_one_canvas(report, causal_trace(loaded, query, settings, progress=progress()))
-        return
-    run = denoised(loaded, canvas_of(loaded, query), run_settings)
-    loop.check_masked(TracedTrajectory.of(loaded, query, run).last_step)
-    result = trace_trajectory(
-        loaded, query, loop.at_step, of_step, trajectory=run, settings=settings, progress=progress()
-    )
-    _finish_steps_of_a_run(report, result, run)
+    # 2. For a dry run, print the cost. Otherwise trace.
+    cost.dry_run(report, chosen, traced, cost.texts_of([asked]))
+    result, run = traced(chosen.load())
+    if run is None:
+        _finish_one_canvas(report, result)
+    else:
+        _finish_steps_of_a_run(report, result, run)
 
 
 @command(
