@@ -36,13 +36,13 @@ def planned(
     return counter.work
 
 
-def some_of(facts: "Sequence[Fact]", most: int) -> "list[Fact]":
-    """Some of the facts of a study, evenly spread, whose work stands for that of all.
+def some_of(facts: "Sequence[Fact]", model: ModelChoice) -> "list[Fact]":
+    """Some of the facts of a study, evenly spread, whose work stands for that of all; one without the tokenizer.
 
     Those whose texts are not on this machine get invented ones.
     """
     letters = " ".join(letter * 4 for letter in "abcdefgh")
-    number = min(most, len(facts))
+    number = min(4 if model.is_here else 1, len(facts))
     return [
         fact
         if fact.prompt
@@ -54,6 +54,17 @@ def some_of(facts: "Sequence[Fact]", most: int) -> "list[Fact]":
 def texts_of(facts: "Iterable[Fact]") -> list[str]:
     """The texts of facts."""
     return [text for fact in facts for text in (fact.prompt, fact.answer)]
+
+
+def dry_run(
+    report: FolderReport,
+    model: ModelChoice,
+    job: "Callable[[HookedDiffusionTransformer], object]",
+    texts: Iterable[str] = (),
+) -> None:
+    """For a dry run, report the cost of a job on a model, and end the command."""
+    if report.dry_run:
+        show(report, [(model, planned(model, job, texts))])
 
 
 def show(report: FolderReport, work: "Sequence[tuple[ModelChoice, PlannedWork]]") -> NoReturn:
@@ -130,11 +141,7 @@ def _measured(model: ModelChoice, work: "PlannedWork") -> float | None:
 
 
 def check_layers(model: ModelChoice, layers: Iterable[int]) -> None:
-    """Check layers without loading the model. A model that must be downloaded first is not checked.
-
-    Raises:
-        ValueError: The model does not have a layer, or a layer occurs twice.
-    """
+    """Check layers without loading the model. A model that must be downloaded first is not checked."""
     shape = model.known_shape()
     if shape is None:
         return

@@ -5,25 +5,26 @@ prints what it finds to the terminal and saves figures.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diffusion_lens.cli.load_model import changed_canvases
 from diffusion_lens.cli.options import command
 from diffusion_lens.cli.report import require
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis import AverageEffect
     from diffusion_lens.data.site_facts import SiteFacts
-    from diffusion_lens.denoising.trajectory import Trajectory
-    from diffusion_lens.facts.fact import Direction, Fact
+    from diffusion_lens.facts.fact import Direction
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
     from diffusion_lens.plots import Figure
 
 # Models, each with its average effects by kind of state.
 Effects = list[tuple[Any, dict[str, Any]]]
+# Denoising runs, each after the title of its figure.
+Answers = list[tuple[str, Any]]
 MODELS = ("site-mdm", "site-ar")
 DIRECTIONS: "dict[str, Direction]" = {"forward": "p2d", "reverse": "d2p"}
 # One sentence: "sailor of Kaurgate . <eos>" after a name, "Plerrick Baupling . <eos>" after a description.
@@ -87,53 +88,23 @@ def run(folder: Path) -> list[Path]:
     return [folder / file for file in figures]
 
 
-@dataclass(frozen=True)
-class Answered:
-    """A question to a model, with the denoising run that answers it."""
-
-    model: "HookedDiffusionTransformer"
-    fact: "Fact"
-    direction: str
-    trajectory: "Trajectory"
-
-    @property
-    def answer(self) -> str:
-        """Text that the model wrote after the prompt, without the end of the document."""
-        return self.trajectory.text[0].removeprefix(self.fact.prompt).replace("<eos>", "").strip()
-
-    @property
-    def is_right(self) -> bool:
-        """Whether the model wrote the answer of the fact."""
-        return self.answer == self.fact.answer.strip()
-
-
-def _query(models: "Sequence[HookedDiffusionTransformer]", world: "SiteFacts") -> list[Answered]:
+def _query(models: "Sequence[HookedDiffusionTransformer]", world: "SiteFacts") -> Answers:
     """Ask each model in both directions about the first person whose description has one direction in the documents."""
     questions = {name: world.facts("description", "p2d", asked)[0] for name, asked in DIRECTIONS.items()}
     forward = questions["forward"]
     typer.echo(f'Both models were trained on this fact in one direction: "{forward.prompt}{forward.answer}"\n')
-    answers = []
+    answers: Answers = []
     for model in models:
         for direction, fact in questions.items():
             run = model.denoise(fact.prompt, max_new_tokens=SENTENCE_END[direction], steps=STEPS)
-            answers.append(Answered(model, fact, direction, run))
-            _print_answer(answers[-1])
+            answer = run.text[0].removeprefix(fact.prompt).replace("<eos>", "").strip()
+            is_right = answer == fact.answer.strip()
+            answers.append((f"{model.cfg.model_name}, {direction}: {'right' if is_right else 'wrong'}", run))
+            typer.echo(f'{model.cfg.model_name}, {direction}: "{fact.prompt} …"')
+            for step, words in changed_canvases(run):
+                typer.echo(f"  {'start ' if step < 0 else f'step {step}'}  {words.replace('<eos>', '∎')}")
+            typer.echo(f"  -> {answer}  {'right' if is_right else f'wrong, the answer is{fact.answer}'}\n")
     return answers
-
-
-def _print_answer(answered: Answered) -> None:
-    """Print the canvas after each step that changed it, then the answer."""
-    typer.echo(f'{answered.model.cfg.model_name}, {answered.direction}: "{answered.fact.prompt} …"')
-    canvases = answered.trajectory.str_canvases()
-    given = int(answered.trajectory.given[0].sum())
-    for step, canvas in enumerate(canvases):
-        if step and canvas == canvases[step - 1]:
-            continue
-        written = [word if word not in ("[MASK]", "") else "·" for word in canvas[given:]]
-        label = "start " if step == 0 else f"step {step - 1}"
-        typer.echo(f"  {label}  {' '.join(word.replace('<eos>', '∎') for word in written)}")
-    verdict = "right" if answered.is_right else f"wrong, the answer is{answered.fact.answer}"
-    typer.echo(f"  -> {answered.answer}  {verdict}\n")
 
 
 def _trace(models: "Sequence[HookedDiffusionTransformer]", world: "SiteFacts") -> Effects:
@@ -178,14 +149,12 @@ def _readout_role(model: "HookedDiffusionTransformer") -> str:
     return "answer" if model.cfg.has_mask else "prompt_last"
 
 
-def _draw_denoising(answers: Sequence[Answered]) -> "Figure":
+def _draw_denoising(answers: Answers) -> "Figure":
     from diffusion_lens import plots
 
     figure, panels = plots.panels(2, 2, width=13.0, height=5.4)
-    for answered, ax in zip(answers, panels, strict=True):
-        verdict = "right" if answered.is_right else "wrong"
-        title = f"{answered.model.cfg.model_name}, {answered.direction}: {verdict}"
-        answered.trajectory.plot(ax=ax, title=title)
+    for (title, trajectory), ax in zip(answers, panels, strict=True):
+        trajectory.plot(ax=ax, title=title)
     return figure
 
 

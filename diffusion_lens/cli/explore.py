@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diffusion_lens.cli.load_model import LoadingOptions, ModelChoice, model_label, name_and_mode
+from diffusion_lens.cli.load_model import LoadingOptions, model_label, name_and_mode
 from diffusion_lens.cli.options import LENGTH, DenoiseOptions, Model, command, each_from_0
 from diffusion_lens.cli.report import require
 from diffusion_lens.settings import at_least, setting
@@ -89,18 +89,12 @@ def explore(
     asked, of_data = _first_fact(model) if prompt is None else (prompt, None)
     if prompt is not None and subject is not None and answer is not None:
         asked = Fact(prompt, subject, answer)
-
-    def choice_of(own_mode: str | None) -> ModelChoice:
-        """The first checkpoint in a mode. Beside another mode, the causal one takes neither size."""
-        sizes = {"block_size": None, "mask_token_id": None} if shared and own_mode == "ar" else {}
-        return ModelChoice(model, **{**vars(loading), **sizes, "mode": own_mode})
-
-    choices = [choice_of(mode)]
+    choices = [loading.of(model, mode, beside=shared)]
     if shared:
-        choices.append(choice_of(second_mode))
+        choices.append(loading.of(model, second_mode, beside=True))
     else:
-        others = replace(loading, config=None, mode=second_mode, block_size=None, mask_token_id=None)
-        choices += [ModelChoice(name, **vars(others)) for name in names[1:]]
+        others = replace(loading, config=None, block_size=None, mask_token_id=None)
+        choices += [others.of(name, second_mode) for name in names[1:]]
     lengths = [choice.length(length, of_data) for choice in choices]
     length = min((known for known in lengths if known is not None), default=None)
 
@@ -138,11 +132,7 @@ def explore(
 
 
 def _second(model: str, against: str, loading: LoadingOptions) -> str:
-    """The name of the second model; that of the first, if it is both models of a pair.
-
-    Raises:
-        ValueError: The first model is in no published pair.
-    """
+    """The name of the second model; that of the first, if it is both models of a pair."""
     if against != PAIR:
         return against
     from diffusion_lens.loading import shape_of
@@ -161,11 +151,7 @@ def _second(model: str, against: str, loading: LoadingOptions) -> str:
 
 
 def _first_fact(model: str) -> "tuple[Fact, int | None]":
-    """The first fact of a bundled model's training, and the canvas of its data set.
-
-    Raises:
-        ValueError: The model is not bundled.
-    """
+    """The first fact of a bundled model's training, and the canvas of its data set."""
     from diffusion_lens.data.fact_files import default_source, open_source
     from diffusion_lens.loading.catalogue import BUNDLED
 

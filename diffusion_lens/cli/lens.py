@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, denoised, unnamed_subject
 from diffusion_lens.cli.options import SEED, command
-from diffusion_lens.cli.report import FolderReport, progress, require, save_figure
+from diffusion_lens.cli.report import FolderReport, progress, require
 from diffusion_lens.settings import at_least, setting
 
 if TYPE_CHECKING:
@@ -101,8 +100,7 @@ def lens(
         return result, trajectory
 
     # 2. For a dry run, print the cost.
-    if report.dry_run:
-        cost.show(report, [(chosen, cost.planned(chosen, read, [prompt, answer or ""]))])
+    cost.dry_run(report, chosen, read, [prompt, answer or ""])
 
     # 3. Lay out the canvas or denoise it, and read it.
     result, trajectory = read(chosen.load())
@@ -111,8 +109,8 @@ def lens(
     if trajectory is not None:
         report.say(f"the run writes: {trajectory.text[0]}")
     report.say(*_tables(result))
-    files = {} if report.out is None else _save(result, trajectory, report.out)
-    report.finish(_numbers(result), result.record, **files)
+    _save(report, result, trajectory)
+    report.finish(_numbers(result), result.record)
 
 
 def _tables(lens: "LogitLens") -> Iterator[str]:
@@ -171,20 +169,19 @@ def _numbers(lens: "LogitLens") -> dict[str, Any]:
     }
 
 
-def _save(lens: "LogitLens", trajectory: "Trajectory | None", out: Path) -> dict[str, Path]:
+def _save(report: FolderReport, lens: "LogitLens", trajectory: "Trajectory | None") -> None:
     """Write the lens and its run, and a figure: of each step, or a single one if there is one position or no step."""
-    files = {"lens": lens.save(out / "lens.safetensors")}
-    if trajectory is not None:
-        files["trajectory"] = trajectory.save(out / "trajectory.safetensors")
-        files["page"] = out / "lens.html"
-        trajectory.explore(files["page"], lens=lens)
+    report.save("lens", lens)
+    if trajectory is not None and report.out is not None:
+        report.save("trajectory", trajectory)
+        report.files["page"] = trajectory.explore(report.out / "lens.html", lens=lens)
     if lens.steps is None:
-        files["picture"] = save_figure(lens.plot(), out / "lens.png")
+        report.draw("picture", "lens.png", lens.plot)
     elif len(lens.positions) == 1:
-        files["picture"] = save_figure(lens.plot(position=lens.positions[0]), out / "lens.png")
+        report.draw("picture", "lens.png", partial(lens.plot, position=lens.positions[0]))
     else:
-        files |= {f"step_{step}": save_figure(lens.plot(step=step), out / f"step_{step}.png") for step in lens.steps}
-    return files
+        for step in lens.steps:
+            report.draw(f"step_{step}", f"step_{step}.png", partial(lens.plot, step=step))
 
 
 def _likeliest(lens: "LogitLens") -> list[Any]:
@@ -197,10 +194,9 @@ def _likeliest(lens: "LogitLens") -> list[Any]:
 
 
 def _word(lens: "LogitLens", token: int) -> str:
-    from diffusion_lens.plots import readable
+    from diffusion_lens.plots.axes import readable, shortened
 
-    word = readable(lens.words[token]) if token >= 0 else ""
-    return word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 1]}…"
+    return shortened(readable(lens.words[token]), LONGEST_WORD) if token >= 0 else ""
 
 
 def _label(lens: "LogitLens", layer: int) -> str:
@@ -235,9 +231,6 @@ def _targets(written: "Tensor", query: "Query", positions: list[int]) -> "Tensor
 
     Args:
         written: Int[1 pos], the canvas at the end.
-
-    Raises:
-        ValueError: A position outside the canvas.
     """
     from diffusion_lens.settings import pick_indices
 

@@ -1,7 +1,7 @@
 """Models as specified on the command line, their output folders, and their denoising runs (`--steps`)."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,11 @@ class LoadingOptions(Settings):
 
         return given_options(self.mode, self.block_size, self.mask_token_id)
 
+    def of(self, model: str, mode: str | None, beside: bool = False) -> "ModelChoice":
+        """The model in this mode. `beside` another mode of the checkpoint, the causal one takes neither size."""
+        sizes = {"block_size": None, "mask_token_id": None} if beside and mode == "ar" else {}
+        return ModelChoice(model, **{**vars(self), **sizes, "mode": mode})
+
 
 @dataclass(frozen=True)
 class ModelChoice(LoadingOptions):
@@ -55,11 +60,6 @@ class ModelChoice(LoadingOptions):
     Attributes:
         model: Published name, repository, file or folder. `NAME@MODE` gives the mode too.
         name: The same without the mode.
-
-    Raises:
-        ValueError: The dtype or the device is unknown, or the checkpoint has no such mode or block size. Loading checks
-            whether this machine has the device.
-        FileNotFoundError: The config or the tokenizer does not exist.
     """
 
     model: Model
@@ -94,12 +94,7 @@ class ModelChoice(LoadingOptions):
         return name_with_mode(model_label(self.name), self.mode)
 
     def shape(self) -> "Architecture":
-        """Architecture of the model, without a download.
-
-        Raises:
-            ValueError: The name is unknown, or the file is not a checkpoint.
-            FileNotFoundError: The path does not exist, or the architecture is unknown before a download.
-        """
+        """Architecture of the model, without a download; a `FileNotFoundError` if it is unknown before one."""
         from diffusion_lens.loading import shape_of
 
         return shape_of(self.name, self.config, self.options)
@@ -112,11 +107,7 @@ class ModelChoice(LoadingOptions):
             return None
 
     def length(self, requested: int | None, of_data: int | None = None) -> int | None:
-        """Number of positions of the canvas: as requested, else the smaller of training length and canvas of the data.
-
-        Raises:
-            ValueError: The canvas does not fit into the model's context.
-        """
+        """Positions of the canvas: as requested, else the smaller of training length and canvas of the data."""
         from diffusion_lens.loading import trained_length_of
 
         if requested is None:
@@ -138,9 +129,6 @@ class ModelChoice(LoadingOptions):
 
         Args:
             fetch: Whether to download a model that is not on this machine; `None` is returned for it otherwise.
-
-        Raises:
-            ValueError: Loading would fail before it reads the weights.
         """
         if not self.is_here and not fetch:
             return None
@@ -195,9 +183,6 @@ class ModelChoice(LoadingOptions):
         Args:
             weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
             on: Another device.
-
-        Raises:
-            ValueError: The name is unknown, or this machine does not have the device.
         """
         from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
         from diffusion_lens.loading.source import Source
@@ -210,11 +195,7 @@ class ModelChoice(LoadingOptions):
 
 
 def name_and_mode(given: str, mode: str | None = None) -> tuple[str, str | None]:
-    """The name of a model and its mode, from `NAME@MODE` or the option --mode.
-
-    Raises:
-        ValueError: The two are different modes, or there is a checkpoint NAME, and no such mode.
-    """
+    """The name of a model and its mode, from `NAME@MODE` or the option --mode."""
     from diffusion_lens.loading.source import MODES
 
     name, _, said = given.rpartition("@")
@@ -230,11 +211,7 @@ def name_and_mode(given: str, mode: str | None = None) -> tuple[str, str | None]
 
 
 def different_labels(models: Sequence[ModelChoice]) -> list[str]:
-    """The labels of the models of a command.
-
-    Raises:
-        ValueError: Two models have the same.
-    """
+    """The labels of the models of a command; a `ValueError` if two have the same."""
     labels = [model.label for model in models]
     if len(set(labels)) < len(labels):
         raise ValueError(
@@ -274,10 +251,6 @@ class LoopOptions(SamplerOptions):
 
         Args:
             needing_steps: Other options that have a meaning only with `--steps`.
-
-        Raises:
-            ValueError: A setting does not fit the model, a step does not exist or is named twice, or an option needs
-                `--steps`.
         """
         from diffusion_lens.denoising.samplers import LeftToRight
         from diffusion_lens.denoising.settings import DenoiseSettings
@@ -306,9 +279,6 @@ class LoopOptions(SamplerOptions):
 
         Args:
             last: Step that reveals the last token of the answer.
-
-        Raises:
-            ValueError: The answer is revealed before one of the steps.
         """
         if late := [step for step in self.at_step or () if step > last]:
             raise ValueError(
@@ -335,12 +305,17 @@ def denoised(model: "HookedDiffusionTransformer", canvas: "Canvas", settings: "D
     return denoise(model, canvas, settings, progress=progress())
 
 
-def unnamed_subject(prompt: str, answer: str) -> "Fact":
-    """A fact for commands that do not ask for its subject, with the whole prompt as the subject.
+def changed_canvases(trajectory: "Trajectory") -> Iterator[tuple[int, str]]:
+    """The words after the prompt at the start (-1) and after each step that changed them, with a dot for each mask."""
+    n_given, before = int(trajectory.given[0].sum()), None
+    for step, canvas in enumerate(trajectory.str_canvases(), -1):
+        if canvas != before:
+            yield step, " ".join("·" if word in ("[MASK]", "") else word for word in canvas[n_given:])
+        before = canvas
 
-    Raises:
-        ValueError: An empty prompt.
-    """
+
+def unnamed_subject(prompt: str, answer: str) -> "Fact":
+    """A fact for commands that do not ask for its subject, with the whole prompt as the subject."""
     from diffusion_lens.facts.fact import Fact
 
     if not prompt.strip():

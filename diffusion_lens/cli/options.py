@@ -76,13 +76,15 @@ def command(source: str | None = None, **helps: str | None) -> Callable[[Command
                 if check is not None and given[name] is not None:
                     given[name] = check(name, given[name])
             values: dict[str, Any] = {name: given[name] for name in own}
-            settings = given.pop("settings", None)
+            if (settings := given.pop("settings", None)) is not None:
+                of_class = fields_of(type(settings)).items()
+                given |= {name: getattr(settings, name) for name, each in of_class if _is_option(each)}
             for name, group in groups.items():
                 names = {each.name for each in dataclasses.fields(group) if each.init}
                 values[name] = group(**{each: given[each] for each in given.keys() & names})
                 if isinstance(values[name], Report):
                     values[name].command = function.__name__
-                    values[name].settings = given if settings is None else {**given, **as_given(settings)}
+                    values[name].settings = given
             function(**values)
 
         def place(option: Parameter) -> int:
@@ -91,25 +93,10 @@ def command(source: str | None = None, **helps: str | None) -> Callable[[Command
             return 0 if is_argument else 1 if option.name in own else 2
 
         options.sort(key=place)
-        vars(called)["__signature__"] = Signature(options)
-        called.__annotations__ = {each.name: each.annotation for each in options}
+        _declare(called, options)
         return app.command(cls=None if source is None else _settings_command(source, helps))(called)
 
     return register
-
-
-def as_given(settings: Any) -> dict[str, Any]:
-    """The settings that have options, for the report of a command."""
-    return {name: getattr(settings, name) for name, each in fields_of(type(settings)).items() if _is_option(each)}
-
-
-def option_annotations(kind: type[Any], helps: Mapping[str, str | None]) -> dict[str, Any]:
-    """The annotations of the options of these settings by name, with other help texts; `None` leaves an option out."""
-    return {
-        name: _option(name, each, helps.get(name)).annotation
-        for name, each in fields_of(kind).items()
-        if _is_option(each) and helps.get(name, "") is not None
-    }
 
 
 def _settings_command(source: str, helps: Mapping[str, str | None]) -> type[TyperCommand]:
@@ -117,19 +104,22 @@ def _settings_command(source: str, helps: Mapping[str, str | None]) -> type[Type
 
     The command gets an object of the dataclass, whose checks have passed before the command begins.
     """
-
-    def kind() -> Any:
-        module, _, name = source.partition(":")
-        return getattr(import_module(module), name)
+    module, _, class_name = source.partition(":")
 
     class SettingsCommand(TyperCommand):
         @property
         def params(self) -> list[Any]:
             """The command's own parameters, with the options in the place of `settings`."""
             if "made" not in vars(self):
+                self.kind = getattr(import_module(module), class_name)
+                options = [
+                    _option(name, each, helps.get(name))
+                    for name, each in fields_of(self.kind).items()
+                    if _is_option(each) and helps.get(name, "") is not None
+                ]
+                self.annotations = {each.name: each.annotation for each in options}
+                self.made = _parameters(options)
                 place = next(i for i, parameter in enumerate(self._own) if parameter.name == "settings")
-                self.annotations = option_annotations(kind(), helps)
-                self.made = _parameters(kind(), self.annotations)
                 self._shown = [*self._own[:place], *self.made, *self._own[place + 1 :]]
             return self._shown
 
@@ -139,28 +129,26 @@ def _settings_command(source: str, helps: Mapping[str, str | None]) -> type[Type
 
         def invoke(self, ctx: Any) -> Any:
             given = {parameter.name: ctx.params.pop(parameter.name) for parameter in self.made}
-            ctx.params["settings"] = kind()(**given)
+            ctx.params["settings"] = self.kind(**given)
             return super().invoke(ctx)
 
     return SettingsCommand
 
 
-def _parameters(kind: type[Any], annotations: Mapping[str, Any]) -> list[Any]:
-    """The options as typer makes them for a function with these arguments."""
+def _parameters(options: list[Parameter]) -> list[Any]:
+    """Options as typer makes them for a function that has them as arguments."""
 
     def stub(**settings: Any) -> None: ...
 
-    fields = fields_of(kind)
-    vars(stub)["__signature__"] = Signature(
-        [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=fields[name].default, annotation=annotation)
-            for name, annotation in annotations.items()
-        ]
-    )
-    stub.__annotations__ = {**annotations}
+    _declare(stub, options)
     app = typer.Typer(add_completion=False)
     app.command()(stub)
     return list(typer.main.get_command(app).params)
+
+
+def _declare(function: Command, options: list[Parameter]) -> None:
+    vars(function)["__signature__"] = Signature(options)
+    function.__annotations__ = {each.name: each.annotation for each in options}
 
 
 def _declared(argument: Parameter) -> Any:
@@ -253,25 +241,12 @@ class FactOptions(Settings):
     )
 
     def fact(self, answer: str | None = None) -> "Fact":
-        """The fact, with another answer if one is given.
-
-        Raises:
-            ValueError: The prompt does not contain that mention of the subject, or contains it several times.
-        """
+        """The fact, with another answer if one is given."""
         from diffusion_lens.facts.fact import Fact
 
-        start = None
-        if self.occurrence is not None:
-            starts = [i for i in range(len(self.prompt)) if self.subject and self.prompt.startswith(self.subject, i)]
-            if self.occurrence >= len(starts):
-                raise ValueError(
-                    f"occurrence={self.occurrence}, but {self.subject!r} occurs {len(starts)} times in the prompt "
-                    f"{self.prompt!r}"
-                )
-            start = starts[self.occurrence]
-        fact = Fact(self.prompt, self.subject, answer or self.answer, subject_start=start)
-        _ = fact.subject_span
-        return fact
+        fact = Fact(self.prompt, self.subject, answer or self.answer)
+        start, _ = fact.subject_characters(self.occurrence)
+        return fact if self.occurrence is None else dataclasses.replace(fact, subject_start=start)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, denoised, unnamed_subject
 from diffusion_lens.cli.options import LENGTH, SEED, command
-from diffusion_lens.cli.report import FolderReport, progress, require, save_figure, strongest
+from diffusion_lens.cli.report import FolderReport, progress, require, strongest
 from diffusion_lens.settings import setting
 
 if TYPE_CHECKING:
@@ -116,19 +116,14 @@ def patch(
         return grids
 
     # 2. For a dry run, print the cost.
-    if report.dry_run:
-        guessed = prompts if chosen.is_here else prompts.of_one_length()
-
-        def job(network: "HookedDiffusionTransformer") -> None:
-            patched(network, guessed, is_planned=True)
-
-        cost.show(report, [(chosen, cost.planned(chosen, job, guessed.texts))])
+    guessed = prompts if chosen.is_here else prompts.of_one_length()
+    cost.dry_run(report, chosen, partial(patched, prompts=guessed, is_planned=True), guessed.texts)
 
     # 3. Patch, and show the strongest cells.
     grids = patched(chosen.load(), prompts)
     _say(report, grids, "logit difference" if rival else "p(answer)")
-    files = {} if report.out is None else _save(grids, report.out)
-    report.finish(_numbers(grids), next(iter(grids.values())).record, **files)
+    _save(report, grids)
+    report.finish(_numbers(grids), next(iter(grids.values())).record)
 
 
 def _say(report: FolderReport, grids: "Mapping[str, PatchGrid]", metric: str) -> None:
@@ -161,21 +156,19 @@ def _numbers(grids: "Mapping[str, PatchGrid]") -> dict[str, Any]:
     }
 
 
-def _save(grids: "Mapping[str, PatchGrid]", out: Path) -> dict[str, Path]:
+def _save(report: FolderReport, grids: "Mapping[str, PatchGrid]") -> None:
     """Write each grid, and the figure of the step and head with its largest effect."""
     from diffusion_lens.records.results import shown_model
 
-    files = {}
     for site, grid in grids.items():
-        files[site] = grid.save(out / f"{site}.safetensors")
+        report.save(site, grid)
         (cell,) = strongest(grid.effect, 1)
         chosen = {axis: grid.coordinates[axis][index] for axis, index in zip(grid.axes, cell, strict=True)}
         drawn = {axis: chosen[axis] for axis in ("step", "head") if axis in chosen}
         if "pos" not in chosen:
             drawn.pop("head", None)  # The heads are the rows of the figure.
         title = ", ".join([shown_model(grid.record), *(f"{axis} {number}" for axis, number in drawn.items())])
-        files[f"{site}_picture"] = save_figure(grid.plot(**drawn, title=title), out / f"{site}.png")
-    return files
+        report.draw(f"{site}_picture", f"{site}.png", partial(grid.plot, **drawn, title=title))
 
 
 def _steps(grid: "PatchGrid") -> list[str]:
@@ -198,11 +191,7 @@ def _cell(grid: "PatchGrid", cell: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """The two prompts and the answers.
-
-    Raises:
-        ValueError: An empty prompt.
-    """
+    """The two prompts and the answers."""
 
     clean: str
     corrupted: str
@@ -224,12 +213,7 @@ class _Prompts:
         return replace(self, corrupted=self.clean.swapcase(), rival=self.rival and self.answer.swapcase())
 
     def on(self, model: "HookedDiffusionTransformer") -> "tuple[Query, Query, int | None]":
-        """Both prompts on the canvas, with the clean one's answer, and the first token of the rival.
-
-        Raises:
-            ValueError: A prompt that cannot be laid out, prompts of different lengths, or a rival that begins with the
-                token with which the answer begins.
-        """
+        """Both prompts on the canvas, with the clean one's answer, and the first token of the rival."""
         clean, corrupted = (
             self.layout.query(model, unnamed_subject(prompt, self.answer)) for prompt in (self.clean, self.corrupted)
         )

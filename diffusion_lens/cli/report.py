@@ -3,13 +3,13 @@
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -49,6 +49,7 @@ class Report(Settings):
         command: Name of the command.
         settings: Arguments and options as the command interprets them. `finish` omits `OUTPUT_OPTIONS`.
         notes: Lines that `finish` prints after the results.
+        files: Paths of the written files by name.
     """
 
     json: bool = setting(False, "Print one JSON object to standard output, and nothing else.")
@@ -56,6 +57,7 @@ class Report(Settings):
     command: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    files: dict[str, Path] = field(default_factory=dict)
 
     def note(self, **effective: Any) -> None:
         """Record settings as the command interprets them."""
@@ -67,11 +69,15 @@ class Report(Settings):
             for line in lines:
                 typer.echo(line)
 
-    def part_done(self, shard: str, count: int, units: str = "facts") -> NoReturn:
-        """End the command after one shard. --merge shows the results of all shards."""
-        self.say(f"shard {shard}: {count} {units} done in {self.out}; join the shards with --merge")
-        self.finish({"shard": shard, units: count})
-        raise typer.Exit
+    def save(self, name: str, result: Any, file: str | None = None) -> None:
+        """Write a result as NAME.safetensors, or as another file, if there is a folder."""
+        if self.out is not None:
+            self.files[name] = result.save(self.out / f"{file or name}.safetensors")
+
+    def draw(self, name: str, file: str, plot: Callable[[], Any]) -> None:
+        """Write the figure that `plot` draws, if there is a folder."""
+        if self.out is not None:
+            self.files[name] = save_figure(plot(), self.out / file)
 
     def finish(self, results: Mapping[str, Any], record: Mapping[str, Any] | None = None, **files: Path) -> None:
         """Print notes and the paths of the files, write `command.json`, and print the JSON object if requested.
@@ -80,13 +86,14 @@ class Report(Settings):
             results: Numbers for the JSON object.
             record: Provenance: model, hash of its weights, versions. Its facts are omitted, because the file of the
                 result contains them.
-            files: Paths of the written files by name.
+            files: Paths of files that `save` and `draw` have not written, by name.
         """
+        written = self.files | files
         report = {
             "command": self.command,
             "settings": _plain({name: v for name, v in self.settings.items() if name not in OUTPUT_OPTIONS}),
             "results": _plain(results),
-            "files": {name: str(path) for name, path in files.items()},
+            "files": {name: str(path) for name, path in written.items()},
             "record": _plain({name: value for name, value in (record or {}).items() if name != "facts"}),
         }
         from weight_conversion import to_json, write_json
@@ -94,7 +101,7 @@ class Report(Settings):
         self.say(*self.notes)
         if self.out is not None:
             write_json(report, self.out / COMMAND)
-            self.say(*(f"wrote {path}" for path in (*files.values(), self.out / COMMAND)))
+            self.say(*(f"wrote {path}" for path in (*written.values(), self.out / COMMAND)))
         if self.json:
             typer.echo(to_json(report))
 
@@ -130,6 +137,10 @@ class StudyReport(FolderReport):
         "from it.",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("pictures")
+
     def folder(self, default: Path) -> Path:
         """The folder for the results."""
         if self.out is None:
@@ -139,11 +150,7 @@ class StudyReport(FolderReport):
 
 
 def require(*features: str) -> None:
-    """Check that the packages of these features, keys of `EXTRAS`, are installed, before long work that needs them.
-
-    Raises:
-        ValueError: A package is missing; the message contains the command that installs it.
-    """
+    """Check that the packages of these features, keys of `EXTRAS`, are installed, before long work that needs them."""
     for need, package, extra in map(EXTRAS.__getitem__, features):
         if find_spec(package) is None:
             raise ValueError(f"{need}, which is not installed: pip install 'diffusion-lens[{extra}]'")

@@ -1,5 +1,6 @@
 """`diffusion-lens rome` and `compare`: keys and values of a fact, its edit, and keys and values of many facts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,8 @@ from diffusion_lens.cli.report import (
     progress,
     require,
     require_folder,
-    save_figure,
 )
-from diffusion_lens.cli.workers import WorkerChoice, describe_facts
+from diffusion_lens.cli.workers import FactStudy, WorkerChoice
 from diffusion_lens.settings import at_least, setting
 
 if TYPE_CHECKING:
@@ -77,34 +77,30 @@ def rome(
     search = ValueSettings(steps=iterations, lr=lr, over_states=over_states)
     layout = CanvasLayout(length, first_tokens=given.first_tokens)
     report.note(length=length)
-    if (out := report.out) is not None:
+    if report.out is not None:
         require("pictures")
 
+    def searched(loaded: "HookedDiffusionTransformer", prefix_texts: Sequence[str]) -> Any:
+        """Lay out the request, and compute key and value; with a target, also the probe of both answers."""
+        request = lay_out_request(loaded, fact, prefix_texts, layout)
+        probe = None
+        if target is not None:
+            probe = Probe(request[0], lay_out_request(loaded, replace(fact, answer=given.answer), [], layout)[0])
+        if report.dry_run:  # The model has yet to write the texts before the prompt.
+            request = [request[0]] * (1 + prefixes)
+        at = layer % loaded.cfg.n_layers
+        key = compute_key(loaded, request, at)
+        shown = progress() and not report.dry_run
+        return request, probe, key, optimize_values(loaded, [request], at, settings=search, progress=shown)[0]
+
     # 2. For a dry run, print the cost.
-    if report.dry_run:
+    cost.dry_run(report, chosen, partial(searched, prefix_texts=[]), [*cost.texts_of([fact]), given.answer])
 
-        def job(network: "HookedDiffusionTransformer") -> None:
-            request = lay_out_request(network, fact, [], layout)
-            if target is not None:
-                Probe(request[0], lay_out_request(network, replace(fact, answer=given.answer), [], layout)[0])
-            # Without the texts before the prompt, which the model has yet to write.
-            request, at = [request[0]] * (1 + prefixes), layer % network.cfg.n_layers
-            compute_key(network, request, at)
-            optimize_values(network, [request], at, settings=search)
-
-        texts = [*cost.texts_of([fact]), given.answer]
-        cost.show(report, [(chosen, cost.planned(chosen, job, texts))])
-
-    # 3. Lay out the request, and compute key and value.
+    # 3. Compute key and value.
     loaded = chosen.load()
     layer %= loaded.cfg.n_layers
     prefix_texts = sample_prefixes(loaded, [5] * prefixes, seed=seed) if prefixes else []
-    request = lay_out_request(loaded, fact, prefix_texts, layout)
-    probe = None
-    if target is not None:
-        probe = Probe(request[0], lay_out_request(loaded, replace(fact, answer=given.answer), [], layout)[0])
-    key = compute_key(loaded, request, layer)
-    value = optimize_values(loaded, [request], layer, settings=search, progress=progress())[0]
+    request, probe, key, value = searched(loaded, prefix_texts)
     answer_text = loaded.to_string(torch.tensor(request[0].answer_tokens)).strip()
     report.say(
         f"k* at layer {layer}, position {request[0].subject[1] - 1}: norm {key.vector.norm():.3f}",
@@ -116,13 +112,9 @@ def rome(
         "after": value.probability_after,
         "losses": value.losses.tolist(),
     }
-    files: dict[str, Any] = {}
-    if out is not None:
-        files = {
-            "key": key.save(out / "key.safetensors"),
-            "value": value.save(out / "value.safetensors"),
-            "picture": save_figure(value.plot(), out / "losses.png"),
-        }
+    report.save("key", key)
+    report.save("value", value)
+    report.draw("picture", "losses.png", value.plot)
 
     # 4. With a target, apply the edit, and compare the new answer with the old one.
     if probe is not None:
@@ -134,12 +126,11 @@ def rome(
             f"{'now above' if efficacy.after else 'still below'} p({given.answer.strip()})"
         )
         results["efficacy"] = efficacy.after
-        if out is not None:
-            files["edit"] = success.save(out / "edit.safetensors")
+        report.save("edit", success)
         if export is not None:
             with edit:
-                files["edited_model"] = loaded.save_pretrained(export)
-    report.finish(results, value.record, **files)
+                report.files["edited_model"] = loaded.save_pretrained(export)
+    report.finish(results, value.record)
 
 
 @command(asked=None)
@@ -180,7 +171,6 @@ def compare(
     Example: diffusion-lens compare site-mdm site-ar --length 16 --layer 0 --limit 7 --statistic cka --resamples 19
     --out compare
     """
-    require("pictures")
     from diffusion_lens.analysis import KeyValueStudy, key_value_study
     from diffusion_lens.analysis.engine.layout import say_set_aside
     from diffusion_lens.analysis.representations import fewest_facts, statistics
@@ -189,15 +179,14 @@ def compare(
         KeyValueSettings,
         check_vectors,
     )
-    from diffusion_lens.records.results import require_same_settings
 
     # 1. Check the options that need neither data nor a model; the vectors take long to compute.
-    chosen = []
-    for name, own_mode in map(name_and_mode, models):
-        chosen_by: dict[str, Any] = {**vars(loading), "mode": own_mode or loading.mode, "device": spread.model_device}
-        if own_mode == "ar" and len(models) > 1:  # Beside another mode, the causal one takes neither option.
-            chosen_by |= {"block_size": None, "mask_token_id": None}
-        chosen.append(ModelChoice(name, **chosen_by))
+    loading = replace(loading, device=spread.model_device)
+    several = len(models) > 1
+    chosen = [
+        loading.of(name, mode or loading.mode, beside=several and mode is not None)
+        for name, mode in map(name_and_mode, models)
+    ]
     names = different_labels(chosen)
     out = report.folder(default_folder("compare", names))
     for name in (vectors, against or vectors):
@@ -220,60 +209,35 @@ def compare(
             f"{len(forward & reverse)} people are queried in both directions, too few to compare: use at least "
             f"{fewest_facts()}"
         )
-    n_facts = spread.share(len(facts))
     report.note(data=source.name, facts=len(facts), lengths=lengths)
-    spread.require_parts(*names)
-    settings = [KeyValueSettings(layers=layers or None, length=length, first_tokens=first_tokens) for length in lengths]
 
     # 3. Refuse a folder that holds another study; for a dry run, print the cost.
-    for model, own in [] if spread.merge else zip(chosen, settings, strict=True):
-        described = {**own.describe_on(model.known_shape()), "dtype": model.dtype}
-        if report.dry_run and (outline := model.without_weights()) is not None:
-            described |= describe_facts(outline, facts, partial(own.request, outline))
-        require_same_settings(out / model.label, described)
-    report.say(*spread.lines())
-    if report.dry_run:
-        work, some = [], cost.some_of(facts, 2)
-        for model, own in zip(chosen, settings, strict=True):
-            job = partial(key_value_study, facts=some, settings=own)
-            work.append(cost.planned(model, job, cost.texts_of(some)) * (n_facts / len(some)))
-        cost.show(report, list(zip(chosen, work, strict=True)))
+    studies = []
+    for model, own_length in zip(chosen, lengths, strict=True):
+        settings = KeyValueSettings(layers=layers or None, length=own_length, first_tokens=first_tokens)
+        compute = partial(key_value_study, facts=facts, settings=settings)
+        studies.append(FactStudy(model, out / model.label, compute, facts, settings, settings.request))
+    spread.plan(studies, report)
 
     # 4. Compute the vectors of each model, or join their shards, and compare both directions.
     axes: Any = None
-    n_done = 0
-    results, record = {}, {}
-    files: dict[str, Path] = {}
-    with spread.open(out) as executor:
-        for model, own in zip(chosen, settings, strict=True):
-            name = model.label
-
-            def compute(loaded: Any, part: str, own: Any = own, folder: Path = out / name) -> KeyValueStudy:
-                return key_value_study(
-                    loaded, facts, own, out=folder, shard=part, progress=progress(), executor=executor
-                )
-
-            study = spread.study(KeyValueStudy, model, report, name, compute)
-            if spread.shard is not None:
-                n_done += len(study.ids)
-                continue
-            comparisons = study.compare(vectors, against, resamples=resamples, progress=progress())
-            if study.record["set_aside"]:
-                report.say(f"{name}: {say_set_aside(study.record['set_aside'])}")
-            files[name] = comparisons.save(out / f"{name}_{vectors}.safetensors")
-            n_people = len(next(iter(comparisons.at.values())).ids)
-            report.say(f"{name}: {vectors}, {n_people} people queried in both directions")
-            for layer, row in comparisons.table(statistic).items():
-                report.say(
-                    f"  layer {layer}: {statistic} {row['value']:.3f} ({row['low']:.3f} to {row['high']:.3f}), "
-                    f"by chance {row['chance_low']:.3f} to {row['chance_high']:.3f}, p {row['p']:.3f}"
-                )
-            results[name] = comparisons.table(statistic)
-            axes = comparisons.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
-            record = study.record
+    results = {}
+    computed = spread.compute(studies, KeyValueStudy, report)
+    for name, study in zip(names, computed, strict=True):
+        comparisons = study.compare(vectors, against, resamples=resamples, progress=progress())
+        if study.record["set_aside"]:
+            report.say(f"{name}: {say_set_aside(study.record['set_aside'])}")
+        report.save(name, comparisons, f"{name}_{vectors}")
+        n_people = len(next(iter(comparisons.at.values())).ids)
+        report.say(f"{name}: {vectors}, {n_people} people queried in both directions")
+        results[name] = comparisons.table(statistic)
+        for layer, row in results[name].items():
+            report.say(
+                f"  layer {layer}: {statistic} {row['value']:.3f} ({row['low']:.3f} to {row['high']:.3f}), "
+                f"by chance {row['chance_low']:.3f} to {row['chance_high']:.3f}, p {row['p']:.3f}"
+            )
+        axes = comparisons.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
 
     # 5. Write the figure and the record.
-    if spread.shard is not None:
-        report.part_done(spread.shard, n_done)
-    files["picture"] = save_figure(axes, out / f"{vectors}_{statistic}.png")
-    report.finish(results, record, **files)
+    report.draw("picture", f"{vectors}_{statistic}.png", lambda: axes)
+    report.finish(results, computed[-1].record)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import ModelChoice, default_folder, different_labels
 from diffusion_lens.cli.options import FactsOptions, command
-from diffusion_lens.cli.report import StudyReport, progress, require, save_figure
-from diffusion_lens.cli.workers import WorkerChoice
+from diffusion_lens.cli.report import StudyReport
+from diffusion_lens.cli.workers import ModelStudy, WorkerChoice
 from diffusion_lens.settings import at_least, setting
 
 if TYPE_CHECKING:
@@ -80,11 +80,10 @@ def signatures(
     models = [spread.placed(chosen)]
     if against is not None:
         models.append(ModelChoice(against, device=models[0].device, dtype=chosen.dtype))
-    require("pictures")
     from diffusion_lens.analysis import ReversalSignatures, reversal_signatures
     from diffusion_lens.analysis.engine.layout import say_set_aside
     from diffusion_lens.analysis.signatures import SignaturePlan
-    from diffusion_lens.facts.taught_pairs import OPPOSITE, LaidOutPairs, lay_out_pairs, pairs_in_common
+    from diffusion_lens.facts.taught_pairs import OPPOSITE, lay_out_pairs, pairs_in_common
     from diffusion_lens.records.results import require_same_settings
 
     # 1. Read the facts, and check the options that need no model.
@@ -99,7 +98,7 @@ def signatures(
     spread.require_parts(*names)
 
     # 2. Lay out the pairs of facts that all models can be given, without weights, if the texts are here.
-    laid_out: dict[str, LaidOutPairs] = {}
+    laid_out: dict[str, Any] = {}
     plans: dict[str, SignaturePlan] = {}
     if not spread.merge and any(forward.prompt for forward, _ in fact_pairs):
         outlines = [each.without_weights(fetch=not report.dry_run) for each in models]
@@ -130,31 +129,24 @@ def signatures(
         cost.show(report, list(zip(models, work, strict=True)))
 
     # 4. Compute the signatures of each model, or join their shards.
-    with spread.open(out) as executor:
-
-        def compute(loaded: Any, part: str, name: str) -> ReversalSignatures:
-            more: Any = {"out": out / name, "shard": part, "progress": progress(), "executor": executor}
-            return reversal_signatures(loaded, laid_out[name], batch_size=batch_size, max_bytes=max_bytes, **more)
-
-        studies: list[ReversalSignatures] = [
-            spread.study(ReversalSignatures, each, report, each.label, partial(compute, name=each.label))
-            for each in models
-        ]
-    if spread.shard is not None:
-        report.part_done(spread.shard, sum(len(study.ids) for study in studies))
+    options: dict[str, Any] = {"batch_size": batch_size, "max_bytes": max_bytes}
+    todo = [
+        ModelStudy(each, out / name, partial(reversal_signatures, **options, pairs=laid_out.get(name, [])))
+        for name, each in zip(names, models, strict=True)
+    ]
+    studies = spread.compute(todo, ReversalSignatures, report)
 
     # 5. Show the tables, and write the files.
     if studies[0].set_aside:
         report.say(say_set_aside(studies[0].set_aside))
-    files = {}
     for name, study in zip(names, studies, strict=True):
-        files[name] = study.save(out / f"{name}.safetensors")
+        report.save(name, study)
         report.say(*_table(study, trained))
-    files["picture"] = save_figure(studies[0].plot(studies[1:]), out / "signatures.png")
+    report.draw("picture", "signatures.png", partial(studies[0].plot, studies[1:]))
     record = dict(studies[0].record)
     for study in studies[1:]:
         record["against"] = {key: value for key, value in study.record.items() if key != "facts"}
-    report.finish(dict(zip(names, map(_numbers, studies), strict=True)), record, **files)
+    report.finish(dict(zip(names, map(_numbers, studies), strict=True)), record)
 
 
 def _table(study: "ReversalSignatures", trained: str) -> Iterator[str]:

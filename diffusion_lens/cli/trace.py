@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, default_folder, denoised
 from diffusion_lens.cli.options import FactOptions, FactsOptions, command
-from diffusion_lens.cli.report import FolderReport, StudyReport, progress, require, save_figure, strongest
-from diffusion_lens.cli.workers import WorkerChoice, describe_facts
+from diffusion_lens.cli.report import FolderReport, StudyReport, progress, require, strongest
+from diffusion_lens.cli.workers import FactStudy, WorkerChoice
 from diffusion_lens.settings import at_least, setting
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from diffusion_lens.denoising.trajectory import Trajectory
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
-Output = tuple[dict[str, Any], dict[str, Any]]
 CANVAS = setting(
     None,
     "Canvases that the corrupted runs read at each step: forced, those of the clean run (the default), or free, those "
@@ -70,39 +69,30 @@ def trace(
     if report.out is not None:
         require("pictures")
 
-    # 2. For a dry run, print the cost.
-    def job(network: "HookedDiffusionTransformer") -> None:
-        query = layout.query(network, asked)
-        given = settings.with_noise(network, [query])
+    def traced(loaded: "HookedDiffusionTransformer") -> Any:
+        """The trace, and the run whose steps it traces, if there is one; measures the noise if none was given."""
+        query, shown = layout.query(loaded, asked), progress() and not report.dry_run
+        given = settings.with_noise(loaded, [query])
         if run_settings is None:
-            causal_trace(network, query, given)
-            return
-        run = denoised(network, canvas_of(network, query), run_settings)
-        last = TracedTrajectory.of(network, query, run).last_step
-        # Which steps reveal the answer is known afterwards.
-        chosen_steps: list[Any] = [[min(step, last)] for step in loop.at_step or ()] or [None]
-        for steps in chosen_steps:
-            trace_trajectory(network, query, steps, of_step, trajectory=run, settings=given)
-
-    if report.dry_run:
-        cost.show(report, [(chosen, cost.planned(chosen, job, cost.texts_of([asked])))])
-
-    # 3. Lay out the query, measure the noise if none was given, and trace.
-    loaded = chosen.load()
-    query = layout.query(loaded, asked)
-    settings = settings.with_noise(loaded, [query])
-    result: Any
-    if run_settings is None:
-        result = causal_trace(loaded, query, settings, progress=progress())
-        results, files = _one_canvas(report, result)
-    else:
+            return causal_trace(loaded, query, given, progress=shown), None
         run = denoised(loaded, canvas_of(loaded, query), run_settings)
-        loop.check_masked(TracedTrajectory.of(loaded, query, run).last_step)
-        result = trace_trajectory(
-            loaded, query, loop.at_step, of_step, trajectory=run, settings=settings, progress=progress()
-        )
-        results, files = _steps_of_a_run(report, result, run)
-    report.finish(results, result.record, **files)
+        last = TracedTrajectory.of(loaded, query, run).last_step
+        steps: list[Any] = [loop.at_step]
+        if report.dry_run:  # Which steps reveal the answer is known afterwards.
+            steps = [[min(step, last)] for step in loop.at_step or ()] or steps
+        else:
+            loop.check_masked(last)
+        for at in steps:
+            result = trace_trajectory(loaded, query, at, of_step, trajectory=run, settings=given, progress=shown)
+        return result, run
+
+    # 2. For a dry run, print the cost. Otherwise trace.
+    cost.dry_run(report, chosen, traced, cost.texts_of([asked]))
+    result, run = traced(chosen.load())
+    if run is None:
+        _finish_one_canvas(report, result)
+    else:
+        _finish_steps_of_a_run(report, result, run)
 
 
 @command(
@@ -141,11 +131,10 @@ def aie(
 
     Example: diffusion-lens aie site-mdm --data site-attributes --length 16 --limit 3 --out aie
     """
-    require("pictures")
     from diffusion_lens import analysis
     from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES
     from diffusion_lens.analysis.engine.layout import say_set_aside
-    from diffusion_lens.records.results import require_same_settings, shown_model
+    from diffusion_lens.records.results import shown_model
     from diffusion_lens.settings import one_of
 
     # 1. Read the facts, and check the settings before the model is loaded.
@@ -166,46 +155,30 @@ def aie(
     average_effect: Any = analysis.average_trajectory_effect if by_step else analysis.average_indirect_effect
     result_type: Any = analysis.AverageTrajectoryEffect if by_step else analysis.AverageEffect
 
-    # 2. Refuse a folder that holds another study; for a dry run, print the cost.
-    n_facts = spread.share(len(facts))
-    spread.require_parts("facts")
-    if not spread.merge:
-        described = {**settings.describe_on(chosen.known_shape()), "dtype": chosen.dtype}
-        if report.dry_run and (outline := chosen.without_weights()) is not None:
-            described |= describe_facts(outline, facts, partial(settings.query_of, outline))
-        require_same_settings(out / "facts", described)
     report.note(data=source.name, facts=len(facts), length=settings.length, first_tokens=settings.first_tokens)
-    report.say(*spread.lines())
-    if report.dry_run:
-        counted = cost.some_of(facts, 4 if chosen.is_here else 1)
-        every = replace(settings, known="all", loop=settings.loop if by_step else None)
 
-        def job(network: "HookedDiffusionTransformer") -> None:
-            average_effect(network, counted, settings=every)
-            if settings.loop and not by_step:
-                layout = {"length": settings.length, "first_tokens": settings.first_tokens}
-                analysis.recalled_facts(network, counted, settings.loop, **layout)
+    # 2. Refuse a folder that holds another study; for a dry run, print the cost.
+    every = replace(settings, known="all", loop=settings.loop if by_step else None)
 
-        report.say(f"at most, as if the model knew all facts; counted on {len(counted)} of them")
-        work = cost.planned(chosen, job, cost.texts_of(counted)) * (n_facts / len(counted))
-        cost.show(report, [(chosen, work)])
+    def counted(network: "HookedDiffusionTransformer", facts: Any) -> None:
+        report.say(f"at most, as if the model knew all facts; counted on {len(facts)} of them")
+        average_effect(network, facts, settings=every)
+        if settings.loop and not by_step:
+            layout = {"length": settings.length, "first_tokens": settings.first_tokens}
+            analysis.recalled_facts(network, facts, settings.loop, **layout)
+
+    compute = partial(average_effect, facts=facts, settings=settings)
+    study = FactStudy(chosen, out / "facts", compute, facts, settings, settings.query_of, counted)
+    spread.plan([study], report)
 
     # 3. Trace the facts, or join the shards.
-    with spread.open(out) as executor:
-
-        def compute(loaded: Any, part: str) -> Any:
-            more: Any = {"out": out / "facts", "shard": part, "progress": progress(), "executor": executor}
-            return average_effect(loaded, facts, settings=settings, **more)
-
-        average = spread.study(result_type, chosen, report, "facts", compute)
-    if spread.shard is not None:
-        report.part_done(spread.shard, len(average.ids) + len(average.unknown))
+    (average,) = spread.compute([study], result_type, report)
 
     # 4. Show the average effects, and write the files.
     report.say(f"{shown_model(average.record)}, the average over {average.rule}")
     if average.set_aside:
         report.say(say_set_aside(average.set_aside))
-    files: dict[str, Any] = {"average": average.save(out / "average.safetensors")}
+    report.save("average", average)
     results: dict[str, Any] = {
         "known": len(average.ids),
         "unknown": len(average.unknown),
@@ -225,26 +198,22 @@ def aie(
             results["ate"] = average.ate
         by_role = average.aie.unbind(dim=-2)
         results["aie"] = {role: effects.tolist() for role, effects in zip(average.roles, by_role, strict=True)}
-        files["picture"] = save_figure(average.plot(), out / "average.png")
-    report.finish(results, average.record, **files)
+        report.draw("picture", "average.png", average.plot)
+    report.finish(results, average.record)
 
 
-def _one_canvas(report: FolderReport, trace: "CausalTrace") -> Output:
-    """Print the strongest states of a trace, and write its files; returns the results and the files of the report."""
+def _finish_one_canvas(report: FolderReport, trace: "CausalTrace") -> None:
+    """Print the strongest states of a trace, and write its files."""
     report.say(f"p(answer) {trace.clean:.3f}, with the subject corrupted {trace.corrupted:.3f}")
     for cell in strongest(trace.indirect_effect, 5):
         report.say(f"  {_cell(trace, trace.str_tokens, cell)}: restores {trace.indirect_effect[cell]:+.3f}")
-    files: dict[str, Any] = {}
-    if (out := report.out) is not None:
-        files = {
-            "trace": trace.save(out / "trace.safetensors"),
-            "picture": save_figure(trace.plot(), out / "trace.png"),
-        }
-    results = {"clean": trace.clean, "corrupted": trace.corrupted, "indirect_effect": trace.indirect_effect.tolist()}
-    return results, files
+    report.save("trace", trace)
+    report.draw("picture", "trace.png", trace.plot)
+    effects = trace.indirect_effect.tolist()
+    report.finish({"clean": trace.clean, "corrupted": trace.corrupted, "indirect_effect": effects}, trace.record)
 
 
-def _steps_of_a_run(report: FolderReport, trace: "TrajectoryTrace", run: "Trajectory") -> Output:
+def _finish_steps_of_a_run(report: FolderReport, trace: "TrajectoryTrace", run: "Trajectory") -> None:
     """Print what each step reveals and its strongest state, and write an explorer page and figures."""
     from diffusion_lens.plots import readable
 
@@ -269,14 +238,12 @@ def _steps_of_a_run(report: FolderReport, trace: "TrajectoryTrace", run: "Trajec
         )
 
     # 2. The files.
-    files: dict[str, Any] = {}
-    if (out := report.out) is not None:
-        files = {
-            "trace": trace.save(out / "trace.safetensors"),
-            "trajectory": run.save(out / "trajectory.safetensors"),
-            "page": run.explore(out / "trace.html", trace=trace),
-            **{f"step_{step}": save_figure(trace.plot(step), out / f"step_{step}.png") for step in trace.steps},
-        }
+    report.save("trace", trace)
+    report.save("trajectory", run)
+    if report.out is not None:
+        report.files["page"] = run.explore(report.out / "trace.html", trace=trace)
+    for step in trace.steps:
+        report.draw(f"step_{step}", f"step_{step}.png", partial(trace.plot, step))
     results = {
         "known": trace.known,
         "steps": trace.steps,
@@ -286,7 +253,7 @@ def _steps_of_a_run(report: FolderReport, trace: "TrajectoryTrace", run: "Trajec
         "indirect_effect": trace.indirect_effect.tolist(),
         "chained": None if trace.chained is None else trace.chained.tolist(),
     }
-    return results, files
+    report.finish(results, trace.record)
 
 
 def _cell(trace: "CausalTrace | TrajectoryTrace", words: list[str], cell: tuple[int, ...]) -> str:

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import ModelChoice
-from diffusion_lens.cli.report import Report, require
+from diffusion_lens.cli.report import StudyReport, progress, require
 from diffusion_lens.settings import Settings, at_least, setting
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis import Workers
+    from diffusion_lens.analysis.planned_work import PlannedWork
+    from diffusion_lens.facts.fact import Fact
+    from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
 TASKS_PER_WORKER = 4  # so that fast workers do more, and a worker that dies costs little
 # Options of sbatch that mean something for jobs of one process.
@@ -177,11 +181,7 @@ class WorkerChoice(Settings):
         return 0 if self.merge else len(pick_shard(range(n_facts), self.shard or "0/1"))
 
     def require_parts(self, *parts: str) -> None:
-        """Check that the folders to merge are complete, before anything is merged.
-
-        Args:
-            parts: Folders of results that each of them must contain, one per study.
-        """
+        """Check that each folder to merge contains all these folders, one per study, before anything is merged."""
         for folder in self.merge or ():
             for part in parts:
                 if not (folder / part / "run.json").is_file():
@@ -189,23 +189,93 @@ class WorkerChoice(Settings):
                         f"--merge {folder} contains nothing of {part} to join: give the --out folders of the shards"
                     )
 
-    def study(
-        self, kind: Any, chosen: ModelChoice, report: Report, part: str, compute: Callable[[Any, str], Any]
-    ) -> Any:
-        """The study of a model: computed, or joined from the folders to merge.
+    def plan(self, studies: "Sequence[FactStudy]", report: StudyReport) -> None:
+        """Refuse folders that hold other studies; for a dry run, print the cost, and end the command."""
+        from diffusion_lens.records.results import require_same_settings
+
+        self.require_parts(*(each.folder.name for each in studies))
+        n_facts = self.share(len(studies[0].facts))
+        for each in () if self.merge else studies:
+            require_same_settings(each.folder, each.describe(of_facts=report.dry_run))
+        report.say(*self.lines())
+        if report.dry_run:
+            cost.show(report, [(each.model, each.planned(n_facts)) for each in studies])
+
+    def compute(self, studies: "Sequence[ModelStudy]", kind: Any, report: StudyReport) -> list[Any]:
+        """The studies of a command: computed, or joined from the folders to merge. After a shard, the command ends.
 
         Args:
-            kind: Class of the study.
-            part: Folder of the study under --out.
-            compute: Function from the loaded model and the shard to the study.
+            kind: Class of the results.
         """
-        if self.merge:
-            study = kind.merge([folder / part for folder in self.merge])
-            require_model(chosen, study.record)
-            return study
-        study = compute(chosen.load(on=self.layout), self.shard or "0/1")
-        report.notes.extend(failed_facts(study))
-        return study
+        results = []
+        with self.open(studies[0].folder.parent) as executor:
+            for each in studies:
+                if self.merge:
+                    result = kind.merge([folder / each.folder.name for folder in self.merge])
+                    require_model(each.model, result.record)
+                else:
+                    more: Any = {"shard": self.shard or "0/1", "progress": progress(), "executor": executor}
+                    # No name holds the model, so that it is gone before the next one is loaded.
+                    result = each.compute(each.model.load(on=self.layout), out=each.folder, **more)
+                    report.notes.extend(failed_facts(result))
+                results.append(result)
+        if self.shard is not None:
+            n_done = sum(len(result.ids) + len(getattr(result, "unknown", ())) for result in results)
+            report.say(f"shard {self.shard}: {n_done} facts done in {report.out}; join the shards with --merge")
+            report.finish({"shard": self.shard, "facts": n_done})
+            raise typer.Exit
+        return results
+
+
+@dataclass(frozen=True)
+class ModelStudy:
+    """What a command computes of one model.
+
+    Attributes:
+        folder: Folder of its files, in --out.
+        compute: Function of the model, and of the `out`, `shard`, `progress` and `executor` of a study.
+    """
+
+    model: ModelChoice
+    folder: Path
+    compute: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class FactStudy(ModelStudy):
+    """A study of one model over facts.
+
+    Attributes:
+        settings: Settings of the study.
+        prepare: Lays out a fact for the model, and refuses one for which it cannot be queried.
+        counted: Function of a model and `facts` whose work a dry run counts. Default: `compute`.
+        together: Number of facts in a batch, where it depends on nothing else.
+    """
+
+    facts: "Sequence[Fact]"
+    settings: Any
+    prepare: "Callable[[HookedDiffusionTransformer, Fact], object]"
+    counted: Callable[..., Any] | None = None
+    together: int | None = None
+
+    def describe(self, of_facts: bool) -> dict[str, Any]:
+        """What the record says before the model is loaded; of the facts and the model, if texts and model are here."""
+        from diffusion_lens.analysis.engine.layout import UsableFacts
+
+        described = {**self.settings.describe_on(self.model.known_shape()), "dtype": self.model.dtype}
+        outline = self.model.without_weights() if of_facts else None
+        if outline is None or not any(fact.prompt for fact in self.facts):
+            return described
+        usable = UsableFacts.of(self.facts, partial(self.prepare, outline))
+        return {**described, **usable.describe(), "model": outline.cfg.model_name}
+
+    def planned(self, n_facts: int) -> "PlannedWork":
+        """The work of this number of the facts, of which some are counted."""
+        some = cost.some_of(self.facts, self.model)
+        work = cost.planned(self.model, partial(self.counted or self.compute, facts=some), cost.texts_of(some))
+        if self.together is not None:
+            work = replace(work, batch_bytes=work.batch_bytes * min(self.together, n_facts) // len(some))
+        return work * (n_facts / len(some))
 
 
 @dataclass(frozen=True)
@@ -298,19 +368,6 @@ def failed_facts(study: Any) -> list[str]:
         f"{of_model}{len(study.failed)} {study.UNIT}{several} failed and {are} left out ({first}: {reason}); the same "
         "command tries again"
     ]
-
-
-def describe_facts(model: Any, facts: Sequence[Any], prepare: Callable[[Any], object]) -> dict[str, Any]:
-    """The record of the facts of a study and its model, without the weights. It is empty for facts without texts.
-
-    Args:
-        prepare: Lays out a fact for the model, and refuses one for which it cannot be queried.
-    """
-    from diffusion_lens.analysis.engine.layout import UsableFacts
-
-    if not any(fact.prompt for fact in facts):
-        return {}
-    return {**UsableFacts.of(facts, prepare).describe(), "model": model.cfg.model_name}
 
 
 def require_model(model: ModelChoice, record: Mapping[str, Any]) -> None:

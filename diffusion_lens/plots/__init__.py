@@ -21,6 +21,7 @@ from diffusion_lens.plots.curves import (
     Curve,
     SignaturePanels,
     effect_curves,
+    kept_by_size,
     labelled_lines,
     level_curves,
     paired_scatter,
@@ -30,7 +31,7 @@ from diffusion_lens.plots.curves import (
     similarity_curve,
     spectra,
 )
-from diffusion_lens.plots.maps import edge_map, heat_map, kept_by_size, labelled_map, token_map, trace_panels
+from diffusion_lens.plots.maps import edge_map, heat_map, labelled_map, token_map, trace_panels
 
 __all__ = [
     "CELL",

@@ -80,8 +80,12 @@ def readable(word: str) -> str:
 
 def short_answer(answer: Sequence[str]) -> str:
     """The answer token by token, shortened so that it fits above a colour bar."""
-    text = " ".join(map(readable, answer))
-    return text if len(text) <= 18 else f"{text[:17].rstrip()}…"
+    return shortened(" ".join(map(readable, answer)), 18)
+
+
+def shortened(text: str, longest: int) -> str:
+    """A text of at most so many characters, the last one "…" if the text has more."""
+    return text if len(text) <= longest else f"{text[: longest - 1].rstrip()}…"
 
 
 def ink_on(colour: Sequence[float]) -> str:

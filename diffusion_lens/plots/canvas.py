@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from diffusion_lens.plots.axes import one_axes, readable
+from diffusion_lens.plots.axes import one_axes, readable, shortened
 
 WIDEST = 14  # positions side by side; a longer canvas is drawn in bands, one below the other
 _LONGEST = 11  # characters of a token in a band
@@ -57,7 +57,7 @@ def denoising_grid(
                 ax.text(
                     column,
                     row,
-                    f"{text[: _LONGEST - 1]}…" if long and len(text) > _LONGEST else text,
+                    shortened(text, _LONGEST) if long else text,
                     ha="center",
                     va="center",
                     fontsize=13 if masked else 8,

@@ -85,9 +85,7 @@ def effect_curves(
     ax = one_axes(ax, width=6.0, height=3.2)
     ax.axhline(0, color="0.8", linewidth=0.8)
     for row in occurring:
-        colour = f"C{row}"
-        ax.plot(layers, mean[row].numpy(), color=colour, label=roles[row], marker="o", markersize=3)
-        ax.fill_between(layers, low[row].numpy(), high[row].numpy(), color=colour, alpha=0.2, linewidth=0)
+        _band(ax, layers, mean[row], low[row], high[row], roles[row], f"C{row}")
     ax.set_xticks([layers[column] for column in spaced(len(layers))])
     return _labelled(ax, RESTORED[kind], "average indirect effect", title or "Average effect of restoring a state")
 
@@ -264,12 +262,37 @@ def probability_by_layer(
     """
     ax = one_axes(ax, 5.2, 3.2)
     for name, (mean, low, high) in curves.items():
-        (line,) = ax.plot(layers, mean.numpy(), label=name, marker="o", markersize=3)
-        ax.fill_between(layers, low.numpy(), high.numpy(), color=line.get_color(), alpha=0.2, linewidth=0)
-        ax.axhline(before[name], color=line.get_color(), linestyle=":", linewidth=1, label=f"{name}, without v*")
+        colour = _band(ax, layers, mean, low, high, name)
+        ax.axhline(before[name], color=colour, linestyle=":", linewidth=1, label=f"{name}, without v*")
     ax.set_ylim(-0.02, 1.02)
     ax.set_xticks([layers[i] for i in spaced(len(layers))])
     return _labelled(ax, "layer of v*", "p(answer)", title or "The answer's probability with v*")
+
+
+def kept_by_size(
+    curves: Mapping[str, Float[Tensor, "entry"]],
+    sizes: Sequence[int],
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """What circuits keep of a metric, by their number of edges on a logarithmic axis. Dotted lines are at 0 and 1.
+
+    Args:
+        curves: Share of the metric of each circuit, for each curve by name; a single curve has no legend.
+        sizes: Number of edges of each circuit; 0 is drawn at the left end.
+    """
+    ax = one_axes(ax, width=5.2, height=3.2)
+    for level in (0, 1):
+        ax.axhline(level, color="0.6", linestyle=":", linewidth=1)
+    for name, shares in curves.items():
+        entries = sorted(zip(sizes, shares.tolist(), strict=True))
+        ax.plot(*zip(*entries, strict=True), label=name, marker="o", markersize=3)
+    ax.set_xscale("symlog", linthresh=1)
+    ax.set_xlim(left=0)
+    legend = _INSIDE if len(curves) > 1 else None
+    return _labelled(
+        ax, "edges of the circuit", "share of the metric kept", title or "Faithfulness of circuits", legend
+    )
 
 
 def signature_panels(models: Sequence[SignaturePanels]) -> list[Any]:
@@ -298,15 +321,23 @@ def _draw(
         n_layers = len(curve.mean)
         if curve.baseline:
             ax.plot(range(n_layers), curve.mean.tolist(), color="0.55", linestyle=":", marker=".", label=label)
-            continue
-        ax.plot(range(n_layers), curve.mean.tolist(), color=f"C{i}", marker="o", markersize=3, label=label)
-        ax.fill_between(range(n_layers), curve.low.tolist(), curve.high.tolist(), color=f"C{i}", alpha=0.2, linewidth=0)
+        else:
+            _band(ax, range(n_layers), curve.mean, curve.low, curve.high, label, f"C{i}")
     ax.set_xticks(list(spaced(n_layers)) if n_layers else [])
     _labelled(ax, "layer", ylabel, title, legend=None, fontsize=9, parse_math=False)
     if limits is not None:
         ax.set_ylim(*limits)
     if curves:
         _legend(ax)
+
+
+def _band(
+    ax: Any, x: Sequence[int], mean: Tensor, low: Tensor, high: Tensor, label: str, colour: str | None = None
+) -> Any:
+    """Draw a curve with its interval; returns the colour, by default the next one of the axes."""
+    (line,) = ax.plot(x, mean.tolist(), color=colour, label=label, marker="o", markersize=3)
+    ax.fill_between(x, low.tolist(), high.tolist(), color=line.get_color(), alpha=0.2, linewidth=0)
+    return line.get_color()
 
 
 def _legend(ax: Any) -> None:

@@ -1,7 +1,7 @@
 """Heat maps: scores over layers and positions, several traces on one colour scale, tokens in cells, edges."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -18,6 +18,7 @@ from diffusion_lens.plots.axes import (
     readable,
     row_labels,
     short_answer,
+    shortened,
     spaced,
 )
 
@@ -193,12 +194,12 @@ def token_map(
         for column, word in enumerate(of_row[i] for i in drawn):
             if not word:
                 continue
-            text, value = readable(word), float(values[row, column])
+            value = float(values[row, column])
             cell = ax.get_facecolor() if math.isnan(value) else image.cmap(image.norm(value))
             ax.text(
                 column,
                 row,
-                text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…",
+                shortened(readable(word), LONGEST),
                 ha="center",
                 va="center",
                 fontsize=7,
@@ -236,35 +237,6 @@ def edge_map(
     )
     ax.set_xticks(range(len(readers)), readers, rotation=90, fontsize=8)
     ax.set_ylabel("writer", fontsize=9)
-    return ax
-
-
-def kept_by_size(
-    curves: Mapping[str, Float[Tensor, "entry"]],
-    sizes: Sequence[int],
-    ax: Any = None,
-    title: str | None = None,
-) -> Any:
-    """What circuits keep of a metric, by their number of edges on a logarithmic axis. Dotted lines are at 0 and 1.
-
-    Args:
-        curves: Share of the metric of each circuit, for each curve by name; a single curve has no legend.
-        sizes: Number of edges of each circuit; 0 is drawn at the left end.
-    """
-    ax = one_axes(ax, width=5.2, height=3.2)
-    for level in (0, 1):
-        ax.axhline(level, color="0.6", linestyle=":", linewidth=1)
-    for name, shares in curves.items():
-        entries = sorted(zip(sizes, shares.tolist(), strict=True))
-        ax.plot(*zip(*entries, strict=True), label=name, marker="o", markersize=3)
-    ax.set_xscale("symlog", linthresh=1)
-    ax.set_xlim(left=0)
-    ax.tick_params(labelsize=8)
-    ax.set_xlabel("edges of the circuit", fontsize=9)
-    ax.set_ylabel("share of the metric kept", fontsize=9)
-    ax.set_title(title or "Faithfulness of circuits", fontsize=10)
-    if len(curves) > 1:
-        ax.legend(fontsize=8)
     return ax
 
 
