@@ -15,17 +15,18 @@ from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.loading import shape_of
 
 ASK = ["--prompt", "Ada is the", "--subject", "Ada", "--answer", " pilot"]
+SHORT = ["--length", "16"]  # the narrow networks run briefly
 # Models and data that are nowhere on this machine.
 ASKED = {
-    "denoise": ["smdm-1028m", "Ada is the"],
+    "denoise": ["smdm-1028m", "Ada is the", "--steps", "2"],
     "trace": ["smdm-1028m", *ASK],
     "patch": ["smdm-1028m", *ASK[:2], "--corrupted", "Bob is the", *ASK[4:]],
     "lens": ["smdm-1028m", *ASK[:2]],
-    "rome": ["smdm-1028m", *ASK, "--layer", "0"],
-    "recall": ["smdm-1028m-reverse"],
-    "aie": ["llada-8b-base", "--data", "known-1000"],
-    "compare": ["smdm-1028m", "ar-1028m", "--limit", "20"],
-    "signatures": ["smdm-1028m", "--against", "ar-1028m"],
+    "rome": ["smdm-1028m", *ASK, "--layer", "0", "--iterations", "2"],
+    "recall": ["smdm-1028m-reverse", "--steps", "1", "--steps", "4", *SHORT],
+    "aie": ["llada-8b-base", "--data", "known-1000", "--layer", "-1", "--samples", "1"],
+    "compare": ["smdm-1028m", "ar-1028m", "--limit", "20", "--layer", "0", *SHORT],
+    "signatures": ["smdm-1028m", "--against", "ar-1028m", *SHORT],
     "finetune": ["smdm-1028m", "--out", "out"],
 }
 
@@ -51,9 +52,9 @@ def test_a_dry_run_asks_no_network(command: str, tmp_path: Path, monkeypatch: py
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["results"]["forward_passes"] > 0
-    if command == "recall":  # 1800 questions in 6 numbers of steps, 63 in all, with guidance
+    if command == "recall":  # 1800 questions in 5 steps in all, with guidance
         assert told["settings"]["facts"] == 1800
-        assert told["results"]["forward_passes"] == 1800 * 63 * 2
+        assert told["results"]["forward_passes"] == 1800 * 5 * 2
     if command == "aie":
         assert told["settings"]["facts"] == 1209
     if command == "signatures":  # 30 people trained p2d, two models, each of its depth
@@ -83,20 +84,8 @@ def test_a_layer_may_be_counted_from_the_end() -> None:
 
 def test_a_comparison_prices_each_model_by_its_own_size() -> None:
     def priced(*models: str) -> dict[str, Any]:
-        asked = [
-            "compare",
-            *models,
-            "--data",
-            "toy",
-            "--limit",
-            "20",
-            "--layer",
-            "-1",
-            "--dry-run",
-            "--flops",
-            "1e12",
-            "--json",
-        ]
+        data = ["--data", "toy", "--limit", "20", "--layer", "-1"]
+        asked = ["compare", *models, *data, "--dry-run", "--flops", "1e12", "--json"]
         results: dict[str, Any] = json.loads(CliRunner().invoke(app, asked).stdout)["results"]
         return results
 

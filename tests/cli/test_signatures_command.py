@@ -188,7 +188,7 @@ def test_a_dry_run_prices_the_canvases_and_the_batch() -> None:
 
 def priced(*models: str) -> dict[str, Any]:
     ask = [models[0], *(each for name in models[1:] for each in ("--against", name))]
-    asked = [*ask, "--data", "toy", "--length", "20", "--dry-run", "--json", "--flops", "1e12"]
+    asked = [*ask, "--data", "toy", "--limit", "2", "--length", "20", "--dry-run", "--json", "--flops", "1e12"]
     results: dict[str, Any] = json.loads(done(*asked).stdout)["results"]
     return results
 
@@ -199,9 +199,10 @@ def test_a_dry_run_prices_each_model_by_its_own_size() -> None:
         assert told["seconds"] == pytest.approx(small["seconds"] + large["seconds"], abs=2e-3)
         assert told["forward_passes"] == small["forward_passes"] + large["forward_passes"]
         assert (told["weights_bytes"], told["memory_bytes"]) == (large["weights_bytes"], large["memory_bytes"])
-    said = done("tiny-mdm", "--against", "smdm-1028m", "--data", "toy", "--dry-run", "--flops", "1e12").stdout
+    few = ["--data", "toy", "--limit", "2"]
+    said = done("tiny-mdm", "--against", "smdm-1028m", *few, "--dry-run", "--flops", "1e12").stdout
     assert "4.57 GB of weights of smdm-1028m" in said
-    assert "20 pairs at most: those that a tokenizer does not allow are set aside later" in said
+    assert "2 pairs at most: those that a tokenizer does not allow are set aside later" in said
     assert re.search(r"^tiny-mdm: .* 14 positions.*\nsmdm-1028m: .* 32 positions", said, re.MULTILINE)
     assert "at most: those" not in done(*ASKED, "--dry-run", "--flops", "1e12").stdout
 

@@ -209,9 +209,12 @@ def assert_cuts_are_those_of_whole_blocks(model, pairs):
     assert cuts.nan_to_num().abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("lengths", [(7, 7), (6, 9)])
-def test_a_hook_that_only_looks_changes_no_cut_and_no_route(every, lengths):
-    assert_cuts_are_those_of_whole_blocks(every.model, random_pairs(every.model, n=2, lengths=lengths))
+def test_a_hook_that_only_looks_changes_no_cut_and_no_route(every):
+    assert_cuts_are_those_of_whole_blocks(every.model, random_pairs(every.model, n=2, lengths=(6, 9)))
+
+
+def test_nor_on_canvases_without_padding(several):
+    assert_cuts_are_those_of_whole_blocks(several.model, random_pairs(several.model, n=2))
 
 
 def test_nor_on_canvases_with_padding_on_the_left(own_pad):
