@@ -61,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     panels, handles = iter(axes), {}
     for name in args.model:
         model = HookedDiffusionTransformer.from_pretrained(name)
-        sites = {"subject's last token": "subject_last", "read-out": "prompt_last" if model.cfg.grows else "answer"}
+        sites = {
+            "subject's last token": "subject_last",
+            "read-out": "prompt_last" if model.cfg.is_autoregressive else "answer",
+        }
         for question, facts in asked.items():
             ax = next(panels)
             for kind, severed in TRACES:

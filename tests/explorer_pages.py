@@ -38,7 +38,9 @@ def explored(name: str = "site-mdm") -> Explored:
     model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
     person = site_facts.load().people[0]
     fact = Fact(f"{person.name} is the", subject=person.name, answer=f" {person.description}.")
-    settings: dict[str, Any] = dict(max_new_tokens=12) if model.cfg.grows else dict(max_new_tokens=12, steps=6)
+    settings: dict[str, Any] = (
+        dict(max_new_tokens=12) if model.cfg.is_autoregressive else dict(max_new_tokens=12, steps=6)
+    )
     trajectory, activations = model.denoise_with_cache(
         fact.prompt,
         names_filter=lambda point: point.endswith("attn.hook_pattern") or point == "denoise.hook_logits",

@@ -71,7 +71,7 @@ def test_a_token_is_read_where_the_model_predicts_it(two_letters):
     ids = [model.to_single_token(token) for token in ("ab", "cd", " ", "w", "as", " ", "ef", "g", ".")]
     # "ab" "cd" " " "w" "as" " " "ef" "g" "." after BOS, and "ef" "g" " " "w" "as" " " "ab" "cd" "." after BOS
     forward, reverse = [0, *ids], [0, *ids[6:8], *ids[2:6], *ids[:2], ids[8]]
-    hidden = not model.cfg.grows
+    hidden = not model.cfg.is_autoregressive
     if model.cfg.has_mask:
         forward[1:3] = reverse[7:9] = [model.cfg.mask_token_id] * 2
     elif hidden:  # noise, which other tests compare

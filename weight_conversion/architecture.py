@@ -25,6 +25,16 @@ PositionKind = Literal["rotary", "standard", "none", "alibi"]
 MOST, MOST_LAYERS, LARGEST = 2**31 - 1, 10_000, 1e30
 
 
+def _earlier(name: str, current: str) -> property:
+    """The earlier name of a property, which warns."""
+
+    def read(self: Any) -> bool:
+        warnings.warn(f"{name} is now called {current}", DeprecationWarning, stacklevel=2)
+        return bool(getattr(self, current))
+
+    return property(read, doc=f"Earlier name of `{current}`.")
+
+
 class Variant:
     """The kind of a model: its attention pattern and its noise, and what follows from these for a text."""
 
@@ -83,20 +93,16 @@ class Variant:
     @property
     def opens_blocks(self) -> bool:
         """Whether a canvas is written block after block from left to right: trained so, or as next tokens."""
-        return self.grows or self.causal_block is not None
+        return self.is_autoregressive or self.causal_block is not None
 
     @property
     def is_autoregressive(self) -> bool:
         """Whether a text grows at its end, so that a canvas contains no tokens at positions still to be written."""
         return self.mask_token_id is None and self.is_causal
 
-    @property
-    def is_told_time(self) -> bool:
-        """Earlier name of `time_conditioning`."""
-        warnings.warn("is_told_time is now called time_conditioning", DeprecationWarning, stacklevel=2)
-        return self.time_conditioning
-
-    grows, rewrites = is_autoregressive, uniform_noise  # what these kinds of model do with a canvas
+    grows = _earlier("grows", "is_autoregressive")
+    rewrites = _earlier("rewrites", "uniform_noise")
+    is_told_time = _earlier("is_told_time", "time_conditioning")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def by_size(rounds: int) -> Iterator[dict[str, Any]]:
 def _query(model: HookedDiffusionTransformer, n_pos: int) -> Query:
     positions, answer = tuple(range(n_pos - ANSWER, n_pos)), tuple(range(40, 40 + ANSWER))
     tokens = torch.arange(3, 3 + n_pos)
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         tokens = torch.cat([tokens[: positions[0]], torch.tensor(answer[:-1])])
     else:
         tokens[positions[0] :] = model.cfg.blank
@@ -69,7 +69,7 @@ def by_workers(rounds: int) -> Iterator[dict[str, Any]]:
     facts = toy_facts.load().facts(trained="p2d", asked="p2d")[:FACTS]
     for name, kind in (("tiny-mdm", "MDM"), ("tiny-ar", "AR")):
         model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
-        length = None if model.cfg.grows else LENGTH
+        length = None if model.cfg.is_autoregressive else LENGTH
         settings = AverageSettings(noise=NOISE, samples=SAMPLES, length=length, known="all")
         for number in WORKERS:
             with LocalWorkers(number) as executor:

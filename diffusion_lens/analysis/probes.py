@@ -479,7 +479,7 @@ def _samples_at_once(
 ) -> int:
     """Number of samples of a text in one pass, so that a call takes at most `max_bytes`."""
     texts = given.tokens if isinstance(given, CleanTexts) else []
-    if texts and model.cfg.grows:
+    if texts and model.cfg.is_autoregressive:
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK], so texts cannot be masked for it: give trajectories of "
             "model.denoise(...)"

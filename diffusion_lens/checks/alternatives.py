@@ -132,7 +132,7 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
 
 def _sees_what_it_predicts(a: Architecture) -> bool:
     """Whether clean text is predicted in the rows that read it: then the loss tells nothing, because it is copied."""
-    return a.grows and a.readout == "in_place"
+    return a.is_autoregressive and a.readout == "in_place"
 
 
 def _layouts_of_rotation(a: Architecture) -> Iterator[Alternative]:

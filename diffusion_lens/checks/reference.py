@@ -132,7 +132,7 @@ class Reference:
             )
         if self.before is None:
             return
-        if a.time_conditioning or (a.rewrites and bool(reached(self.before).all())):
+        if a.time_conditioning or (a.uniform_noise and bool(reached(self.before).all())):
             why = "is told the time" if a.time_conditioning else "has no [MASK] to reveal them at"
             raise ValueError(
                 "before and after are a step that reveals the likeliest tokens, whatever the time, and "

@@ -322,7 +322,7 @@ def check_recall(
         lines.append(f"{label} {right}/{n} ({100 * lower:.0f}-{100 * upper:.0f} %), {comparison}")
         if share is not None and not lower - BETWEEN_RUNS <= share <= upper + BETWEEN_RUNS:
             wrong.append(label)
-    how = "from left to right" if model.cfg.grows else f"in {RECALL_STEPS} steps"
+    how = "from left to right" if model.cfg.is_autoregressive else f"in {RECALL_STEPS} steps"
     said = f"{how}: " + "; ".join(lines)
     if not wrong:
         return Finding(name, "ok" if known else "noted", said, numbers=numbers)
@@ -391,7 +391,7 @@ def _ids(model: HookedDiffusionTransformer, text: str) -> list[int]:
 
 def _batch(model: DiffusionTransformer, tokens: Tensor) -> LossBatch:
     """The batch of the model's own loss. If the id of [MASK] is wrong, the text may contain it."""
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         return next_token_batch(model, tokens)
     tokens = tokens.repeat_interleave(N_SAMPLES, dim=0)
     generator = torch.Generator().manual_seed(NOISE_SEED)
@@ -441,7 +441,7 @@ def _chosen(
         at_answer = torch.tensor([len(prompt)], device=model.cfg.device)
         output: Tensor = model(canvas[None], logits_at=model.readout.rows(at_answer))
         # The next token of a text that grows is not on the canvas.
-        present = None if model.cfg.grows else canvas[at_answer][None]
+        present = None if model.cfg.is_autoregressive else canvas[at_answer][None]
         logits = model.head_at(present).clean_logits(output)[0, 0]
         chosen.append(bool(logits[first_tokens].max() == logits[answer[0]]))
     return chosen
@@ -451,7 +451,7 @@ def _canvas(
     model: HookedDiffusionTransformer, fact: Fact, prompt: list[int], answer: list[int], texts: Texts
 ) -> list[int]:
     """The prompt; for a diffusion model followed by the answer, hidden by noise, and the rest of the text."""
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         return prompt
     tokens = [int(token) for token in model.to_tokens(fact.prompt + fact.answer + texts.ending)[0]]
     rest = tokens[len(prompt) + len(answer) :]

@@ -68,7 +68,7 @@ def lens(
     run_settings = loop.settings(chosen, seed)
     unique_indices("position", position)
     shape = chosen.known_shape()
-    one_text = run_settings is None and answer is None and shape is not None and shape.grows
+    one_text = run_settings is None and answer is None and shape is not None and shape.is_autoregressive
     if one_text and length is not None:
         raise ValueError(
             f"--length {length}: without --steps {chosen.model!r}, which is causal, reads the prompt alone; "
@@ -87,7 +87,7 @@ def lens(
         """The lens, and the run that it reads, if there is one."""
         query = None if answer is None else layout.query(loaded, fact)
         trajectory = None
-        one_text = run_settings is None and query is None and loaded.cfg.grows
+        one_text = run_settings is None and query is None and loaded.cfg.is_autoregressive
         canvas = None if one_text else canvas_of(loaded, query or prompt, length)
         if run_settings is not None and canvas is not None:
             trajectory = denoised(loaded, canvas, run_settings)

@@ -97,7 +97,8 @@ class Canvas:
         blank: Id that blanks contain where the canvas is open. Under uniform noise they contain -1 before the run
             starts, and tokens in it.
         reach: Where its blocks begin; `None` if the whole canvas is open from the first step on.
-        rewrites: Whether the noise is uniform, so that all positions that were not given may be written in every step.
+        uniform_noise: Whether the noise is uniform, so that every position that was not given may be written in every
+            step.
     """
 
     tokens: Tokens
@@ -105,7 +106,7 @@ class Canvas:
     real: PosMask | None
     blank: int
     reach: Reach | None = None
-    rewrites: bool = False
+    uniform_noise: bool = False
 
     @property
     def positions(self) -> Tokens:
@@ -115,11 +116,11 @@ class Canvas:
 
     def blanks(self, tokens: Tokens) -> PosMask:
         """Bool[batch pos], the positions still to be written on a later state of this canvas."""
-        return self._inside(~self.given if self.rewrites else (tokens == self.blank) | ~reached(tokens))
+        return self._inside(~self.given if self.uniform_noise else (tokens == self.blank) | ~reached(tokens))
 
     def masked(self, tokens: Tokens) -> PosMask:
         """Bool[batch pos], those of them that are open."""
-        return self._inside(~self.given if self.rewrites else tokens == self.blank)
+        return self._inside(~self.given if self.uniform_noise else tokens == self.blank)
 
     @cached_property
     def blocks(self) -> Int[Tensor, "batch pos"] | None:
@@ -221,7 +222,7 @@ def lay_out(
             real = model.padding.certainly_real(tokens)
         else:
             real = check_attention_mask(attention_mask, tokens.shape[0], tokens.shape[1], tokens.device)
-        if real is not None and cfg.grows and bool((real.long().diff(dim=1) < 0).any()):
+        if real is not None and cfg.is_autoregressive and bool((real.long().diff(dim=1) < 0).any()):
             raise ValueError("a causal model continues from the last position: pad its prompts on the left")
         ends = torch.full((tokens.shape[0],), tokens.shape[1])
     else:
@@ -233,7 +234,7 @@ def lay_out(
         ends = padded.sum(dim=1).cpu()
 
     # 2. Number of positions of each row.
-    blank, trained, longest = UNREACHED if cfg.rewrites else cfg.blank, cfg.trained_length, int(ends.max())
+    blank, trained, longest = UNREACHED if cfg.uniform_noise else cfg.blank, cfg.trained_length, int(ends.max())
     written = "new tokens" if cfg.mask_token_id is None else "masked positions"
     lengths = f"length= (positions in all) or max_new_tokens= ({written} after the prompt)"
     if length is None and max_new_tokens is None and not bool((tokens == blank).any()):
@@ -285,7 +286,7 @@ def lay_out(
 
     # 5. Only the first block is open.
     real = None if bool(inside.all()) else inside
-    whole = Canvas(canvas, given, real, blank, reach_of(cfg), cfg.rewrites)
+    whole = Canvas(canvas, given, real, blank, reach_of(cfg), cfg.uniform_noise)
     if whole.reach is None:
         return whole
     return replace(whole, tokens=whole.opened(canvas.masked_fill(whole.blanks(canvas), UNREACHED)))

@@ -64,7 +64,7 @@ def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettin
     settings = settings.on(model.cfg, model.cfg.model_name)
     assert settings.sampler is not None
     seeds = row_seeds(settings.seed, canvas.tokens.shape[0])
-    if canvas.rewrites:
+    if canvas.uniform_noise:
         canvas = canvas.started(seeds, model.cfg.d_vocab_out)
     blanks = canvas.blanks(canvas.tokens)
     if canvas.reach is None or canvas.blocks is None:

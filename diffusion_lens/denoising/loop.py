@@ -153,7 +153,7 @@ class Run:
         self.schedule = schedule_of(self.sampler.schedule or self.model.cfg.schedule)
         if self.model.cfg.noise is not None and self.sigmas is None:
             self.sigmas = list(map(self.schedule.sigma_at, self.times[:-1]))
-        if self.canvas.rewrites:
+        if self.canvas.uniform_noise:
             unchanged = self.canvas.blanks(self.canvas.tokens) & (self.revealed_at < 0)
             self.revealed_at = self.revealed_at.masked_fill(unchanged, 0)
         self.tokens = self.canvas.tokens
@@ -179,7 +179,7 @@ class Run:
     def describe(self) -> dict[str, Any]:
         """The settings and the network, for the record of the trajectory."""
         cfg = self.model.cfg
-        records_sigmas = cfg.time_conditioning or cfg.rewrites or self.sampler.has_times_of_rows
+        records_sigmas = cfg.time_conditioning or cfg.uniform_noise or self.sampler.has_times_of_rows
         return {
             "sampler": describe_sampler(self.sampler),
             "steps": len(self.times) - 1,
@@ -224,7 +224,7 @@ class Run:
         later = (hooks.hook_logits, hooks.hook_candidates, hooks.hook_confidence, hooks.hook_reveal)
         if not (self.model.is_hooked or any(map(is_hooked, later))):
             return plan.positions if writes else None
-        return plan.positions if self.model.cfg.grows else state.masked
+        return plan.positions if self.model.cfg.is_autoregressive else state.masked
 
     def reveals_at(self, index: int) -> bool:
         """Whether the step of this index may reveal or mask a position of the current canvas, whatever is predicted."""
@@ -402,7 +402,7 @@ class LoopRows:
         parts = [self.tokens.tolist()]
         if run.sampler.reads_confidence:
             parts.append(self.confidence.nan_to_num(nan=-1.0).tolist())
-        if run.canvas.reach is not None and not run.model.cfg.grows:
+        if run.canvas.reach is not None and not run.model.cfg.is_autoregressive:
             parts.append(self.revealed_at.tolist())
         if run.sampler.has_times_of_rows:
             parts.append(self.kept.nan_to_num(nan=-1.0)[:, None].tolist())
@@ -452,7 +452,7 @@ def _require_ids(name: str, ids: Tensor, state: StepState, positions: PosMask, m
         )
     wrong = (ids < 0) | (ids >= model.cfg.d_vocab)
     blank = ""
-    if not model.cfg.rewrites:
+    if not model.cfg.uniform_noise:
         # A position that no block has reached stays so.
         wrong &= (ids != model.cfg.blank) & ~((ids == UNREACHED) & ~reached(state.tokens))
         blank = f", and {model.cfg.blank} for a position that is still to be written"

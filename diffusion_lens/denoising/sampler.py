@@ -349,7 +349,7 @@ class Sampler(ABC):
         """Why this sampler cannot write the text of a kind of model; `None` if it can."""
         if variant.noise is not None and variant.noise not in self.noises:
             return OTHER_NOISE[variant.noise]
-        if self.writes == "anywhere" and variant.grows:
+        if self.writes == "anywhere" and variant.is_autoregressive:
             return (
                 "reveals positions in any order, and the text of a causal model without [MASK] grows at its end only; "
                 "use 'left_to_right'"

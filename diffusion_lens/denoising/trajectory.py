@@ -1,5 +1,6 @@
 """`Trajectory`: the result of a denoising run, to be read, saved, drawn, compared and taken again with hooks."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,9 +150,15 @@ class Trajectory(Saved, Result):
         return int(self.record["blank"])
 
     @property
-    def rewrites(self) -> bool:
+    def uniform_noise(self) -> bool:
         """Whether the noise is uniform, so that every position that was not given may change in every step."""
         return self.record.get("noise") == "uniform"
+
+    @property
+    def rewrites(self) -> bool:
+        """Earlier name of `uniform_noise`."""
+        warnings.warn("rewrites is now called uniform_noise", DeprecationWarning, stacklevel=2)
+        return self.uniform_noise
 
     @property
     def prompt(self) -> Tokens:
@@ -165,7 +172,7 @@ class Trajectory(Saved, Result):
     def is_open(self, canvases: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch pos"]:
         """The positions of whole canvases that a step may write: those not yet revealed, under uniform noise all that
         were not given."""
-        if not self.rewrites:
+        if not self.uniform_noise:
             return self.is_masked(canvases)
         return (~self.given & self.real).to(canvases.device).expand_as(canvases)
 
@@ -465,7 +472,7 @@ class Trajectory(Saved, Result):
     def _canvas(self, tokens: Tokens, variant: Variant) -> Canvas:
         """The canvas with these tokens, on their device, for a kind of model."""
         real = None if bool(self.real.all()) else self.real.to(tokens.device)
-        return Canvas(tokens, self.given.to(tokens.device), real, self.blank, reach_of(variant), self.rewrites)
+        return Canvas(tokens, self.given.to(tokens.device), real, self.blank, reach_of(variant), self.uniform_noise)
 
     def _canvas_index(self, step: int) -> int:
         """The index of a step in `canvases`; a `ValueError` if the trajectory does not contain the step."""

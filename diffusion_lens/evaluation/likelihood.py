@@ -131,7 +131,7 @@ def chain_rule_nll(
             both together exceed the context; a setting is out of range; or a causal model is given guidance.
     """
     at_least(1, "max_batch", max_batch)
-    if model.cfg.rewrites:
+    if model.cfg.uniform_noise:
         raise ValueError(
             f"the noise of {model.cfg.model_name!r} is uniform, so none of its tokens can be hidden while others are "
             "revealed, and there is no chain rule: monte_carlo_nll estimates the bound under uniform noise"
@@ -183,7 +183,7 @@ def monte_carlo_nll(
     """
     for name, count in (("samples", samples), ("batch_size", batch_size), ("max_batch", max_batch)):
         at_least(1, name, count)
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
         )
@@ -203,7 +203,7 @@ def monte_carlo_nll(
         scored = noisy != question.tokens
         batches = torch.arange(samples) // batch_size
         record |= {"noise": "sampled", "seed": noise_seed, "batch_size": batch_size}
-    if model.cfg.rewrites:
+    if model.cfg.uniform_noise:
         scored = (torch.arange(len(question.tokens), device=noisy.device) >= len(question.prompt)).expand_as(noisy)
     chances, bound = p_mask[:, len(question.prompt)], bound_term(model)
     losses = _surprisals(model, question, noisy, scored, chances, cfg_scale, max_batch, bound.term, progress)
@@ -324,7 +324,7 @@ def rank_answer(
         record={
             "prompt_tokens": question.prompt.tolist(),
             "answer_tokens": question.answer.tolist(),
-            "n_masks": None if model.cfg.grows else masks or len(question.answer),
+            "n_masks": None if model.cfg.is_autoregressive else masks or len(question.answer),
             "top_k": top_k,
             **provenance(model, model.cfg),
         },
@@ -375,7 +375,7 @@ def answer_canvases(
     start, n_answer = len(question.prompt), len(question.answer)
     if n_masks is not None and n_masks < n_answer:
         raise ValueError(f"n_masks={n_masks}, but the answer has {n_answer} tokens")
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         if not start:
             raise ValueError(
                 f"the prompt is empty, and {model.cfg.model_name!r} predicts each token from those before it: give a "
@@ -395,7 +395,7 @@ def answer_canvases(
 
 def _check_guidance(model: DiffusionTransformer, cfg_scale: float) -> None:
     if not_negative("cfg_scale", cfg_scale) and not model.cfg.has_mask:
-        kind = "for an autoregressive model" if model.cfg.grows else "under uniform noise"
+        kind = "for an autoregressive model" if model.cfg.is_autoregressive else "under uniform noise"
         raise ValueError(
             f"cfg_scale={cfg_scale} compares with a masked prompt, and {model.cfg.model_name!r} has no [MASK]: use "
             f"cfg_scale=0 {kind}"
@@ -521,14 +521,14 @@ def _check_noise(
             f"pos={n_pos}, prompt and answer together"
         )
     changed = noisy != question.tokens
-    hides = model.cfg.writable(noisy) if model.cfg.rewrites else noisy == model.cfg.blank
+    hides = model.cfg.writable(noisy) if model.cfg.uniform_noise else noisy == model.cfg.blank
     allowed = hides & (torch.arange(n_pos, device=noisy.device) >= n_prompt)
     if bool((wrong := changed & ~allowed).any()):
         sample, position = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"noisy[{sample}, {position}] is {int(noisy[sample, position])} and not "
-            f"{int(question.tokens[position])}; noise may only {'replace' if model.cfg.rewrites else 'mask'} positions "
-            f"of the answer ({n_prompt} to {n_pos - 1})"
+            f"{int(question.tokens[position])}; noise may only {'replace' if model.cfg.uniform_noise else 'mask'} "
+            f"positions of the answer ({n_prompt} to {n_pos - 1})"
         )
     if not bool(((p_mask > 0) & (p_mask <= 1))[changed].all()):
         raise ValueError("p_mask must be above 0 and at most 1 wherever noisy is masked")

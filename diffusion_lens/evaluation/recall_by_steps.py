@@ -145,7 +145,7 @@ def recall_by_steps(
     ids, size = sorted(prompt_lengths), settings.loop.facts_together(model.cfg)
     ordered = sorted(ids, key=prompt_lengths.__getitem__)
     groups = [list(group) for _, group in groupby(ordered, key=prompt_lengths.__getitem__)]
-    groups = groups if model.cfg.grows else [ordered]
+    groups = groups if model.cfg.is_autoregressive else [ordered]
     batches = [group[start : start + size] for group in groups for start in range(0, len(group), size)]
     study = Study(model, record, batches, ReplyJob(usable.facts, settings))
     return study.collect(Recall, out, shard, progress, executor)

@@ -64,7 +64,7 @@ class Asked:
         if query is not None:
             for position, token in zip(query.answer_positions, query.answer_tokens, strict=True):
                 final[position] = token
-        positions = list(range(1 if model.cfg.grows else 0, len(final)))
+        positions = list(range(1 if model.cfg.is_autoregressive else 0, len(final)))
         targets = None if final == written else torch.tensor([[final[position] for position in positions]])
         return cls(query, positions, final, targets)
 
@@ -82,7 +82,7 @@ def _query(model: DiffusionTransformer, spec: Spec, run: Trajectory) -> Query | 
         )
     if spec.subject is not None and spec.subject[1] > len(prompt):
         raise ValueError(f"the subject {list(spec.subject)} is not within the prompt's {len(prompt)} positions")
-    rest = answer[:-1] if model.cfg.grows else hidden_tokens(model.cfg, n_pos - len(prompt), spec.prompt)
+    rest = answer[:-1] if model.cfg.is_autoregressive else hidden_tokens(model.cfg, n_pos - len(prompt), spec.prompt)
     return Query(
         torch.tensor([*prompt, *rest], device=model.cfg.device),
         subject=spec.subject or (0, 1),

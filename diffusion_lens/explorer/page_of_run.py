@@ -153,7 +153,7 @@ def alternatives_view(trajectory: Trajectory, cache: TrajectoryCache, row: int, 
         index = step - trajectory.first_step
         masked = trajectory.is_open(trajectory.canvases[index])[row].cpu() & trajectory.real[row].cpu()
         revealed = (trajectory.revealed_at[row] == step).cpu()
-        revealed &= (trajectory.n_steps - 1 == index) | (not trajectory.rewrites)
+        revealed &= (trajectory.n_steps - 1 == index) | (not trajectory.uniform_noise)
         tokens = trajectory.canvases[index + 1, row].cpu()[revealed]
         p = of_row[revealed].double().softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
         if not torch.allclose(p.float(), trajectory.confidence[row].cpu()[revealed], atol=_CLOSE):

@@ -222,12 +222,12 @@ def token_of(model: DiffusionTransformer, one: Intervention) -> int:
     """The id that a forced position gets; a `ValueError` where it should be masked again and cannot."""
     if one.token is not None:
         return int(model.to_single_token(one.token))
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         raise ValueError(
             f"the text of {model.cfg.model_name!r} grows at its end, so no position is masked again: force another "
             "token"
         )
-    if model.cfg.rewrites:
+    if model.cfg.uniform_noise:
         raise ValueError(f"the noise of {model.cfg.model_name!r} is uniform, so nothing is masked: force another token")
     return model.cfg.blank
 
@@ -265,7 +265,7 @@ def check_position(model: DiffusionTransformer, one: Intervention, n_given: int,
             f"step={one.step} and position={one.position}; the run has the steps 0 to {n_steps - 1} and the positions "
             f"0 to {n_pos - 1}"
         )
-    if model.cfg.grows and one.position >= n_given + one.step:
+    if model.cfg.is_autoregressive and one.position >= n_given + one.step:
         raise ValueError(
             f"position {one.position} is not yet written at step {one.step}: the text grows at its end, and has "
             f"{n_given + one.step} tokens there"

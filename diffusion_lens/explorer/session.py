@@ -174,7 +174,7 @@ def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
         "name": cfg.name_and_mode,
         "n_layers": cfg.n_layers,
         "n_heads": cfg.n_heads,
-        "grows": cfg.grows,
+        "grows": cfg.is_autoregressive,
         "masks": cfg.has_mask,
         "samplers": fitting_samplers(cfg),
         "length": cfg.trained_length,

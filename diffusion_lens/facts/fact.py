@@ -151,7 +151,9 @@ class Fact:
         if first_tokens is not None and not 1 <= first_tokens <= len(answer):
             raise ValueError(f"first_tokens={first_tokens}, but {self.answer!r} has {len(answer)} tokens")
         queried = answer[:first_tokens]
-        canvas = prompt + (queried[:-1] if model.cfg.grows else hidden_tokens(model.cfg, n_masked, self.prompt, seed))
+        canvas = prompt + (
+            queried[:-1] if model.cfg.is_autoregressive else hidden_tokens(model.cfg, n_masked, self.prompt, seed)
+        )
         check_length(len(canvas), model.cfg)
         return Query(
             tokens=torch.tensor(canvas, device=model.cfg.device),

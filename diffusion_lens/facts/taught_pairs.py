@@ -206,7 +206,7 @@ class TaughtPair:
                     "alike in both, with a space before it"
                 )
         answer = of_forward.a
-        if model.cfg.grows:
+        if model.cfg.is_autoregressive:
             answer = of_forward.b
             _check_order(model, forward.text, ("A", of_forward.a), ("B", of_forward.b), "trained")
             _check_order(model, reverse.text, ("B", of_reverse.b), ("A", of_reverse.a), "asked in reverse")
@@ -369,7 +369,7 @@ def _canvas(
 ) -> TaughtCanvas:
     """The canvas of a sentence, of which the last token of one span is read."""
     tokens = list(sentence.tokens)
-    if not model.cfg.grows:
+    if not model.cfg.is_autoregressive:
         tokens[sentence.a[0] : sentence.a[-1] + 1] = hidden_tokens(model.cfg, len(sentence.a), text)
     n_pos = len(tokens) if n_pos is None else n_pos
     if len(tokens) > n_pos:

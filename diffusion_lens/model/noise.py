@@ -481,8 +481,8 @@ def hidden_tokens(cfg: DiffusionConfig, n: int, key: str = "", seed: int = 0) ->
 
     A model whose text grows at its end has nothing there, which is a `ValueError`.
     """
-    if not cfg.rewrites:
-        if cfg.grows:
+    if not cfg.uniform_noise:
+        if cfg.is_autoregressive:
             raise ValueError(f"{cfg.model_name!r} has no id for positions that its text has not reached")
         return [cfg.blank] * n
     generator = torch.Generator().manual_seed(own_seed(seed, key))

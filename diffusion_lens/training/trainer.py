@@ -215,7 +215,7 @@ class Batch:
         A masked diffusion model also predicts the end tokens that fill a row, as in SMDM's fine-tuning. The AR baseline
         predicts the row's own tokens and the first end token.
         """
-        if model.cfg.grows:
+        if model.cfg.is_autoregressive:
             return next_token_batch(model, self.tokens, real=self.real, counted=self.answers)
         return masked_batch(model, self.tokens, real=self.answers, generator=generator)
 

@@ -119,7 +119,7 @@ def recovered(
     generator = torch.Generator().manual_seed(0)
     after = []
     for fact in facts:
-        n_masks = None if model.cfg.grows else length - len(model.encode(fact.prompt))
+        n_masks = None if model.cfg.is_autoregressive else length - len(model.encode(fact.prompt))
         query = fact.to_query(model, n_masks=n_masks)
         start, stop = query.subject
         noise = scale * torch.randn(1, stop - start, model.cfg.d_model, generator=generator)
@@ -132,7 +132,7 @@ def recovered(
 def edits(model: HookedDiffusionTransformer, world: SiteFacts, facts: Sequence[Fact]) -> dict[str, Any]:
     """Scores of edits of each of these attributes to another value, by group of probes."""
     corpus = Documents(world, *MIXTURE).sample(N_DOCUMENTS)
-    length = None if model.cfg.grows else canvas_length(model, facts)
+    length = None if model.cfg.is_autoregressive else canvas_length(model, facts)
     settings = EditSettings(EDITED_BLOCK, EDIT_SEARCH, layout=CanvasLayout(length))
     moment = second_moment(model, corpus, EDITED_BLOCK)
     study = edit_study(model, edit_requests(world, facts), settings, covariance=moment)

@@ -131,7 +131,7 @@ def assert_a_row_is_a_trace(model, kind, layers, **more):
     trace = causal_trace(model, query, kind, window=2, noise=0.4, samples=2, seed=fact_seed(7, "gustav"))
     positions = dict(before_subject=[0, 1], subject_first=[2], subject_last=[3], after_first=[4])
     positions |= dict(after_further=[5], prompt_last=[6])
-    if not model.cfg.grows:
+    if not model.cfg.is_autoregressive:
         positions |= dict(answer=[7], other_masks=list(range(8, 14)))
     for role, row in zip(result.roles, result.effects[1], strict=True):
         if role in positions:
@@ -163,7 +163,7 @@ def test_what_the_model_does_not_know_is_set_aside_before_it_is_traced(tiny, who
     assert list(whole.unknown) == ["untrue"]
     assert whole.ids == [fact.id for fact in TRAINED]
     query = UNTRUE.to_query(tiny, n_masks=SENTENCE_LENGTH - len(tiny.to_tokens(UNTRUE.prompt)[0]), first_tokens=1)
-    row = query.answer_positions[0] - tiny.cfg.grows
+    row = query.answer_positions[0] - tiny.cfg.is_autoregressive
     probability = tiny(query.tokens[None])[0, row].softmax(-1)[query.answer_tokens[0]].item()
     assert whole.unknown["untrue"] == pytest.approx(probability, rel=1e-4)
     calls = count_traces(monkeypatch)

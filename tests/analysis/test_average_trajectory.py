@@ -52,9 +52,9 @@ def assert_same(a, b):
 def traced_alone(model, fact, noise, **settings):
     """The fact's trajectory and its trace, on their own."""
     prompt, answer = fact.tokenize(model)
-    length = len(prompt) + len(answer) if model.cfg.grows else LENGTH
+    length = len(prompt) + len(answer) if model.cfg.is_autoregressive else LENGTH
     run = model.denoise(torch.tensor([prompt]), length=length, steps=LOOP.steps, seed=[fact_seed(1, fact.id)])
-    query = fact.to_query(model, n_masks=None if model.cfg.grows else LENGTH - len(prompt))
+    query = fact.to_query(model, n_masks=None if model.cfg.is_autoregressive else LENGTH - len(prompt))
     seed = fact_seed(1, fact.id)
     return run, trace_trajectory(model, query, trajectory=run, noise=noise, samples=2, seed=seed, **settings)
 
@@ -84,7 +84,7 @@ def assert_rows_are_traces(model, result, facts, noise, layers):
         answer = range(n_prompt, n_prompt + n_answer)
         revealed_at = run.revealed_at[0, list(answer)].tolist()
         # Under uniform noise every step writes the whole answer.
-        first, last = (0, run.n_steps - 1) if run.rewrites else (min(revealed_at), max(revealed_at))
+        first, last = (0, run.n_steps - 1) if run.uniform_noise else (min(revealed_at), max(revealed_at))
         longest = max(longest, last - first + 1)
         assert trace.steps == list(range(first, last + 1))
         for offset, values in zip(result.offsets, result.effects[row], strict=True):
@@ -94,8 +94,10 @@ def assert_rows_are_traces(model, result, facts, noise, layers):
                 assert result.clean[row, result.offsets.index(offset)].isnan()
                 continue
             scores = trace.scores[step - first] - trace.corrupted[step - first]
-            on_canvas = [] if model.cfg.grows else (run.canvases[step, 0] != -1).nonzero().flatten().tolist()
-            shown = [p for p, at in zip(answer, revealed_at, strict=True) if at < step and not run.rewrites]
+            on_canvas = (
+                [] if model.cfg.is_autoregressive else (run.canvases[step, 0] != -1).nonzero().flatten().tolist()
+            )
+            shown = [p for p, at in zip(answer, revealed_at, strict=True) if at < step and not run.uniform_noise]
             positions = {
                 "answer_revealed": shown,
                 "answer": [position for position in answer if position not in shown and position in on_canvas],
@@ -241,7 +243,7 @@ def test_pictures_say_how_many_facts_and_by_which_rule(tiny, whole):
 @every_kind
 def test_steps_whose_canvas_has_no_position_of_a_role_have_no_effect(tiny):
     """On a causal model the first canvas has no position of the answer; the other roles' numbers do not change."""
-    causal, one_fact = tiny.cfg.grows, dict(QUICK, layers=[1])
+    causal, one_fact = tiny.cfg.is_autoregressive, dict(QUICK, layers=[1])
     roles = ["subject_last", "answer", "answer_revealed"]
     among = average_trajectory_effect(tiny, FACTS[:1], known="all", **one_fact, roles=roles)
     for role in roles[1:]:

@@ -42,7 +42,7 @@ def query(every):
     model, tokens = every.model, every.tokens[0, :9].clone()
     if model.cfg.has_mask:
         tokens[8] = model.cfg.blank
-    return Query(tokens, (2, 5), (9 if model.cfg.grows else 8,), (3,))
+    return Query(tokens, (2, 5), (9 if model.cfg.is_autoregressive else 8,), (3,))
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def likeliest_answer(every, query, subject, positions):
         tokens[list(positions)] = cfg.blank
     for position in sorted(positions):
         answer[position] = int(every.model(tokens[None])[0, row_of(every.model, position)].argmax())
-        if cfg.grows and position < len(tokens):
+        if cfg.is_autoregressive and position < len(tokens):
             tokens[position] = answer[position]
     return Query(tokens, subject, positions, tuple(answer[position] for position in positions))
 
@@ -158,7 +158,9 @@ def likeliest_answer(every, query, subject, positions):
 def two_tokens(every, query):
     """A query whose answer is the two likeliest tokens at two positions, in no order, one of them inside the canvas."""
     n = len(query.tokens)
-    return likeliest_answer(every, query, query.subject, (n - 2, n) if every.model.cfg.grows else (n - 1, n - 3))
+    return likeliest_answer(
+        every, query, query.subject, (n - 2, n) if every.model.cfg.is_autoregressive else (n - 1, n - 3)
+    )
 
 
 RESTORATIONS = [
@@ -376,7 +378,7 @@ def test_the_number_of_positions_that_share_passes_changes_no_score(every, query
 def test_the_score_of_an_answer_is_the_product_of_its_tokens(every, query):
     model = every.model
     n = len(query.tokens)
-    if not model.cfg.grows:
+    if not model.cfg.is_autoregressive:
         tokens = query.tokens.clone()
         tokens[n - 2] = model.cfg.blank if model.cfg.has_mask else tokens[n - 2]
         both = Query(tokens, query.subject, (n - 2, n - 1), (11, 12))

@@ -117,7 +117,7 @@ def laid_out(model, fact):
 
 
 def all_likeliest(model, query):
-    rows = [position - model.cfg.grows for position in query.answer_positions]
+    rows = [position - model.cfg.is_autoregressive for position in query.answer_positions]
     return model(query.tokens[None])[0, rows].argmax(-1).tolist() == list(query.answer_tokens)
 
 

@@ -77,7 +77,7 @@ def trace(model, **settings):
 def of_run(analysis, model, **settings):
     """An analysis of a denoising run."""
     query = query_of(model, n_open=6)
-    steps = {} if model.cfg.grows else {"steps": 3}
+    steps = {} if model.cfg.is_autoregressive else {"steps": 3}
     run = model.denoise(query.tokens[None], length=N_POS + 2, seed=1, **steps)
     return partial(analysis, model, query, trajectory=run, positions=range(1, 12), **NOISE, **settings)
 

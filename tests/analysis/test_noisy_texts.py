@@ -118,7 +118,7 @@ def test_translators_of_texts(model: Any) -> None:
     generator, expected = torch.Generator().manual_seed(3), []
     chosen = TEXTS[torch.randint(6, (5,), generator=generator)]
     for text, noisy, p in zip(chosen, *noised(model, chosen, generator=generator), strict=True):
-        at = torch.arange(8) if model.cfg.rewrites else (noisy == model.cfg.mask_token_id).nonzero()[:, 0]
+        at = torch.arange(8) if model.cfg.uniform_noise else (noisy == model.cfg.mask_token_id).nonzero()[:, 0]
         rows, given = model.readout.rows(at), beside(model, text, float(p[0]))
         state = states(model, "blocks.0.hook_resid_post", text, noisy, float(p[0]))[rows]
         logits = model(noisy[None], **given)[0, rows]
@@ -137,7 +137,7 @@ def test_translators_of_runs(model: Any) -> None:
     for canvas in torch.randint(8, (6,), generator=torch.Generator().manual_seed(3)).tolist():
         step, row = divmod(canvas, 2)
         tokens = run.canvases[step, row]
-        at = torch.arange(3, 8) if model.cfg.rewrites else (tokens == model.cfg.mask_token_id).nonzero()[:, 0]
+        at = torch.arange(3, 8) if model.cfg.uniform_noise else (tokens == model.cfg.mask_token_id).nonzero()[:, 0]
         with model.clock.at(run.state_at(step)):
             logits, cache = model.run_with_cache(tokens[None])
             state = cache["blocks.0.hook_resid_post"][0, at]

@@ -227,7 +227,7 @@ def test_no_score_of_a_float64_model_is_rounded(doubled):
     fact_tokens = model.to_tokens(FACT.prompt)[0], model.to_tokens(" brave")[0]
     nll = chain_rule_nll(model, *fact_tokens)
     query = torch.cat([*fact_tokens[:1], torch.full((1,), model.cfg.mask_token_id or 0)])[None]
-    row = len(fact_tokens[0]) - model.cfg.grows
+    row = len(fact_tokens[0]) - model.cfg.is_autoregressive
     by_hand = -model(query)[0, row].log_softmax(-1)[fact_tokens[1][0]]
     assert nll.dtype == torch.float64
     assert nll.item() == pytest.approx(by_hand.item(), abs=1e-12)

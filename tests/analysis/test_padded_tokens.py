@@ -36,7 +36,7 @@ def padded(tokens, side):
 
 def query_of(model, prompt=(11, 12, 13, 14, 15), token=99):
     """A query of one token after a prompt; on a causal model it stands on the canvas, so that padding may follow."""
-    last = token if model.cfg.grows else model.cfg.mask_token_id
+    last = token if model.cfg.is_autoregressive else model.cfg.mask_token_id
     return Query(torch.tensor([*prompt, last]), (1, 3), (len(prompt),), (token,))
 
 

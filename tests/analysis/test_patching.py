@@ -299,9 +299,9 @@ def test_steps_are_the_canvases_one_by_one(every):
             assert grids[site].scores[index, :, n_pos:].isnan().all()
             close(grids[site].effect[index, :, :n_pos], alone.effect)
     assert grids["z"].axes == ("step", "layer", "pos", "head")
-    assert grids["z"].scores.shape == (2, 2, 5 if model.cfg.grows else 6, 4)
+    assert grids["z"].scores.shape == (2, 2, 5 if model.cfg.is_autoregressive else 6, 4)
     assert grids["z"].coordinates["step"] == steps
-    assert (grids["z"].labels[0][-1] == "") == (model.cfg.grows or model.cfg.opens_blocks)
+    assert (grids["z"].labels[0][-1] == "") == (model.cfg.is_autoregressive or model.cfg.opens_blocks)
 
 
 @every_loop
@@ -383,12 +383,12 @@ def test_only_the_selected_rows_are_computed(every, pair):
 @with_noise
 def test_answer_probability_is_read_where_the_answer_is(every):
     model = every.model
-    if not model.cfg.grows:
+    if not model.cfg.is_autoregressive:
         noise = [model.cfg.blank] * 2 if model.cfg.has_mask else [7, 8]
         clean, corrupted = (Query(torch.tensor([9, s, *noise]), (1, 2), (2, 3), (11, 12)) for s in (21, 22))
     else:
         clean, corrupted = (Query(torch.tensor([9, s, 11]), (1, 2), (2, 3), (11, 12)) for s in (21, 22))
-    rows = [1, 2] if model.cfg.grows else [2, 3]
+    rows = [1, 2] if model.cfg.is_autoregressive else [2, 3]
     grid = patch_grid(model, clean, corrupted, answer_probability(model, corrupted), "resid_pre")
 
     def p_answer(query):

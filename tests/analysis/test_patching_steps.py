@@ -20,13 +20,13 @@ guided_or_causal = pytest.mark.parametrize(("tiny", "cfg_scale"), GUIDED_OR_CAUS
 
 def lay_out(model, fact):
     n_masks = 14 - model.to_tokens(fact.prompt).shape[1]
-    return fact.to_query(model, n_masks=None if model.cfg.grows else n_masks)
+    return fact.to_query(model, n_masks=None if model.cfg.is_autoregressive else n_masks)
 
 
 @cache
 def denoise(model, query, cfg_scale=0.0):
     given = query.tokens[None, : query.answer_positions[0]]
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         return model.denoise(given, max_new_tokens=len(query.answer_tokens))
     return model.denoise(given, length=len(query.tokens), steps=5, cfg_scale=cfg_scale)
 
@@ -76,7 +76,7 @@ def slow_p_answer(model, query, run, cfg_scale, step, name=None, states=None, po
     shown, answer = run.canvases[step, 0].clone(), dict(zip(query.answer_positions, query.answer_tokens, strict=True))
     for position in (shown == -1).nonzero().flatten().tolist():
         filled = answer.get(position, run.tokens[0, position])
-        shown[position] = filled if model.cfg.grows else model.cfg.mask_token_id
+        shown[position] = filled if model.cfg.is_autoregressive else model.cfg.mask_token_id
 
     def put_one_in_each_row(activation, hook):
         activation = activation.clone()
@@ -92,8 +92,8 @@ def slow_p_answer(model, query, run, cfg_scale, step, name=None, states=None, po
             logits = (1 + cfg_scale) * logits - cfg_scale * unprompted
     p = torch.ones(len(positions))
     for position, token in answer.items():
-        written, row = run.canvases[step, 0, position].item(), position - model.cfg.grows
-        is_open = run.rewrites or written in (-1, model.cfg.mask_token_id)
+        written, row = run.canvases[step, 0, position].item(), position - model.cfg.is_autoregressive
+        is_open = run.uniform_noise or written in (-1, model.cfg.mask_token_id)
         p *= logits[:, row].softmax(-1)[:, token] if is_open else float(written == token)
     return p, shown
 
@@ -131,7 +131,7 @@ def test_p_answer_of_a_step_is_that_of_its_masked_positions(tiny, queries, query
 def test_a_stream_patched_at_a_step_is_a_trace_of_a_swapped_subject(tiny, queries, query, cfg_scale):
     clean, corrupted = (denoise(tiny, laid_out, cfg_scale) for laid_out in queries)
     shown, layers = queries[0].tokens, [1]
-    if tiny.cfg.grows:
+    if tiny.cfg.is_autoregressive:
         shown = torch.cat([shown[: query.answer_positions[0]], torch.tensor(query.answer_tokens[:-1])]).long()
     query = replace(query, tokens=shown)
     swapped = dict(corruption="swap", swap=queries[1], layers=layers)
@@ -154,7 +154,7 @@ def test_a_callers_metric_reads_what_the_loop_reads(tiny, queries, cfg_scale):
     clean, corrupted = (denoise(tiny, query, cfg_scale) for query in queries)
     step, layer, position = 1, 1, 2
     (target,) = (corrupted.revealed_at[0] == step).nonzero().flatten()[:1].tolist()
-    row = target - tiny.cfg.grows
+    row = target - tiny.cfg.is_autoregressive
     loop_logits = []
 
     def record(logits, hook):
@@ -246,7 +246,7 @@ def test_a_run_that_cannot_be_patched_is_refused(tiny, queries):
 
     refused("the trajectory has 2 rows", run.repeat(2))
     earlier = run.tokens[0].clone()
-    earlier[[3, 4]] = torch.tensor([7, 8]) if tiny.cfg.grows else tiny.cfg.mask_token_id
+    earlier[[3, 4]] = torch.tensor([7, 8]) if tiny.cfg.is_autoregressive else tiny.cfg.mask_token_id
     refused(
         r"the answer positions \[3\] are part of the trajectory's prompt",
         run,

@@ -53,7 +53,9 @@ def both(tiny, token_layers):
 
 
 def query_of(model, fact=FACTS[0]):
-    return fact.to_query(model, n_masks=None if model.cfg.grows else 14 - model.to_tokens(fact.prompt).shape[1])
+    return fact.to_query(
+        model, n_masks=None if model.cfg.is_autoregressive else 14 - model.to_tokens(fact.prompt).shape[1]
+    )
 
 
 def traced(model, **settings):
@@ -70,7 +72,7 @@ def test_a_pass_and_a_run_of_the_loop(tiny, both):
             lambda model, settings=settings: denoise(model, lay_out(model, tokens[:, :4], 12), settings)
         )
         # Under uniform noise a step that draws what was there needs no pass: the numbers decide.
-        assert planned == pytest.approx(told, rel=0.3 if tiny.cfg.rewrites else 0.0)
+        assert planned == pytest.approx(told, rel=0.3 if tiny.cfg.uniform_noise else 0.0)
 
 
 @every_kind
@@ -89,7 +91,7 @@ def test_traces_along_a_run(tiny, both):
         trace_trajectory(model, query, step, "forced", trajectory=run, **NOISE)
 
     planned, told = both(lambda model: job(model, [0]))
-    assert planned == pytest.approx(told, rel=0.2 if tiny.cfg.rewrites else 0.0)
+    assert planned == pytest.approx(told, rel=0.2 if tiny.cfg.uniform_noise else 0.0)
     # The order in which tokens are revealed is that of random weights: it decides how many canvases are read.
     planned, told = both(job)
     assert told / 3 <= planned <= 3 * told
@@ -108,7 +110,7 @@ def test_a_patch_grid(site, both):
 
 
 def test_an_average_over_facts(tiny, both):
-    settings = {"length": None if tiny.cfg.grows else 14, "known": "all", **NOISE}
+    settings = {"length": None if tiny.cfg.is_autoregressive else 14, "known": "all", **NOISE}
     planned, told = both(lambda model: average_indirect_effect(model, FACTS[:4], **settings))
     assert planned == told
 
@@ -121,7 +123,7 @@ def test_a_study_of_recall(both):
 
 def test_keys_and_values(tiny, both):
     search = ValueSettings(steps=4, stop_below=0.0)
-    settings = KeyValueSettings(layers=[0, 2], length=None if tiny.cfg.grows else 14, search=search)
+    settings = KeyValueSettings(layers=[0, 2], length=None if tiny.cfg.is_autoregressive else 14, search=search)
     planned, told = both(lambda model: key_value_study(model, FACTS[:3], settings))
     assert planned == told
 

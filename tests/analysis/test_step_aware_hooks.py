@@ -165,7 +165,7 @@ def test_a_grid_reads_what_the_loop_reads_under_the_same_hook(small, name, cfg_s
         run.replay(small, fwd_hooks=[("denoise.hook_logits", record)])
         for step in (0, 2):
             (target,) = (run.revealed_at[0] == step).nonzero().flatten()[:1].tolist()
-            row = target - small.cfg.grows
+            row = target - small.cfg.is_autoregressive
             grid = patch_grid(
                 small, run, run, lambda logits: logits[0, 0, 3], "resid_post", [step], layers=[1], logits_at=[row]
             )

@@ -26,7 +26,7 @@ def query(tiny):
 
 
 def lay_out(model):
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         return FACT.to_query(model, first_tokens=3)
     return FACT.to_query(model, n_masks=14 - model.to_tokens(FACT.prompt).shape[1])
 
@@ -39,9 +39,9 @@ def run(tiny, query):
 def denoised(model, query, **options):
     """Three steps or, by blocks, two a block, and under uniform noise, which takes more to find the answer, eight."""
     given = query.tokens[None, : query.answer_positions[0]]
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         return model.denoise(given, max_new_tokens=len(query.answer_tokens))
-    steps = 8 if model.cfg.rewrites else 6 if model.cfg.opens_blocks else 3
+    steps = 8 if model.cfg.uniform_noise else 6 if model.cfg.opens_blocks else 3
     return model.denoise(given, length=14, steps=steps, **options)
 
 
@@ -235,7 +235,9 @@ SAMPLERS = [
 def test_branches_that_are_continued_once_end_as_each_alone(tiny, query, options, token_layers):
     """A hook that only looks makes every branch a run of its own, which takes more of the network."""
     given, length = loop_prompt(tiny, query)
-    run = tiny.denoise(given[None], length=length, **dict(dict(steps=None if tiny.cfg.grows else 4), **options))
+    run = tiny.denoise(
+        given[None], length=length, **dict(dict(steps=None if tiny.cfg.is_autoregressive else 4), **options)
+    )
     steps = [0] if "remdm" in str(run.record["sampler"]) else None
     at = range(1, len(query.tokens), 4)
     settings = dict(noise=noise_scale(tiny, [query]), samples=2, layers=[0, 1], positions=at, steps=steps)

@@ -29,7 +29,9 @@ def query(tiny):
 
 
 def lay_out(model):
-    return FACT.to_query(model, n_masks=None if model.cfg.grows else 14 - model.to_tokens(FACT.prompt).shape[1])
+    return FACT.to_query(
+        model, n_masks=None if model.cfg.is_autoregressive else 14 - model.to_tokens(FACT.prompt).shape[1]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def denoised(model, query):
     if model.cfg.has_mask:
         return model.denoise(query.tokens[None], steps=6 if model.cfg.opens_blocks else 4)
     given = query.tokens[None, : query.answer_positions[0]]
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         return model.denoise(given, max_new_tokens=len(query.answer_tokens))
     return model.denoise(given, length=len(query.tokens), steps=4)
 
@@ -74,8 +76,10 @@ def query_at(tiny, query, run, step):
     """The query of a step's canvas by hand: masked tokens only, or all under uniform noise; the twin's canvas is filled
     with the answer, blocks that are not open with [MASK]."""
     canvas = run.canvases[step, 0].clone()
-    still_open = [i for i, pos in enumerate(query.answer_positions) if run.rewrites or run.revealed_at[0, pos] >= step]
-    if tiny.cfg.grows:
+    still_open = [
+        i for i, pos in enumerate(query.answer_positions) if run.uniform_noise or run.revealed_at[0, pos] >= step
+    ]
+    if tiny.cfg.is_autoregressive:
         canvas[canvas == -1] = torch.tensor(query.answer_tokens)[len(query.answer_tokens) - int((canvas == -1).sum()) :]
     elif tiny.cfg.has_mask:
         canvas[canvas == -1] = tiny.cfg.mask_token_id
@@ -86,8 +90,8 @@ def query_at(tiny, query, run, step):
 @every_kind
 def test_by_default_from_the_first_answer_token_revealed_to_the_last(query, run, trace):
     revealed = run.revealed_at[0, list(query.answer_positions)].tolist()
-    assert trace.known or run.rewrites
-    written = range(run.n_steps) if run.rewrites else range(min(revealed), max(revealed) + 1)
+    assert trace.known or run.uniform_noise
+    written = range(run.n_steps) if run.uniform_noise else range(min(revealed), max(revealed) + 1)
     assert trace.steps == list(written)
     assert trace.revealed_at == revealed
     assert [revealed[token] for token in trace.order] == sorted(revealed)
@@ -122,7 +126,7 @@ def test_canvases_that_differ_from_the_answer_share_their_beginnings(tiny, query
     """The run writes something else than the answer, so that its canvases differ behind what it has written."""
     first, tokens = query.answer_positions[0], query.tokens.clone()
     others = query.answer_tokens[::-1]
-    if tiny.cfg.grows:
+    if tiny.cfg.is_autoregressive:
         tokens[first:] = torch.tensor(others[: len(tokens) - first])
     query = replace(query, tokens=tokens, answer_tokens=others)
     settings = dict(noise=0.5, samples=2, layers=[0, 1])
@@ -207,7 +211,7 @@ def test_free_samples_read_what_they_wrote_themselves(tiny, query, noise, cfg_sc
         for sample in range(3):
             for at, token in zip(query.answer_positions, query.answer_tokens, strict=True):
                 present, row = own.canvases[step, sample, at].item(), int(tiny.readout.rows(torch.tensor(at)))
-                blank = run.rewrites or present in (-1, tiny.cfg.mask_token_id)
+                blank = run.uniform_noise or present in (-1, tiny.cfg.mask_token_id)
                 expected[i, sample] *= probabilities[sample, row, token].item() if blank else float(present == token)
     torch.testing.assert_close(trace.scores[:, 0, 1], expected.mean(1), rtol=0, atol=1e-5)
     assert trace.chained is None
@@ -279,7 +283,7 @@ def test_a_fact_is_denoised_with_the_default_settings(tiny):
 def test_a_fact_is_laid_out_as_averages_lay_it_out(tiny):
     """At the length that the model was trained on, or at that of a run."""
     options = dict(noise=0.1, samples=1, layers=[0], positions=[1])
-    masked = not tiny.cfg.grows
+    masked = not tiny.cfg.is_autoregressive
     at_length = CanvasLayout(14 if masked else None).query(tiny, FACT)
     assert len(at_length.tokens) == 14 or not masked
     assert torch.equal(causal_trace(tiny, FACT, **options).scores, causal_trace(tiny, at_length, **options).scores)
@@ -328,7 +332,7 @@ def test_bad_settings_are_refused(tiny, query, run, trace, noise):
             tiny, Query(changed, query.subject, query.answer_positions, query.answer_tokens), trajectory=run, **noise
         )
     longer = torch.cat([query.tokens, query.tokens])
-    longer[14:] = 5 if tiny.cfg.grows else tiny.cfg.mask_token_id
+    longer[14:] = 5 if tiny.cfg.is_autoregressive else tiny.cfg.mask_token_id
     with pytest.raises(ValueError, match="does not contain the answer positions"):
         trace_trajectory(tiny, Query(longer, query.subject, (14,), (5,)), trajectory=run, **noise)
     refused("contains duplicates", steps=[1, 1])
@@ -378,7 +382,7 @@ def test_hooks_by_step_and_the_trace_agree(tiny, query, run):
     in_loop = [("hook_embed", corrupt), (last, at_steps(put_back, step)), ("denoise.hook_logits", at_steps(read, step))]
     replayed = run.replay(tiny, fwd_hooks=in_loop)
     assert said == [pytest.approx(trace.token_scores[0, 0, 0, 0].item(), abs=1e-5)]
-    if not run.rewrites:
+    if not run.uniform_noise:
         assert replayed.confidence[0, position].item() == pytest.approx(said[0], abs=1e-5)
 
 

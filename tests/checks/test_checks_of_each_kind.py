@@ -170,7 +170,7 @@ def test_alternatives_fit_the_kind(of_kind):
         a = of_kind(kind).cfg.architecture
         tried = alternatives(a)
         assert any("gate" in one.name for one in tried) == (a.mlp == "gated")
-        assert not any(one.architecture.grows and one.architecture.readout == "in_place" for one in tried)
+        assert not any(one.architecture.is_autoregressive and one.architecture.readout == "in_place" for one in tried)
 
 
 @on_short_page

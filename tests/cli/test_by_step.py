@@ -61,7 +61,7 @@ def asked(model: HookedDiffusionTransformer, fact: Fact, length: int = 12, **loo
     """A fact's query on a canvas of this length, and its denoising run."""
     prompt, _ = fact.tokenize(model)
     query = fact.to_query(model, n_masks=length - len(prompt))
-    start = query.tokens[: min(query.answer_positions)] if model.cfg.grows else query.tokens
+    start = query.tokens[: min(query.answer_positions)] if model.cfg.is_autoregressive else query.tokens
     return query, model.denoise(start[None], length=max(len(query.tokens), max(query.answer_positions) + 1), **loop)
 
 

@@ -80,7 +80,7 @@ def test_a_run_fills_the_blanks_and_nothing_else(every, run):
     assert (trajectory.canvases[:, :, :PROMPT] == prompt).all()
     assert torch.equal(trajectory.canvases[-1], trajectory.tokens)
     assert ((trajectory.tokens >= 0) & (trajectory.tokens < 512)).all()
-    if cfg.rewrites:  # every step may write every position; the first canvas is noise
+    if cfg.uniform_noise:  # every step may write every position; the first canvas is noise
         noise = trajectory.canvases[0, :, PROMPT:]
         assert ((noise >= 0) & (noise < 512)).all()
         assert noise.unique().numel() > 10
@@ -89,7 +89,7 @@ def test_a_run_fills_the_blanks_and_nothing_else(every, run):
         assert torch.equal(trajectory.revealed_at[:, PROMPT:], last[:, PROMPT:])
         assert (trajectory.revealed_at[:, :PROMPT] == -1).all()
         return
-    blanks = torch.tensor([-1] if cfg.grows else [-1, cfg.blank] if cfg.opens_blocks else [cfg.blank])
+    blanks = torch.tensor([-1] if cfg.is_autoregressive else [-1, cfg.blank] if cfg.opens_blocks else [cfg.blank])
     assert torch.isin(trajectory.canvases[0, :, PROMPT:], blanks).all()
     for step, (before, after) in enumerate(pairwise(trajectory.canvases)):
         was_blank, is_blank = torch.isin(before, blanks), torch.isin(after, blanks)
@@ -200,7 +200,7 @@ def test_confidence_is_the_probability_on_the_canvas_of_that_step(every):
     trajectory = model.denoise(prompt_of(every)[:1], length=LENGTH, steps=steps)
     for position in range(PROMPT, LENGTH, 2):
         # Under uniform noise the last step writes every position.
-        step = trajectory.n_steps - 1 if model.cfg.rewrites else int(trajectory.revealed_at[0, position])
+        step = trajectory.n_steps - 1 if model.cfg.uniform_noise else int(trajectory.revealed_at[0, position])
         state = trajectory.state_at(step)
         with model.clock.at(state):
             canvas = model.cfg.readable(trajectory.canvases[step])

@@ -40,7 +40,7 @@ def start(model, run, n_batch=2):
 
 
 def blank(model):
-    return -1 if model.cfg.grows else model.cfg.mask_token_id
+    return -1 if model.cfg.is_autoregressive else model.cfg.mask_token_id
 
 
 @relaxed

@@ -90,7 +90,7 @@ def test_another_seed_branches_off(several):
 
 
 def test_a_remasked_run_is_replayed_too(several):
-    if several.model.cfg.opens_blocks or several.model.cfg.rewrites:
+    if several.model.cfg.opens_blocks or several.model.cfg.uniform_noise:
         return
     run = several.model.denoise(PROMPT, length=12, steps=8, sampler=ReMDM("rescale", eta=0.6), seed=1)
     assert ((run.canvases[1:] == 512) & (run.canvases[:-1] != 512)).any()

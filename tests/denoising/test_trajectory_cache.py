@@ -102,7 +102,7 @@ def test_the_loops_own_hook_points_are_cached_too(run_and_cache):
     trajectory, cache = run_and_cache
     for step in cache.steps:
         assert torch.equal(cache[step, "denoise.hook_tokens"], trajectory.canvases[step])
-        written = ~trajectory.given if trajectory.rewrites else trajectory.revealed_at == step
+        written = ~trajectory.given if trajectory.uniform_noise else trajectory.revealed_at == step
         # A sampler that draws transitions may choose a position and draw [MASK] for it.
         still_masked = trajectory.is_masked(trajectory.canvases[step + 1])
         assert torch.equal(cache[step, "denoise.hook_reveal"] & ~still_masked, written)

@@ -62,7 +62,7 @@ def test_canvases_equal_the_authors(name: str, run: str, passes: int, monkeypatc
         given[:, : len(g["prefix"])] = True
         start[:, : len(g["prefix"])] = final[:, : len(g["prefix"])] = g["prefix"]
     settings = DenoiseSettings(len(g["draws"]), sampler, temperature=1.0)
-    written = denoise(authors_network(name), Canvas(start, given, None, -1, rewrites=True), settings)
+    written = denoise(authors_network(name), Canvas(start, given, None, -1, uniform_noise=True), settings)
     expected = torch.cat([start[None], g["x_steps"]]) if "x_steps" in g else g["x_after_projection"]
     assert torch.equal(written.canvases[: len(expected)], expected)
     assert torch.equal(written.tokens, final)

@@ -26,10 +26,12 @@ def test_each_token_is_read_after_those_before_it(several):
     prompt, answer = several.tokens[0, :4] % 500, several.tokens[0, 4:7] % 500
     ranks = rank_answer(model, prompt, answer, top_k=3)
     question = torch.cat([prompt, answer])
-    hidden = torch.tensor([0] * 3 if model.cfg.grows else hidden_tokens(model.cfg, 3, str(question.tolist())))
+    hidden = torch.tensor(
+        [0] * 3 if model.cfg.is_autoregressive else hidden_tokens(model.cfg, 3, str(question.tolist()))
+    )
     for i, token in enumerate(answer.tolist()):
         given = torch.cat([prompt, answer[:i]])
-        tokens = given[None] if model.cfg.grows else torch.cat([given, hidden[i:]])[None]
+        tokens = given[None] if model.cfg.is_autoregressive else torch.cat([given, hidden[i:]])[None]
         row = len(given) - (model.cfg.readout == "shifted")
         logits = model(tokens)[0, row]
         if model.cfg.head != "logits":  # [MASK] takes no part in the softmax
@@ -41,7 +43,9 @@ def test_each_token_is_read_after_those_before_it(several):
         assert ranks.top[i] == model.words(ordered[:3])
         assert_close(ranks.top_logit[i], logits[ordered[:3]], rtol=1e-4, atol=1e-5)
         assert_close(ranks.top_probability[i], logits.softmax(-1)[ordered[:3]], rtol=1e-4, atol=1e-7)
-    if not (model.cfg.rewrites or model.cfg.time_conditioning):  # the chain rule tells each canvas a time of its own
+    if not (
+        model.cfg.uniform_noise or model.cfg.time_conditioning
+    ):  # the chain rule tells each canvas a time of its own
         assert_close(-ranks.probability.log().sum(), chain_rule_nll(model, prompt, answer), rtol=1e-4, atol=1e-5)
 
 
@@ -59,7 +63,7 @@ def test_ranks_come_back_from_their_file(tiny, tmp_path):
     again = AnswerRanks.load(ranks.save(tmp_path / "ranks.safetensors"))
     assert again.to_text() == ranks.to_text()
     assert again.record == ranks.record
-    assert (again.record["n_masks"], again.record["top_k"]) == (None if tiny.cfg.grows else 10, 3)
+    assert (again.record["n_masks"], again.record["top_k"]) == (None if tiny.cfg.is_autoregressive else 10, 3)
     assert again.record["answer_tokens"] == tiny.to_tokens(ANSWER, prepend_bos=False)[0].tolist()
 
 

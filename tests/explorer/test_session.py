@@ -61,7 +61,7 @@ def test_a_run_is_that_of_denoise(tiny, session):
 def network(tiny, what):
     """An intervention as plain data, and the hook that it stands for."""
     source = dict(PLAIN, seed=8, prompt="Gustav Geisser the is")
-    reached = 4 if tiny.cfg.grows else None
+    reached = 4 if tiny.cfg.is_autoregressive else None
 
     def taken(point):
         cache = cached(tiny, PLAIN if what == "mean" else source, point)

@@ -58,7 +58,7 @@ def test_a_file_contains_the_runs_of_a_pair(tmp_path):
     assert [run["model"] for run in page.manifest["runs"]] == [0, 1]
     for index, model in enumerate(pair):
         run = page.run(index)
-        sampler = None if model.cfg.grows else "ancestral"
+        sampler = None if model.cfg.is_autoregressive else "ancestral"
         trajectory = model.denoise(FACT.prompt, steps=2, sampler=sampler)
         assert run["text"] == trajectory.text[0]
         assert (run["spec"], run["attention"]["layers"]) == (None, [1])

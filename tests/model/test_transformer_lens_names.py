@@ -190,3 +190,15 @@ def test_dictionaries_of_caching_hooks_are_read_by_aliases(either):
     assert everything[alias] is everything[name]
     with pytest.raises(ValueError, match=r"'blocks\.1\.attn\.hook_result' passes only after"):
         model.add_caching_hooks(["blocks.1.attn.hook_result"])
+
+
+def test_earlier_names_of_this_library_warn(tiny):
+    run = tiny.denoise("Ada is the", max_new_tokens=2, steps=2)
+    for owner, earlier, name in (
+        (tiny.cfg, "grows", "is_autoregressive"),
+        (tiny.cfg, "rewrites", "uniform_noise"),
+        (tiny.cfg, "is_told_time", "time_conditioning"),
+        (run, "rewrites", "uniform_noise"),
+    ):
+        with pytest.warns(DeprecationWarning, match=f"{earlier} is now called {name}"):
+            assert getattr(owner, earlier) == getattr(owner, name)

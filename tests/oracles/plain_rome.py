@@ -20,7 +20,9 @@ def plain_search(
     real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(canvas.tokens)) for canvas in canvases], batch_first=True)
     lookups = [canvas.subject[1] - 1 for canvas in canvases]
     shift = int(model.cfg.readout == "shifted")
-    last = len(essence.tokens) - shift - (not model.cfg.grows)  # The position after the text, or its [MASK] or noise.
+    last = (
+        len(essence.tokens) - shift - (not model.cfg.is_autoregressive)
+    )  # The position after the text, or its [MASK] or noise.
     delta = torch.zeros(model.cfg.d_model, requires_grad=True)
     initial: list[Tensor] = []
     essence_log_probs: list[Tensor] = []

@@ -391,7 +391,7 @@ def test_our_own_format_is_the_identity(either, tmp_path):
 
 def test_our_own_format_keeps_the_tokenizer(tiny, tmp_path):
     again = HookedDiffusionTransformer.from_pretrained(tiny.save_pretrained(tmp_path / "saved"), device="cpu")
-    text = "today Ada is the brave " + ("pilot." if tiny.cfg.grows else "[MASK].")
+    text = "today Ada is the brave " + ("pilot." if tiny.cfg.is_autoregressive else "[MASK].")
     assert again.to_tokens(text).tolist() == tiny.to_tokens(text).tolist()
     assert again.cfg.model_name == tiny.cfg.model_name
     assert again.cfg.default_prepend_bos == tiny.cfg.default_prepend_bos

@@ -210,7 +210,7 @@ class _Grid:
                         of_cell = of_cells[places[self.positions[at]]][..., i]
                         numbers[steps.index(each.step), at] = of_cell.long()
                         bar.update(len(members))
-                if run.model.cfg.grows:
+                if run.model.cfg.is_autoregressive:
                     branches.finish(runs.restored.corrupted)
                 del runs, begun  # their activations are freed before the next runs
         branches.finish()
@@ -269,7 +269,7 @@ class Branches:
     def __init__(self, run: TracedTrajectory, settings: TraceSettings, corrupted: Trajectory, max_bytes: int) -> None:
         self.run, self.settings, self.corrupted, self.max_bytes = run, settings, corrupted, max_bytes
         # A text that grows has its whole answer after the step that writes the answer's last token.
-        grows, last = run.model.cfg.grows, corrupted.first_step + corrupted.n_steps
+        grows, last = run.model.cfg.is_autoregressive, corrupted.first_step + corrupted.n_steps
         self.end = run.last_step + 1 if grows else last
         # The branch that a branch becomes in the next step; itself at the end of the run.
         self._next = list(range(len(corrupted)))
@@ -440,7 +440,7 @@ class RestoredStep:
         canvases = corrupted.canvases[step - corrupted.first_step]
         positions = run.state(step, canvases).masked.any(dim=0).nonzero().flatten().tolist()
         # On a causal canvas the loop proposes a token for the next position only.
-        positions = positions[:1] if run.model.cfg.grows else positions
+        positions = positions[:1] if run.model.cfg.is_autoregressive else positions
         rows, scale = run.rows(step, canvases, positions), run.trajectory.record["cfg_scale"]
         canvas = StepCanvas(step, run.canvas(step)[None], canvases, rows)
         return cls(step, canvas, positions, scale, run.unconditional(step, canvases, rows) if scale else None)

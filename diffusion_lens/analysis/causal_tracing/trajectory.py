@@ -281,7 +281,7 @@ def corrupted_run(run: TracedTrajectory, settings: TraceSettings) -> Trajectory:
     assert written_by.sampler is not None
     sampler, copies = written_by.sampler.by_row(model.cfg), trajectory.repeat(settings.rows)
     prompt = trajectory.given[0].logical_not().nonzero().flatten().min()
-    if model.cfg.grows and query.subject[1] <= prompt and not (model.is_hooked or loop_is_hooked(model)):
+    if model.cfg.is_autoregressive and query.subject[1] <= prompt and not (model.is_hooked or loop_is_hooked(model)):
         return copies.replay_with_first(model, settings.hooks(model, query))
     return copies.replay(model, canvas="free", fwd_hooks=conditional_hooks(settings, run), sampler=sampler)
 

@@ -75,7 +75,7 @@ def spans_of(model: DiffusionTransformer, t: Noise, default: NoiseRange) -> tupl
     Raises:
         ValueError: A level is not between 0 and 1, there is none, or the model predicts next tokens.
     """
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         if t is not None:
             raise ValueError(f"t={t}: {model.cfg.model_name!r} has no [MASK], so its texts have no noise; leave out t")
         return ((0.0, 0.0),)
@@ -92,7 +92,7 @@ def check_mask(model: DiffusionTransformer, mask: str, spans: Sequence[Span]) ->
     """`mask`, if it is known and the canvases can have such positions; a `ValueError` otherwise."""
     if mask not in ("masked", "unmasked", "all"):
         raise ValueError(f"mask={mask!r}; it must be 'masked', 'unmasked' or 'all'")
-    if mask != "all" and model.cfg.grows:
+    if mask != "all" and model.cfg.is_autoregressive:
         raise ValueError(f"mask={mask!r}: {model.cfg.model_name!r} has no [MASK]; use mask='all'")
     only = {"masked": 0.0, "unmasked": 1.0}.get(mask)
     if only is not None and all(span == (only, only) for span in spans):

@@ -233,7 +233,7 @@ def dictionary_loss(
             "error_term=False))]), or denoise under this hook"
         )
     spans = spans_of(model, t, NoiseRange(samples=4))
-    if not model.cfg.grows and any(span == (0.0, 0.0) for span in spans):
+    if not model.cfg.is_autoregressive and any(span == (0.0, 0.0) for span in spans):
         raise ValueError("at the noise level t=0 nothing is masked, so there is no loss; give levels above 0")
     selection, size = check_mask(model, mask, spans), at_least(1, "batch_size", batch_size)
     (point,) = readable_points(model, [name])
@@ -276,7 +276,7 @@ def dictionary_loss(
 
 
 def _require_predictions(model: DiffusionTransformer, clean: CleanTexts) -> None:
-    if not model.cfg.grows:
+    if not model.cfg.is_autoregressive:
         return
     rows = zip(clean.indices, clean.editable, strict=True)
     if unpredicted := [index for index, editable in rows if not bool(editable[1:].any())]:
@@ -345,13 +345,13 @@ def _losses(
     model: DiffusionTransformer, batch: CanvasBatch, hooks: Mapping[str, list[tuple[str, Hook]]]
 ) -> tuple[Float[Tensor, "batch state"], Int[Tensor, "batch"]]:
     """Sum of the weighted cross-entropies of each canvas in each state, and the number of positions that count."""
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         loss = next_token_batch(model, batch.tokens, real=batch.real, counted=batch.editable)
         counted = loss.predicted.sum(dim=1)
     else:
         p_mask = batch.t[:, None].expand(batch.tokens.shape)
         # Under uniform noise every position that may be noise is predicted.
-        real = batch.editable if model.cfg.rewrites else batch.real
+        real = batch.editable if model.cfg.uniform_noise else batch.real
         loss = masked_batch(model, batch.tokens, batch.noisy, p_mask, real=real)
         counted = batch.editable.sum(dim=1)
     sums = torch.zeros(len(batch.tokens), len(STATES), dtype=torch.float64)

@@ -77,7 +77,7 @@ class ForwardPass:
     @property
     def masked(self) -> PosMask:
         """Bool[batch pos], positions with [MASK]; under uniform noise those that the step may write, or all."""
-        if self.model.cfg.rewrites:
+        if self.model.cfg.uniform_noise:
             return self.present if self.step is None else self.step.masked & self.present
         if not self.model.cfg.has_mask:
             return torch.zeros_like(self.tokens, dtype=torch.bool)
@@ -87,7 +87,7 @@ class ForwardPass:
     def predicting(self) -> PosMask:
         """Bool[batch pos], the rows whose logits predict a [MASK], or where the text grows, the next token."""
         present = self.present
-        if not self.model.cfg.grows:
+        if not self.model.cfg.is_autoregressive:
             located = torch.zeros_like(present)
             located[self.located(self.masked, self.real)] = True
             return located & present
@@ -522,6 +522,6 @@ def _covers(wide: ForwardPass, narrow: ForwardPass) -> bool:
     steps = wide.step, narrow.step
     if wide.model.cfg.time_conditioning and len({step.sigma for step in steps if step is not None}) > 1:
         return False
-    if wide.model.cfg.grows:
+    if wide.model.cfg.is_autoregressive:
         return bool((wide.tokens == narrow.tokens).where(narrow.present, True).all())
     return torch.equal(wide.tokens, narrow.tokens)

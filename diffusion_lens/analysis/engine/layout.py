@@ -50,7 +50,7 @@ class CanvasLayout(Settings):
     def on(self: L, model: DiffusionTransformer) -> L:
         """This layout with the length that applies to `model`. Where the trained length is unknown, and where the text
         grows, a canvas has as many positions as prompt and answer."""
-        if model.cfg.grows or self.length is not None or self.n_masks is not None:
+        if model.cfg.is_autoregressive or self.length is not None or self.n_masks is not None:
             return self
         return replace(self, length=model.cfg.trained_length)
 
@@ -85,7 +85,7 @@ def as_query(model: DiffusionTransformer, fact_or_query: Fact | Query, length: i
     """A query as it is, or a fact laid out on the default canvas, or one of a length that is already known."""
     if isinstance(fact_or_query, Query):
         return fact_or_query
-    return CanvasLayout(None if model.cfg.grows else length).query(model, fact_or_query)
+    return CanvasLayout(None if model.cfg.is_autoregressive else length).query(model, fact_or_query)
 
 
 T = TypeVar("T")

@@ -94,7 +94,7 @@ class TracedTrajectory:
     @property
     def last_step(self) -> int:
         """The last step at which the answer is read: the one that reveals its last token, or the last of all."""
-        if self.trajectory.rewrites:
+        if self.trajectory.uniform_noise:
             return self.trajectory.first_step + self.trajectory.n_steps - 1
         return max(self.revealed_at)
 
@@ -112,14 +112,14 @@ class TracedTrajectory:
         """Bytes with which the loop proposes tokens for one row, with copies of the logits of each branch."""
         cfg, record = self.model.cfg, self.trajectory.record
         # Where the text grows, the loop reads one position.
-        n_read = 1 if cfg.grows else self.n_pos - int(self.trajectory.given[0].sum())
-        sampled, guided = bool(record["temperature"]) or cfg.rewrites, bool(record["cfg_scale"])
+        n_read = 1 if cfg.is_autoregressive else self.n_pos - int(self.trajectory.given[0].sum())
+        sampled, guided = bool(record["temperature"]) or cfg.uniform_noise, bool(record["cfg_scale"])
         return proposal_bytes(cfg, n_read, copies + guided, sampled)
 
     def loop_row_bytes(self, copies: int = 1) -> int:
         """Bytes of the tensors of one row of the denoising loop: of its pass, or of what it proposes."""
         cfg, n_branches = self.model.cfg, 2 if self.trajectory.record["cfg_scale"] else 1
-        cached = NetworkInput(self.model, self.trajectory.tokens).past_bytes_by_row if cfg.grows else 0
+        cached = NetworkInput(self.model, self.trajectory.tokens).past_bytes_by_row if cfg.is_autoregressive else 0
         return cached + max(n_branches * row_bytes(cfg, self.n_pos, 0), self.proposal_bytes(copies))
 
     @property
@@ -191,7 +191,7 @@ class TracedTrajectory:
 
     def seen(self, canvases: Tokens) -> Tokens:
         """The input of the network: where the text grows, positions not reached are filled by teacher forcing."""
-        if not self.model.cfg.grows:
+        if not self.model.cfg.is_autoregressive:
             return self.model.cfg.readable(canvases)
         final = self.trajectory.tokens[0].clone()
         positions = list(self.query.answer_positions)

@@ -349,7 +349,7 @@ def logit_lens(
             "targets": "at each position" if targets is None or isinstance(targets, Tensor) else targets,
             "steps": canvases.steps,
             "forward_passes": tables.forward_passes,
-            "blank": None if model.cfg.rewrites else model.cfg.blank,
+            "blank": None if model.cfg.uniform_noise else model.cfg.blank,
             "translators": None if translators is None else translators.record,
             "cfg_scale": None if given.trajectory is None else given.trajectory.record["cfg_scale"],
             "inputs": given.describe(),

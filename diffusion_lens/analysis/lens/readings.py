@@ -45,7 +45,7 @@ class Canvases:
         canvases = [read for step in each for read in inputs.at(step, branch)]
         final = canvases[0].tokens if trajectory is None else trajectory.tokens.to(cfg.device)
         known = final.masked_fill(~(canvases[0].real & cfg.writable(final)), NOTHING)
-        if trajectory is None and cfg.grows:
+        if trajectory is None and cfg.is_autoregressive:
             # The last row predicts the token after the text.
             known = torch.cat([known, torch.full_like(known[:, :1], NOTHING)], dim=1)
         for row, query in enumerate(canvases[0].queries or ()):
@@ -58,7 +58,7 @@ class Canvases:
         """The positions to read, all that can be predicted by default."""
         model, n_pos = self.canvases[0].model, self.known.shape[1]
         places = torch.arange(n_pos)
-        is_predicted = model.readout.rows(places) < places if model.cfg.grows else places >= 0
+        is_predicted = model.readout.rows(places) < places if model.cfg.is_autoregressive else places >= 0
         if positions is None:
             predicted: list[int] = places[is_predicted].tolist()
             return predicted
@@ -74,7 +74,7 @@ class Canvases:
         selected = torch.tensor(positions, device=present.device)
         predicted = present.new_zeros(len(present), width)
         # A text that grows is predicted from the tokens before it, all other canvases from the whole canvas.
-        predicted[:, selected] = present[:, model.readout.rows(selected) if model.cfg.grows else selected]
+        predicted[:, selected] = present[:, model.readout.rows(selected) if model.cfg.is_autoregressive else selected]
         _, rows = canvas.located(predicted, pad(canvas.real, (0, width - present.shape[1])))
         table = torch.full(predicted.shape, NOTHING, device=present.device)
         table[predicted] = rows

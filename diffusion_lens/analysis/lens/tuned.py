@@ -199,7 +199,7 @@ class _Data:
         cls, model: DiffusionTransformer, texts: TextsOrRuns, attention_mask: Tensor | None, *, masked_only: bool
     ) -> "_Data":
         """The data of a call."""
-        masked_only = masked_only and not model.cfg.grows
+        masked_only = masked_only and not model.cfg.is_autoregressive
         source = texts_or_runs(model, texts, attention_mask)
         if isinstance(source, CleanTexts):
             model.time.require_own("fit_translators")
@@ -221,12 +221,14 @@ class _Data:
             chosen = torch.randint(len(self.tokens), (n_rows,), generator=generator).to(self.tokens.device)
             tokens, real = self.tokens[chosen], self.real[chosen]
             read = ForwardPass(self.model, tokens, real, sigma=None if self.sigma is None else self.sigma[chosen])
-            if not cfg.grows and isinstance(self.source, CleanTexts):
+            if not cfg.is_autoregressive and isinstance(self.source, CleanTexts):
                 # Every position, as in training, also the prompt of a fact.
                 noisy, p = noised(self.model, tokens, generator=generator)
                 read = ForwardPass.under_noise(self.model, tokens, torch.where(real, noisy, tokens), real, p[:, 0])
                 tokens = read.tokens
-            known = torch.cat([tokens, torch.full_like(tokens[:, :1], NOTHING)], dim=1) if cfg.grows else tokens
+            known = (
+                torch.cat([tokens, torch.full_like(tokens[:, :1], NOTHING)], dim=1) if cfg.is_autoregressive else tokens
+            )
             canvases = Canvases([read], None, known)
             positions = canvases.pick_positions(None)
             rows = canvases.rows(0, positions)
@@ -245,7 +247,7 @@ def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask, PosMask, Float[Te
     rows, present, written, sigmas, model = [], [], [], [], inputs.model
     for trajectory in inputs.trajectories:
         canvases, real = (x.to(model.cfg.device) for x in (trajectory.canvases, trajectory.real))
-        canvases = canvases[-1:] if model.cfg.grows else canvases[:-1]
+        canvases = canvases[-1:] if model.cfg.is_autoregressive else canvases[:-1]
         rows += list(model.cfg.readable(canvases).flatten(0, 1))
         inside = real & reached(canvases)
         present += list(inside.flatten(0, 1))

@@ -209,7 +209,7 @@ def objective_of(
     check_object(model, request)
     objects = []
     for query in request:
-        states = _partial(query) if over_states == "partial" and not model.cfg.grows else [query]
+        states = _partial(query) if over_states == "partial" and not model.cfg.is_autoregressive else [query]
         for state in states:
             weight = 1 / (len(request) * len(states) * len(state.answer_tokens))
             rows = model.readout.rows(torch.tensor(state.answer_positions)).tolist()
@@ -232,7 +232,7 @@ def default_essence(model: DiffusionTransformer, query: Query) -> Query:
     text = ESSENCE.format(subject)
     of_subject = [i for i, (start, stop) in enumerate(token_spans(model, text)) if start < len(subject) and stop > 0]
     # `encode` does not warn of unknown words: the caller did not choose the words of the template.
-    tokens = [*model.encode(text), *([] if model.cfg.grows else hidden_tokens(model.cfg, 1, text))]
+    tokens = [*model.encode(text), *([] if model.cfg.is_autoregressive else hidden_tokens(model.cfg, 1, text))]
     return Query(torch.tensor(tokens), (of_subject[0], of_subject[-1] + 1), (), ())
 
 
@@ -261,7 +261,7 @@ def _rows_at_readout(model: DiffusionTransformer, essence: Query) -> list[int]:
         if model.cfg.has_mask:
             positions = (essence.tokens == model.cfg.blank).nonzero().flatten().tolist()
         else:
-            positions = [end if model.cfg.grows else end - 1]
+            positions = [end if model.cfg.is_autoregressive else end - 1]
     if not positions:
         raise ValueError(
             "the essence has no position to read: end it with a [MASK], give it answer_positions, or use "

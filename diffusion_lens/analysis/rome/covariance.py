@@ -327,7 +327,7 @@ def _keys(
 def _as_in_training(model: DiffusionTransformer, rows: Sequence[Tensor], seeds: Sequence[int]) -> ForwardPass:
     """The pass on texts as in training: partly noise on a diffusion model."""
     text, real = (x.to(model.cfg.device) for x in padded(model, rows))
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         return ForwardPass(model, text, real)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     noised_rows = [noised(model, row[None], generator=noise) for row, noise in zip(rows, generators, strict=True)]
@@ -395,7 +395,7 @@ def _describe(model: DiffusionTransformer, rows: Sequence[Tensor], layer: int, s
         "layer": layer,
         "corpus_sha256": digest.hexdigest(),
         "corpus_texts": len(rows),
-        "seed": None if model.cfg.grows else seed,
+        "seed": None if model.cfg.is_autoregressive else seed,
     }
     # The rules by which texts get their seeds and are read also affect the numbers.
     hashed = {**content, "noise": "by own_seed"}

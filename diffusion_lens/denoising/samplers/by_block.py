@@ -145,7 +145,7 @@ class _InBlock(Sampler):
     has_times_of_rows = True
 
     def misfit(self, variant: Variant) -> str | None:
-        if problem := super().misfit(variant) or (_without_blocks(variant) if variant.grows else None):
+        if problem := super().misfit(variant) or (_without_blocks(variant) if variant.is_autoregressive else None):
             return problem
         if variant.block_context == "causal":
             return (
@@ -272,9 +272,11 @@ class FirstHitting(_InBlock):
 
 def _without_blocks(variant: Variant) -> str | None:
     """Why a sampler that reveals positions inside the model's blocks does not fit a kind of model; `None` if it may."""
-    if not variant.grows and variant.opens_blocks:
+    if not variant.is_autoregressive and variant.opens_blocks:
         return None
-    instead = "'left_to_right'" if variant.grows else "'confidence', or 'blocks', which makes blocks of any size"
+    instead = (
+        "'left_to_right'" if variant.is_autoregressive else "'confidence', or 'blocks', which makes blocks of any size"
+    )
     return f"reveals positions inside the model's blocks, and this model has none: use {instead}"
 
 

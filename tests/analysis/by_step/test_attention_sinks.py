@@ -47,7 +47,7 @@ def assert_equal_attention_is_right(sinks, size, real):
 
 def test_attention_received_is_that_of_cached_patterns_at_every_step(several):
     model, tokens = several.model, several.tokens[:2, :6] % 400 + 3
-    settings = {} if model.cfg.grows else {"steps": 3}
+    settings = {} if model.cfg.is_autoregressive else {"steps": 3}
     run, cache = model.denoise_with_cache(tokens, names_filter=patterns, max_new_tokens=3, **settings)
     sinks = attention_sinks(model, run)
     for step in range(3):

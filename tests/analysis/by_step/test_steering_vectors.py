@@ -25,8 +25,8 @@ def chosen_by_hand(model, run, positions):
         for row, tokens in enumerate(canvas):
             real = [i for i in range(len(tokens)) if run.real[row, i]]
             reached = [i for i in real if tokens[i] != -1]
-            masked = [i for i in reached if tokens[i] == blank or (model.cfg.rewrites and not run.given[row, i])]
-            if positions == "predicting" and model.cfg.grows:
+            masked = [i for i in reached if tokens[i] == blank or (model.cfg.uniform_noise and not run.given[row, i])]
+            if positions == "predicting" and model.cfg.is_autoregressive:
                 picked = reached[-1:] if len(reached) < len(real) else []
             elif positions == "predicting":
                 picked = [max(i - 1, real[0]) for i in masked] if model.cfg.readout == "shifted" else masked
@@ -48,7 +48,7 @@ def mean_by_hand(states, chosen):
 def two_runs(model, names, prompts=None, **settings):
     """A positive and a negative run with the caches of some hook points; without texts, rows of tokens."""
     prompts = prompts or [model_tokens(model, seed) for seed in (1, 2)]
-    settings |= {} if model.cfg.grows else {"steps": 4}
+    settings |= {} if model.cfg.is_autoregressive else {"steps": 4}
     n_new = 7 if model.cfg.has_mask and model.cfg.opens_blocks else 4  # so that every step writes
     pairs = [
         model.denoise_with_cache(prompt, names_filter=names, max_new_tokens=n_new, **settings) for prompt in prompts
@@ -68,7 +68,7 @@ def two_cached_runs(model):
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
 def test_vectors_are_the_difference_of_stacked_caches(several, positions):
     model = several.model
-    if positions == "masked" and model.cfg.grows:
+    if positions == "masked" and model.cfg.is_autoregressive:
         with pytest.raises(ValueError, match=r"has no \[MASK\]: 'predicting' selects"):
             difference_of_means(model, *two_cached_runs(model)[0], NAME, positions="masked")
         return

@@ -20,7 +20,7 @@ ONE = RidgeSettings(penalties=(PENALTY,), seed=3)
 
 def denoise(model, n=8, **settings):
     """Runs of one batch with their caches."""
-    settings = settings if model.cfg.grows else {"steps": 5, **settings}
+    settings = settings if model.cfg.is_autoregressive else {"steps": 5, **settings}
     prompts = [fact.prompt for fact in FACTS[:n]]
     return model.denoise_with_cache(prompts, names_filter=NAME, max_new_tokens=5, **settings)
 
@@ -28,7 +28,7 @@ def denoise(model, n=8, **settings):
 def by_hand(model, run, cache, ridge, mean, masked=True):
     """R² on the held-out rows of ridge regression, as least squares on stacked states with rows for the penalty."""
     states, times = cache.stack(NAME).double(), torch.tensor(run.record["times"][:-1]).double()
-    is_masked = ~run.given if model.cfg.rewrites else run.is_masked(run.canvases[:-1])
+    is_masked = ~run.given if model.cfg.uniform_noise else run.is_masked(run.canvases[:-1])
     chosen = (is_masked & run.real).expand_as(run.canvases[:-1]) if masked else run.real & (run.canvases[:-1] != -1)
     parts, rows = ridge.split(len(run)), {"fitted": ([], []), "held_out": ([], [])}
     for step in range(len(times)):

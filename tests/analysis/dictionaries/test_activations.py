@@ -142,7 +142,7 @@ def test_facts_store_their_answers_only(small, tmp_path):
 def test_rows_of_tokens_without_their_padding(own_pad, tmp_path):
     tokens = torch.tensor([[5, 6, 7, 8, 9], [2, 2, 10, 11, 12]])
     given = tokens.clone()
-    store = activations(own_pad, tokens, RESID, out=tmp_path / "a", t=None if own_pad.cfg.grows else 0)
+    store = activations(own_pad, tokens, RESID, out=tmp_path / "a", t=None if own_pad.cfg.is_autoregressive else 0)
     assert store.token.tolist() == [5, 6, 7, 8, 9, 10, 11, 12]
     assert store.position.tolist() == [*range(5), *range(3)]
     _, cache = own_pad.run_with_cache(tokens, names_filter=RESID)

@@ -55,7 +55,11 @@ def slow_losses(model, rows, dictionary, levels, mask):
     for text, (tokens, editable) in enumerate(rows):
         for level, t in enumerate(levels):
             masked = canvas_of(tokens, editable, text, level, t)
-            noisy = tokens if model.cfg.grows else torch.where(masked, noise_of(model, tokens, text, level), tokens)
+            noisy = (
+                tokens
+                if model.cfg.is_autoregressive
+                else torch.where(masked, noise_of(model, tokens, text, level), tokens)
+            )
             where = {"all": editable, "masked": masked, "unmasked": editable & ~masked}[mask]
             xs[level].append(model.run_with_cache(noisy[None], names_filter=RESID)[1][RESID][0, where])
             pieces.append((text, level, t, tokens, noisy, masked, editable, where))
@@ -71,7 +75,7 @@ def slow_losses(model, rows, dictionary, levels, mask):
         for state, new in enumerate(replacements):
             hook = lambda x, hook, new=new, where=where: torch.where(where[None, :, None], new(x), x)  # noqa: E731
             log_p = model.run_with_hooks(noisy[None], fwd_hooks=[(RESID, hook)])[0].log_softmax(dim=-1)
-            if model.cfg.rewrites:
+            if model.cfg.uniform_noise:
                 at = editable.nonzero()[:, 0].tolist()
                 each = [uniform_bound(log_p[i].exp(), int(tokens[i]), int(noisy[i]), t) for i in at]
                 losses[text, level, state] = sum(each) / len(at)
@@ -90,8 +94,8 @@ def slow_losses(model, rows, dictionary, levels, mask):
 
 def measured(model, texts, rows, mask="all", **settings):
     dictionary = RandomDictionary(model.cfg.d_model)
-    levels = [0.0] if model.cfg.grows else [0.4, 0.9]
-    t = None if model.cfg.grows else levels
+    levels = [0.0] if model.cfg.is_autoregressive else [0.4, 0.9]
+    t = None if model.cfg.is_autoregressive else levels
     result = dictionary_loss(model, texts, RESID, dictionary, mask=mask, t=t, **settings)
     return result, slow_losses(model, rows, dictionary, levels, mask), dictionary
 
@@ -99,7 +103,7 @@ def measured(model, texts, rows, mask="all", **settings):
 @once
 def test_losses_are_those_of_each_canvas_alone(several):
     model = several.model
-    mask = "all" if model.cfg.grows else {"in_place": "masked", "shifted": "unmasked"}[model.cfg.readout]
+    mask = "all" if model.cfg.is_autoregressive else {"in_place": "masked", "shifted": "unmasked"}[model.cfg.readout]
     rows = [(row, torch.ones(len(row), dtype=torch.bool)) for row in TOKENS]
     result, (expected, xs), dictionary = measured(model, TOKENS, rows, mask, batch_size=2)
     torch.testing.assert_close(result.losses, expected, rtol=1e-4, atol=1e-4)
@@ -150,8 +154,8 @@ def test_the_answer_after_a_prompt_is_read_in_the_row_before_it(several):
 @once
 def test_the_clean_loss_is_the_model_s_own(several):
     model, tokens = several.model, TOKENS
-    result = dictionary_loss(model, tokens, RESID, Identity(), t=None if model.cfg.grows else 0.6)
-    if not model.cfg.grows:
+    result = dictionary_loss(model, tokens, RESID, Identity(), t=None if model.cfg.is_autoregressive else 0.6)
+    if not model.cfg.is_autoregressive:
         noisy = tokens.clone()
         for text, row in enumerate(tokens):
             masked = canvas_of(row, torch.ones(len(row), dtype=torch.bool), text, 0, 0.6)

@@ -95,7 +95,7 @@ def test_a_pass_is_read_as_written_out(every):
         tokens[:, 3:] = model.cfg.blank
     targets = torch.randint(500, (2, 6), generator=torch.Generator().manual_seed(1))
     lens = logit_lens(model, tokens, targets=targets, top_k=3)
-    assert lens.positions == ([*range(1, 7)] if model.cfg.grows else [*range(6)])
+    assert lens.positions == ([*range(1, 7)] if model.cfg.is_autoregressive else [*range(6)])
     _, cache = model.run_with_cache(tokens)
     states = torch.stack([cache[name] for name in points(model)])
     rows = [row_of(model, position) for position in lens.positions]
@@ -138,7 +138,7 @@ def test_a_trajectory_is_read_as_the_loop_computes_it(every):
     final = trajectory.tokens[:, lens.positions]
     assert torch.equal(lens.targets[..., 0], torch.where(model.cfg.writable(final), final, -1))
     n_distinct = trajectory.n_steps if model.cfg.time_conditioning else len(trajectory.canvases[:-1].unique(dim=0))
-    assert lens.record["forward_passes"] == (1 if model.cfg.grows else n_distinct)
+    assert lens.record["forward_passes"] == (1 if model.cfg.is_autoregressive else n_distinct)
 
 
 def test_the_last_layer_is_what_the_loop_proposes(several):
@@ -203,7 +203,7 @@ def test_each_branch_of_guidance_is_read(several, branch):
 
 def test_tokens_that_are_remasked(several):
     model = several.model
-    if model.cfg.opens_blocks or model.cfg.rewrites:
+    if model.cfg.opens_blocks or model.cfg.uniform_noise:
         return
     trajectory = model.denoise(several.tokens[:1, :3] % 500, max_new_tokens=6, steps=6, sampler=ReMDM("cap", eta=0.8))
     lens, states = logit_lens(model, trajectory), states_in_the_loop(model, trajectory)
@@ -216,7 +216,7 @@ def test_tokens_that_are_remasked(several):
 
 def test_steps_with_the_same_canvas_share_a_pass(several):
     model = several.model
-    if model.cfg.grows:
+    if model.cfg.is_autoregressive:
         return
     trajectory = model.denoise(several.tokens[:1, :4] % 500, max_new_tokens=3, steps=8)
     distinct = len(trajectory.canvases[:-1].unique(dim=0))
@@ -283,7 +283,7 @@ def test_padding_on_the_left_is_not_read(own_pad):
 
 
 def test_a_bidirectional_model_without_masks(several):
-    if several.model.cfg.grows:
+    if several.model.cfg.is_autoregressive:
         return
     architecture = replace(several.model.cfg.architecture, mask_token_id=None, head="logits")
     model = several.tell(HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu")))
@@ -430,6 +430,6 @@ def test_what_cannot_be_read_is_refused(tiny):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    if tiny.cfg.grows:
+    if tiny.cfg.is_autoregressive:
         with pytest.raises(ValueError, match="nothing precedes position 0"):
             logit_lens(tiny, run, positions=[0])

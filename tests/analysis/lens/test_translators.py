@@ -95,7 +95,7 @@ def test_the_model_stays_as_it_was(several, monkeypatch):
 def test_the_descent_written_out(several):
     """On one canvas that is always the same, against Adam on a loss that is written without blocks."""
     model = several.model
-    if not model.cfg.grows:
+    if not model.cfg.is_autoregressive:
         data = model.denoise(several.tokens[:1, :4] % 500, max_new_tokens=3, steps=1)
         tokens, at = data.canvases[0], torch.arange(4, 7)
         rows = at if model.cfg.readout == "in_place" else at - 1
@@ -103,7 +103,7 @@ def test_the_descent_written_out(several):
         data = tokens = several.tokens[:1, :7] % 500
         rows = torch.arange(7)
     fitted = fit_translators(model, data, layers=[0, 2], iterations=4, batch_size=1, learning_rate=0.01)
-    step = None if model.cfg.grows else data.state_at(0)
+    step = None if model.cfg.is_autoregressive else data.state_at(0)
     with torch.no_grad(), model.clock.at(step):
         head = model.head_at(tokens[:, rows])
         logits, cache = model.run_with_cache(tokens)

@@ -18,12 +18,12 @@ GENTLE = ValueSettings(lr=0.05, steps=3)  # steps small enough that round-off st
 def request_of(model, seed, prefixes=(0, 5)):
     """Prompts with six tokens, of which the second and third are the subject, and an object of two; their essence."""
     tokens = torch.randint(10, 500, (20,), generator=torch.Generator().manual_seed(seed)).tolist()
-    canvas = [31] if model.cfg.grows else hidden_tokens(model.cfg, 2)
+    canvas = [31] if model.cfg.is_autoregressive else hidden_tokens(model.cfg, 2)
     queries = [
         Query(torch.tensor(tokens[:n] + tokens[10:16] + canvas), (n + 1, n + 3), (n + 6, n + 7), (31, 32))
         for n in prefixes
     ]
-    ending = [7, 8] if model.cfg.grows else [7, 8, *hidden_tokens(model.cfg, 1)]
+    ending = [7, 8] if model.cfg.is_autoregressive else [7, 8, *hidden_tokens(model.cfg, 1)]
     return queries, Query(torch.tensor(tokens[11:13] + ending), (0, 2), (), ())
 
 

@@ -150,7 +150,9 @@ def test_in_every_family(every):
     model, tokens, layer = every.model, every.tokens[:2, :9] % 500, every.dense_layers[-2]
     if model.cfg.has_mask:
         tokens[:, 8] = model.cfg.blank
-    requests = [Query(row, (2, 5), (9 if model.cfg.grows else 8,), (31 + i,)) for i, row in enumerate(tokens)]
+    requests = [
+        Query(row, (2, 5), (9 if model.cfg.is_autoregressive else 8,), (31 + i,)) for i, row in enumerate(tokens)
+    ]
     logits = model(tokens)
     edit = memit(model, requests, [layer], settings=replace(SEARCH, clamp_norm_factor=4.0), cov_weight=TINY)
     resid_post = f"blocks.{layer}.hook_resid_post"

@@ -64,7 +64,7 @@ def test_in_every_family(every):
     model, tokens = every.model, every.tokens[0, :9] % 500
     if model.cfg.has_mask:
         tokens[8] = model.cfg.blank
-    query = Query(tokens, (2, 5), (9 if model.cfg.grows else 8,), (31,))
+    query = Query(tokens, (2, 5), (9 if model.cfg.is_autoregressive else 8,), (31,))
     layer = every.dense_layers[-2]
     value = optimize_value(model, query, layer, kl_factor=0.0, steps=8, lr=0.1)
     assert value.losses[-1, 1] < value.losses[0, 1]

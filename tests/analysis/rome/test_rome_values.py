@@ -26,7 +26,7 @@ GUSTAV = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rols
 def request_of(model, seed, answer=(31, 32, 33), prefixes=(0, 3)):
     """Prompts of several lengths on this model's canvas, and their essence."""
     tokens = torch.randint(10, 500, (20,), generator=torch.Generator().manual_seed(seed)).tolist()
-    canvas = list(answer[:-1]) if model.cfg.grows else hidden_tokens(model.cfg, len(answer))
+    canvas = list(answer[:-1]) if model.cfg.is_autoregressive else hidden_tokens(model.cfg, len(answer))
     queries = [
         Query(
             torch.tensor(tokens[:n] + tokens[10:16] + canvas),
@@ -36,7 +36,7 @@ def request_of(model, seed, answer=(31, 32, 33), prefixes=(0, 3)):
         )
         for n in prefixes
     ]
-    ending = [7, 8] if model.cfg.grows else [7, 8, *hidden_tokens(model.cfg, 1)]
+    ending = [7, 8] if model.cfg.is_autoregressive else [7, 8, *hidden_tokens(model.cfg, 1)]
     return queries, Query(torch.tensor(tokens[11:13] + ending), (0, 2), (), ())
 
 
