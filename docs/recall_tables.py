@@ -1,6 +1,6 @@
 """The reversal experiment: `{naming-table}`, the two names of its cells, and `{published-table}` with a score.
 
-Both are generated from `evaluation.naming` and `evaluation.published`, so that no number is written twice.
+Both are generated from `evaluation.recall`, so that no number is written twice.
 """
 
 from docutils import nodes

@@ -213,7 +213,9 @@ class Fact:
                 f"name one with subject_start=, one of {starts}, or with occurrence=0 to {len(starts) - 1}"
             )
         if not 0 <= (occurrence or 0) < len(starts):
-            raise ValueError(f"occurrence={occurrence}, but {self.subject!r} occurs {len(starts)} times in the prompt")
+            raise ValueError(
+                f"occurrence={occurrence}, but {self.subject!r} occurs {len(starts)} times in the prompt {self.prompt!r}"
+            )
         start = starts[occurrence or 0]
         return start, start + len(self.subject)
 
