@@ -214,7 +214,8 @@ class Fact:
             )
         if not 0 <= (occurrence or 0) < len(starts):
             raise ValueError(
-                f"occurrence={occurrence}, but {self.subject!r} occurs {len(starts)} times in the prompt {self.prompt!r}"
+                f"occurrence={occurrence}, but {self.subject!r} occurs {len(starts)} times in the prompt "
+                f"{self.prompt!r}"
             )
         start = starts[occurrence or 0]
         return start, start + len(self.subject)
