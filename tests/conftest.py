@@ -216,7 +216,7 @@ UNDER_LAW = (
     *("llada_moe", "llada_moe-options", "llada2", "sdar", "mdlm", "bd3lm", "sedd", "radd"),
     *("uniform", "udlm", "sedd-uniform"),
 )
-TIME = 0.6  # which a network that is told the time hears outside the loop
+TIME = 0.6  # which a time-conditioned network hears outside the loop
 
 
 class OneModel:

@@ -8,7 +8,7 @@ import torch
 
 
 def told_noise_of(model, state):
-    """A context in which a network that is told the time is told the noise of a step; the last of a block has none."""
+    """A context in which a time-conditioned network gets the noise of a step; the last of a block has none."""
     if not model.cfg.time_conditioning:
         return nullcontext()
     return model.at_time(min(max(1e-9, -math.expm1(-state.sigma) / (1 - 1e-3)), 1.0))

@@ -172,7 +172,7 @@ class TimeConditioning:
 
     Attributes:
         d_cond: Width of that vector.
-        told: Whether the network is told the time. Otherwise sigma is always 0, so that the vector is a constant.
+        told: Whether the network is given the time. Otherwise sigma is always 0, so that the vector is a constant.
         folded: Whether the constant shifts, scales and gates are folded into norms and output matrices. The tensors
             from which they were computed are kept, so that an export can undo it.
     """
@@ -184,7 +184,7 @@ class TimeConditioning:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.told and self.folded:
-            raise ValueError("a network that is told the time has no constant shifts, scales and gates to fold")
+            raise ValueError("a time-conditioned network has no constant shifts, scales and gates to fold")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Folds the adaptive LayerNorms of a network that is not told the time into its other weights, and undoes it.
+"""Folds the adaptive LayerNorms of a network without time conditioning into its other weights, and undoes it.
 
 Such a network reads the noise level 0 whatever its canvas, so that shift, scale and gate of every part are constants:
 

@@ -8,10 +8,10 @@ computed on others, so that no canvas contributes to both. With centred X and y,
 from sums over rows in float64: neither rows nor predictions are kept. The penalty λ is relative: a `penalty` times the
 mean variance of a feature times the number of rows, so that one grid suits every hook point.
 
-`probe_time` reads the denoising time t. Masked diffusion models are not told the time, and yet their states encode it
-(Rulli et al. 2026, arXiv 2607.01774, who probe the residual stream of LLaDA and Dream). t is `hook.step.t` on the
-canvases of trajectories, and the probability with which tokens were masked, or replaced under uniform noise, in texts
-that are noised at random. A network with time conditioning is told that of each canvas. `probe` reads any label of the
+`probe_time` reads the denoising time t. Masked diffusion models are not conditioned on the time, and yet their states
+encode it (Rulli et al. 2026, arXiv 2607.01774, who probe the residual stream of LLaDA and Dream). t is `hook.step.t` on
+the canvases of trajectories, and the probability with which tokens were masked, or replaced under uniform noise, in
+texts that are noised at random. A time-conditioned network gets that of each canvas. `probe` reads any label of the
 texts or runs on the same canvases.
 
 Two predictors set the scale. The first is the probe itself with the labels permuted (R² of about 0 or below). The

@@ -5,10 +5,10 @@ A reference is a safetensors file with
     tokens          Int[batch pos], including [MASK] tokens
     logits          Float[batch pos d_vocab_out], as the network returns them, before any shift
     attention_mask  optional, 0 at padding
-    time            Float[batch], for a network that is told the time: that of each row, as in `model(tokens, time=...)`
+    time            Float[batch], for a time-conditioned network: that of each row, as in `model(tokens, time=...)`
     before, after   optional, Int[batch pos]: the canvas before and after a step of greedy denoising without guidance;
                     for a causal model, the prompt followed by -1, and the text after its continuation; not under
-                    uniform noise, nor of a network that is told the time
+                    uniform noise, nor of a time-conditioned network
 
 Logits depend neither on the id of [MASK] nor on the readout; `before` and `after` depend on both.
 
@@ -53,7 +53,7 @@ N_POS = 32
 
 
 def at_check_time(model: DiffusionTransformer) -> AbstractContextManager[Any]:
-    """A context in which the network is told `TIME`, if it is told any."""
+    """A context in which the network is given `TIME`, if it is conditioned on the time."""
     return model.at_time(TIME) if model.cfg.time_conditioning else nullcontext()
 
 
@@ -125,15 +125,15 @@ class Reference:
             )
         if a.time_conditioning != (self.time is not None):
             raise ValueError(
-                f"{a.name!r} is told the time of its canvas, and the reference does not say it: add a tensor time, a "
-                "number in (0, 1] for each row"
+                f"{a.name!r} is conditioned on the time of its canvas, and the reference does not say it: add a tensor "
+                "time, a number in (0, 1] for each row"
                 if a.time_conditioning
-                else f"the reference has times, and {a.name!r} is not told the time: leave the tensor time out"
+                else f"the reference has times, and {a.name!r} has no time conditioning: leave the tensor time out"
             )
         if self.before is None:
             return
         if a.time_conditioning or (a.uniform_noise and bool(reached(self.before).all())):
-            why = "is told the time" if a.time_conditioning else "has no [MASK] to reveal them at"
+            why = "is conditioned on the time" if a.time_conditioning else "has no [MASK] to reveal them at"
             raise ValueError(
                 "before and after are a step that reveals the likeliest tokens, whatever the time, and "
                 f"{a.name!r} {why}: leave both out"

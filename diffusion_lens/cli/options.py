@@ -283,7 +283,7 @@ class SamplerOptions(Settings):
         "For a masked model: confidence (the default), ancestral, remdm, blocks, posterior, score, block_posterior, "
         "first_hitting, left_to_right, or the preset smdm, llada, dream, diffullama, mdlm, bd3lm, sedd or radd. For "
         "one that writes block after block: block_confidence (the default), block_posterior (the default of a network "
-        "that is told the time), first_hitting, left_to_right, or the preset sdar, llada2, nemotron or bd3lm. For "
+        "with time conditioning), first_hitting, left_to_right, or the preset sdar, llada2, nemotron or bd3lm. For "
         "uniform noise: uniform_posterior (the default), score, or the preset udlm or sedd. A causal model supports "
         "only left_to_right.",
     )

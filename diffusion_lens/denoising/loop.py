@@ -132,7 +132,7 @@ class Run:
         revealed_at: Int[batch pos], as in `Trajectory`.
         confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was.
         script: Int[canvas batch pos], canvases that a forced run follows; `None` for a free run.
-        sigmas: Noise at each step, of which the network is told, or that of each row; by default that of the schedule.
+        sigmas: Noise at each step, which the network is given, or that of each row; by default that of the schedule.
         kept: Float[batch], noise of the rows that the last step left as they were, where the sampler keeps it; NaN for
             the others.
     """
@@ -328,7 +328,7 @@ class Run:
             unchanged = (self.tokens == state.tokens).all(dim=1).cpu()
             self.kept = torch.tensor(now, dtype=torch.float64).masked_fill(~unchanged, float("nan"))
         elif self.sampler.keeps_prediction and self.sigmas is not None and torch.equal(self.tokens, state.tokens):
-            # The next step, if there is one, is told the same time.
+            # The next step, if there is one, is given the same time.
             for index in range(state.index + 1, state.n_steps)[:1]:
                 self.sigmas[index] = self.sigmas[state.index]
         if self.canvas.reach is not None:

@@ -326,7 +326,7 @@ class Sampler(ABC):
         proposal: Rule by which tokens are proposed and scored.
         schedule: Schedule of noise of the run; `None` takes the model's.
         may_change_nothing: Whether a step that predicts may leave the canvas as it is.
-        keeps_prediction: Whether the network is told the time of the last step that changed the canvas, so that a step
+        keeps_prediction: Whether the network is given the time of the last step that changed the canvas, so that a step
             after one that changed nothing predicts the same.
         has_times_of_rows: Whether each row has a time of its own, that of its open block.
         writes: Where it writes: "anywhere" on the canvas, the "next" position, or in the open "block".
@@ -362,8 +362,8 @@ class Sampler(ABC):
             )
         if variant.opens_blocks and variant.time_conditioning and not self.has_times_of_rows:
             return (
-                "gives a step one time, that of the run, and this model is told the time and writes block after block: "
-                "each row is at its own time in its own block. Use 'block_posterior' or 'first_hitting'"
+                "gives a step one time, that of the run, and this model is conditioned on the time and writes block "
+                "after block: each row is at its own time in its own block. Use 'block_posterior' or 'first_hitting'"
             )
         return None
 
@@ -379,7 +379,7 @@ class Sampler(ABC):
         """
         if self.couples_rows(variant):
             raise ValueError(
-                f"the sampler {self.name!r} of the run tells the network the time of the last step that changed any "
+                f"the sampler {self.name!r} of the run gives the network the time of the last step that changed any "
                 "row of a batch, so that corrupted runs which are denoised together would depend on one another. "
                 "Denoise with the same sampler and keeps_prediction=False"
             )

@@ -19,7 +19,7 @@ the bound is the integral over p from 0 to 1 of the expected sum, over the answe
     logits, uniform        the term of Schiff et al. 2024, arXiv 2412.10193, eq. 18, which leaves a token with 1 - p;
                            to the integral, -log p(x_0) of the clean answer at time 0 is added
 
-None depends on a schedule: it says only which p the network meets at which time, which it is told where it listens.
+None depends on a schedule: it says only which p a network meets at which time, which a time-conditioned one is given.
 
 `rank_answer` ranks a given answer after a prompt, token by token, as TransformerLens's `test_prompt` prints it.
 """
@@ -109,7 +109,7 @@ def chain_rule_nll(
 
     On a masked diffusion model each answer token is scored on its own canvas, where this token and all that follow are
     masked. Hooks see these canvases as rows of one batch. On a causal model one teacher-forced pass scores all tokens.
-    A network that is told the time is told, for each canvas, that at which the chance of a mask is the share of the
+    A time-conditioned network gets, for each canvas, that at which the chance of a mask is the share of the
     answer that is masked there: 1 for the first token, 1/n for the last of n.
 
     A model by blocks is scored as it is trained: blocks are counted from the first token of the text, and every row is
@@ -162,7 +162,7 @@ def monte_carlo_nll(
 ) -> NLLEstimate:
     """The diffusion bound on the answer's NLL, from random noise on the answer.
 
-    A network that is told the time is told that of each sample's p, which is uniform between 0.001 and 1, as in
+    A time-conditioned network gets that of each sample's p, which is uniform between 0.001 and 1, as in
     training; this changes the value by about a thousandth. Losses are weighted by functions of p such as 1/p, so rare
     samples have large weights, and a standard error from few samples tends to be too small.
 
@@ -174,7 +174,7 @@ def monte_carlo_nll(
         noisy: Canvases to use instead of sampled ones: prompt and answer, with some positions of the answer masked, or
             under uniform noise replaced. Their rows count as independent samples; `samples`, `batch_size` and `seed`
             are then ignored.
-        p_mask: Probability with which each position of `noisy` was masked or replaced. The network is told that of the
+        p_mask: Probability with which each position of `noisy` was masked or replaced. The network is given that of the
             answer's first.
         progress: Whether to show a progress bar.
 
@@ -434,7 +434,7 @@ def bound_term(model: DiffusionTransformer) -> BoundTerm:
 
 
 def told(model: DiffusionTransformer, p: Float[Tensor, "batch"]) -> dict[str, Float[Tensor, "batch"]]:
-    """The noise level that a network is told, as an argument; see `model.time.sigma_of_noise`."""
+    """The noise level that a network is given, as an argument; see `model.time.sigma_of_noise`."""
     sigma = model.time.sigma_of_noise(p)
     return {} if sigma is None else {"sigma": sigma}
 
@@ -457,7 +457,7 @@ def _surprisals(
 ) -> Float[Tensor, "selected"]:
     """-log p of the question's own token, or another loss, at every scored position, in reading order.
 
-    `chances` are the chances of noise on each canvas, by which a network that listens is told the time.
+    `chances` are the chances of noise on each canvas, which say at which time a time-conditioned network reads it.
     """
     canvases, scored, chances = (of_canvas[scored.any(dim=1)] for of_canvas in (canvases, scored, chances))
     targets = question.tokens.expand_as(canvases)

@@ -79,7 +79,7 @@ def test_known_on_one_canvas_is_the_likeliest_token(in_words, name):
 
 
 def test_facts_run_alone_where_a_sampler_gives_a_batch_one_time(in_words):
-    """UDLM's tells the network the time of the last step that changed any row."""
+    """UDLM's gives the network the time of the last step that changed any row."""
     model, loop = in_words("udlm"), LoopSettings(steps=16, sampler="udlm", temperature=0.5, seed=SEED)
     runs = LoopRuns(model, {fact.id: fact.to_query(model, n_masks=6) for fact in ASKED[:6]}, loop)
     for fact in ASKED[:6]:

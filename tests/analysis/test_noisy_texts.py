@@ -30,7 +30,7 @@ class Identity:
 
 @pytest.fixture(params=[*TOLD, *BY_BLOCKS])
 def model(request: pytest.FixtureRequest, configs: Any, specimen: Any) -> Any:
-    """A network that is told the time, or that attends by blocks, or both; outside of `at_time`."""
+    """A network that is conditioned on the time, or attends by blocks, or both; outside of `at_time`."""
     config = configs[request.param]
     if request.param == "sedd-uniform":  # with the schedule of `time=`
         config["noise"] = {"type": "loglinear"}

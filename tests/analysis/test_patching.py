@@ -23,7 +23,7 @@ both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], 
 WITH_NOISE = ["lit_gpt-mdm", "lit_gpt-ar", "udlm", "bd3lm", "llada_moe-options"]
 with_noise = pytest.mark.parametrize("every", WITH_NOISE, indirect=True)
 every_noise = pytest.mark.parametrize("every", [*WITH_NOISE, "sedd-uniform"], indirect=True)
-# Models of each order in which a run writes its canvas, with steps of their own where the network is told the time.
+# Models of each order in which a run writes its canvas, with steps of their own where the network is given the time.
 every_loop = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "udlm", "bd3lm", "llada2"], indirect=True)
 # Sites that are compared with TransformerLens's tools on one model or on the other.
 COMPARED = {

@@ -58,7 +58,7 @@ def prompt_of(every):
 
 
 def steps_of(cfg, steps):
-    """Of a run: by blocks the default number, unless the network is told the time, where it is 32 for each block."""
+    """Of a run: by blocks the default number, unless the network is given the time, where it is 32 for each block."""
     return steps if not cfg.opens_blocks else 8 if cfg.time_conditioning else None
 
 

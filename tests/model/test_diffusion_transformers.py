@@ -324,6 +324,6 @@ def compute_key_at(model, query):
 def test_a_run_by_blocks_has_no_time_to_tell(specimen, configs):
     model = specimen(configs["bd3lm"]).model
     with pytest.raises(
-        ValueError, match=r"'block_confidence' gives a step one time.*told the time and writes block after block"
+        ValueError, match=r"'block_confidence' gives a step one time.*conditioned on the time and writes block after"
     ):
         model.denoise(torch.randint(500, (1, 6)), length=12, sampler="block_confidence")

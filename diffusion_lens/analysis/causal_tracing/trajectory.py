@@ -216,8 +216,8 @@ def trace_trajectory(
 
     # 2. Group the steps at which the network reads the same tokens, since these share their passes: steps that reveal
     # nothing and, on a causal model, all steps whose tokens are the answer's. Steps are not grouped under the caller's
-    # hooks, which may act by step, on free canvases, or where the network is told different times. Canvases with common
-    # beginnings are computed together.
+    # hooks, which may act by step, on free canvases, or where the network is given different times. Canvases with
+    # common beginnings are computed together.
     can_share = free is None and not model.is_hooked
     groups: dict[Hashable, list[int]] = {}
     for step in selected_steps:

@@ -3,7 +3,7 @@
 On a masked diffusion model an activation depends on how much of the text is masked. Each text is therefore masked at a
 random noise level t, and every stored vector comes with the t of its canvas, as in DLM-Scope (arXiv 2602.05859), which
 trains one sparse autoencoder on masked positions and one on unmasked positions. The text is read as in training: a
-network with time conditioning is told that of t, and one that attends by blocks reads the clean text beside it.
+time-conditioned network gets that of t, and one that attends by blocks reads the clean text beside it.
 
 The folder contains `run.json`, which describes the call, and numbered files, each with the vectors of some consecutive
 canvases. Which canvases a file contains follows from the call alone, before anything is computed, and a file is written

@@ -4,7 +4,7 @@ over the canvases of trajectories step by step, or over clean texts, to which th
 A canvas of a run is read as the network reads it at that step, with `hook.step` set, so that hooks of the caller act as
 they do in the loop. Positions that a growing text has not reached, and padding, are never read.
 
-Where nothing is hooked, equal canvases at consecutive steps share a pass, unless the network is told the time of each.
+Where nothing is hooked, equal canvases at consecutive steps share a pass, unless the network is given the time of each.
 So do the canvases of a text that grows, which continue one another, because no position sees a later one. A hook may
 act by step, and sees the whole canvas as in the loop, so that every canvas has its own pass.
 """
@@ -47,7 +47,7 @@ class ForwardPass:
         step: The denoising step that hooks read; `None` outside the loop.
         queries: The query of each row, where the inputs are queries or facts.
         clean: Int[batch pos], the clean text that a model which attends by blocks reads beside a text under noise.
-        sigma: Noise of each row, of which a network that is told the time reads; by default that of the step, then that
+        sigma: Noise of each row, of which a time-conditioned network reads; by default that of the step, then that
             of `model.at_time(t)`.
     """
 
@@ -63,7 +63,7 @@ class ForwardPass:
     def under_noise(
         cls, model: DiffusionTransformer, text: Tokens, noisy: Tokens, real: PosMask, p: Float[Tensor, "batch"]
     ) -> "ForwardPass":
-        """The pass on texts under noise of probability `p`, as in training: each row is told its own, and a model that
+        """The pass on texts under noise of probability `p`, as in training: each row gets its own, and a model that
         attends by blocks reads each block after the clean ones."""
         clean = None if model.cfg.causal_block is None else text
         return cls(model, noisy, real, clean=clean, sigma=model.time.sigma_of_noise(p))

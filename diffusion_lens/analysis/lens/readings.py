@@ -179,7 +179,7 @@ def logits_of(
 ) -> Tensor:
     """Float[entry d_vocab_out], logits of states that are read as if the network ended there.
 
-    A network that is told the time hears of the noise `sigma`, by default that of the step or of `at_time`.
+    A time-conditioned network gets the noise `sigma`, by default that of the step or of `at_time`.
     """
     logits: Tensor = model.unembed(model.normalized(states, sigma))
     return logits

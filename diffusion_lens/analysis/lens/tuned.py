@@ -7,7 +7,7 @@ what the network predicts. The loss is the mean of
 
 over positions that the network predicts; norm and unembedding are frozen. The paper fits causal models on texts. A
 masked diffusion model is fitted on texts whose tokens are masked at random, at noise levels that cover (0, 1] evenly as
-in its training, and by default at the masked positions only. A network that is told the time is told that of each
+in its training, and by default at the masked positions only. A time-conditioned network gets that of each
 canvas. Unlike the paper, which uses SGD with momentum, the maps are fitted by Adam, with a learning rate that falls
 linearly to 0.
 """
@@ -192,7 +192,7 @@ class _Data:
     open: PosMask  # positions that may be masked, or noise
     source: CleanTexts | Inputs
     masked_only: bool  # whether only masked positions, or under uniform noise open ones, are read
-    sigma: Float[Tensor, "batch"] | None = None  # noise of each canvas, where the network is told the time
+    sigma: Float[Tensor, "batch"] | None = None  # noise of each canvas, where the network is given the time
 
     @classmethod
     def of(
@@ -243,7 +243,7 @@ class _Data:
 
 def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask, PosMask, Float[Tensor, "batch"] | None]:
     """The canvases of trajectories, one row each (of a text that grows, only the last canvas), their real positions,
-    those that were not given, and where the network is told the time, the noise of each canvas."""
+    those that were not given, and where the network is given the time, the noise of each canvas."""
     rows, present, written, sigmas, model = [], [], [], [], inputs.model
     for trajectory in inputs.trajectories:
         canvases, real = (x.to(model.cfg.device) for x in (trajectory.canvases, trajectory.real))

@@ -28,7 +28,7 @@ class LoopSettings:
         seed: Seed of the study; each fact has its own seed, made of this one and its id.
         batch_size: Largest number of facts in one batch. Only facts whose prompts are equally long share one, as do
             their canvases. A sampler by which the runs of a batch depend on one another gets one fact at a time: one
-            that ranks a batch as one pool, or tells the network the time of the last change to any of its rows.
+            that ranks a batch as one pool, or gives the network the time of the last change to any of its rows.
     """
 
     steps: int | None = None

@@ -5,9 +5,9 @@ corpus' keys least (Meng et al. 2022, arXiv 2202.05262, section 3.1 and appendix
 
 Keys are taken at every position of a corpus that is not padding. A masked diffusion model sees the corpus as in
 training: each text samples t ~ U(0, 1) and each of its tokens is masked with probability p = (1 - eps) t + eps
-(`hide`). So keys of masked and of unmasked positions have the same proportions as in training. A network that is told
-the time is told that of each text, and one that attends by blocks reads each block after the clean ones before it. The
-noise does not depend on the batch: text i has its own seed, derived from the given seed and i.
+(`hide`). So keys of masked and of unmasked positions have the same proportions as in training. A time-conditioned
+network gets the time of each text, and one that attends by blocks reads each block after the clean ones before it.
+The noise does not depend on the batch: text i has its own seed, derived from the given seed and i.
 
 Keys of one text are similar, so texts are the independent units of the error. With T texts, n keys, and S_t = Σ k kᵀ
 over the m_t keys of text t,

@@ -6,7 +6,7 @@ W is the down-projection of one MLP, k* the subject's key, and k_p its key in th
 exactly to v*. Keys orthogonal to C⁻¹ k* keep their values. As in ROME's code, the direction comes from the mean key and
 the length from the plain one. Without a second moment, C = I.
 
-In a network that is told the time, the output of W passes a gate before it is added to the stream, and v* is what is
+In a time-conditioned network, the output of W passes a gate before it is added to the stream, and v* is what is
 added. The edit therefore assigns v* / gate, with the gate at the time of the search for v* (`model.at_time(t)`). At
 that time the key has the value v*; at another time t' it has v* · gate(t') / gate(t), entry by entry.
 

@@ -11,7 +11,7 @@
 
    λ C stands for the other contents of the memory, as if it stored λ keys of the corpus (section 4.2).
 
-In a network that is told the time, R is divided by the gate of the block at that time, which multiplies what W writes.
+In a time-conditioned network, R is divided by the gate of the block at that time, which multiplies what W writes.
 
 C is the second moment of the unedited model (`rome.covariance`). One request in one block gets the direction C⁻¹ k of
 the rank-one edit, scaled by s / (λ + s) with s = kᵀ C⁻¹ k, because the ridge does not enforce the target.

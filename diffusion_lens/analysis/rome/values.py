@@ -106,7 +106,7 @@ class ValueResult(PicturedResult, Saved):
         layer: Number of the block.
         record: Settings, prompts, object, essence, model, weights' hash, versions.
         gate: Float[d_model], by what the MLP's output is multiplied before it is added to the stream, at the time of
-            the search; `None` in a network that is not told the time.
+            the search; `None` in a network without time conditioning.
     """
 
     KIND: ClassVar[str] = "ROME value"

@@ -170,7 +170,7 @@ class BlockPosterior(_InBlock):
     Attributes:
         steps_per_block: Steps S of a block. By default the `steps` of the run are shared evenly among the blocks of a
             row, and without `steps` a block has 32.
-        keeps_prediction: Whether the network is told the time of the last step that changed the row's canvas.
+        keeps_prediction: Whether the network is given the time of the last step that changed the row's canvas.
     """
 
     steps_per_block: int | None = None
@@ -230,7 +230,7 @@ class FirstHitting(_InBlock):
     """Reveals one position of the open block in each step, at a sampled time; which one is chosen at random.
 
     From a time t at which m positions are masked, the first of them is revealed at the time t · u^(1/m), with u ~
-    U(0, 1). A network that is told the time is told that one.
+    U(0, 1). A time-conditioned network gets that one.
     """
 
     proposal: Proposal = field(default_factory=Proposal)

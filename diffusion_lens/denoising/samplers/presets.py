@@ -268,7 +268,7 @@ def bd3lm(
     - Its last step of a block is at time 0, where it writes token 0 at each position still masked. Here that step draws
       them from p(x_0).
     - It opens the next block once all rows have filled theirs. Here each row does so by itself. It also predicts again
-      when any row has changed. Here a row is told a new time when it has changed itself.
+      when any row has changed. Here a row is given a new time when it has changed itself.
     - It stops early by criteria of its own, and reads the last `context_size` positions. Here the network reads the
       whole canvas.
 

@@ -88,7 +88,7 @@ class UniformPosterior(_Transitions):
     """Draws the token of every position from the posterior under uniform noise, in every step.
 
     Attributes:
-        keeps_prediction: Whether the network is told the time of the last step that changed the canvas (of any row of
+        keeps_prediction: Whether the network is given the time of the last step that changed the canvas (of any row of
             the batch), as in the authors' code with `use_cache`, which saves forward passes.
     """
 

@@ -222,7 +222,7 @@ def test_steps_with_the_same_canvas_share_a_pass(several):
     distinct = len(trajectory.canvases[:-1].unique(dim=0))
     lens = logit_lens(model, trajectory)
     assert distinct < 8
-    # A network that is told the time reads the same canvas otherwise at another step.
+    # A time-conditioned network reads the same canvas otherwise at another step.
     assert lens.record["forward_passes"] == (8 if model.cfg.time_conditioning else distinct)
     states = states_in_the_loop(model, trajectory)
     for step in lens.steps:
