@@ -274,16 +274,6 @@ def renamed_when_whole(path: Path) -> Iterator[Path]:
         Path(name).unlink(missing_ok=True)
 
 
-@contextmanager
-def renamed_together(folder: Path) -> Iterator[Path]:
-    """A temporary folder; unless an exception is raised, its files replace those of `folder`, whose others stay."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as temporary:
-        yield Path(temporary)
-        for file in Path(temporary).iterdir():
-            os.replace(file, folder / file.name)
-
-
 def sha256_of_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     digest = hashlib.sha256()

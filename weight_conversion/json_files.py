@@ -140,10 +140,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Parse a JSON file that contains one object; any other value raises a `ValueError` that names the file."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise ValueError(
-            f"{path} should contain one JSON object, {{...}}; it contains {_KINDS.get(type(content), 'null')}. Fetch "
-            "it again"
-        )
+        raise ValueError(f"{path} should contain one JSON object, {{...}}; it contains {content!r:.60}. Fetch it again")
     return content
 
 
@@ -187,15 +184,6 @@ def _escaped(name: str) -> str:
 
 def _key(container: Any, part: str) -> Any:
     return int(part) if isinstance(container, list) else part
-
-
-_KINDS: Mapping[type, str] = {
-    list: "a list",
-    str: "a string",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-}
 
 
 class _RepeatedKey(Exception):
