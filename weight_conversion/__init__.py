@@ -39,7 +39,6 @@ from weight_conversion.files import (
 from weight_conversion.json_files import (
     JsonError,
     as_json,
-    decode_json,
     from_json,
     parse_json,
     read_json,
@@ -70,7 +69,6 @@ __all__ = [
     "YarnScaling",
     "as_json",
     "check_export",
-    "decode_json",
     "export",
     "export_size",
     "family_of",
