@@ -19,6 +19,7 @@ from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
 from diffusion_lens.denoising.canvas import Prompt, lay_out
 from diffusion_lens.denoising.denoise import denoise, denoise_with_cache
 from diffusion_lens.denoising.sampler import Sampler, Seed
+from diffusion_lens.denoising.samplers import lists_samplers
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.names import ByHookPoint, FwdHooks, NamesFilter, hook_pairs
@@ -524,6 +525,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Denoise and generate
 
+    @lists_samplers
     @suggest_keywords
     def denoise(
         self,
@@ -552,11 +554,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             max_new_tokens: Number of positions to write after the prompt, instead of `length`.
             steps: Number of denoising steps; by default 32, for "llada" one per masked position. `left_to_right` always
                 takes one step per token.
-            sampler: "confidence" (SMDM's "greedy", the default), "ancestral" (SMDM's "origin"), "remdm", "blocks",
-                "left_to_right" (the default, and the only one, of a causal model); by transitions "posterior", "score"
-                and under uniform noise "uniform_posterior", its default; block after block "block_confidence", its
-                default, "block_posterior", "first_hitting"; a preset ("smdm", "llada", "llada2", "dream", "sdar",
-                "nemotron", "diffullama", "mdlm", "bd3lm", "sedd", "udlm", "radd"), or a `Sampler`.
+            sampler: A `Sampler`, or the name of one or of a preset of the authors' code ("confidence" is SMDM's
+                "greedy", "ancestral" its "origin"). {samplers}.
             cfg_scale: Weight w of unsupervised classifier-free guidance; 0 for no guidance.
             temperature: Temperature of the Gumbel noise, in float64; 0 takes the likeliest token. Samplers by
                 transitions draw at any temperature when a position changes; their authors' is 1.

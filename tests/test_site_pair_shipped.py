@@ -8,6 +8,7 @@ import pytest
 
 from bundled_models import site_measures as measures
 from bundled_models import site_pair
+from bundled_models.rows_and_blocks import site_tokenizer
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.data import site_facts
 from diffusion_lens.loading.catalogue import BUNDLED
@@ -96,7 +97,7 @@ def test_the_shipped_files_are_those_measured(world: site_facts.SiteFacts) -> No
 
 
 def test_the_shipped_tokenizer_is_the_worlds(shipped: HookedDiffusionTransformer, world: site_facts.SiteFacts) -> None:
-    fresh = site_facts.build_tokenizer(world)
+    fresh = site_tokenizer(world)
     for fact in world.facts("attribute")[::97] + world.facts("description")[::97]:
         assert shipped.to_tokens(fact.prompt)[0].tolist() == fresh(fact.prompt)["input_ids"]
 

@@ -8,6 +8,7 @@ from jaxtyping import config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from bundled_models.rows_and_blocks import toy_rows
 from diffusion_lens.data import toy_facts
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.facts.taught_pairs import (
@@ -118,7 +119,7 @@ def test_every_toy_pair_is_its_sentence_as_trained(tiny, trained):
     people = [person for person in toy.people if person.trained == trained]
     pairs = toy.taught_pairs(tiny, trained)
     assert len(pairs) == len({pair.id for pair in pairs}) == len(people) == toy_facts.PEOPLE[trained]
-    rows = {tuple(row.tolist()) for row in toy_facts.encode(toy.sentences(), tiny.tokenizer)}
+    rows = {tuple(row.tolist()) for row in toy_rows(toy.sentences(), tiny.tokenizer)}
     for person, pair in zip(people, pairs, strict=True):
         asked, given = (person.description, person.name) if trained == "d2p" else (person.name, person.description)
         a, b = (tiny.to_single_token(words.split()[-1]) for words in (asked, given))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bundled_models import tiny_kinds, tiny_pair
+from bundled_models.rows_and_blocks import toy_rows, toy_tokenizer
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
 from diffusion_lens.loading.catalogue import BUNDLED
@@ -81,8 +82,8 @@ def test_a_training_of_a_few_steps_writes_a_model_that_loads(tmp_path: Path, mon
 def test_the_denoising_loss_is_the_cross_entropy_of_the_clean_tokens():
     """On a model whose logits are the same everywhere, whatever the noise."""
     facts = toy_facts.load()
-    tokenizer = toy_facts.build_tokenizer(facts)
-    tokens = toy_facts.encode(facts.sentences()[:64], tokenizer)
+    tokenizer = toy_tokenizer(facts)
+    tokens = toy_rows(facts.sentences()[:64], tokenizer)
     model = HookedDiffusionTransformer.from_pretrained("tiny-uniform", device="cpu")
     with torch.no_grad():
         model.unembed.weight.zero_()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bundled_models import tiny_pair
+from bundled_models.rows_and_blocks import toy_tokenizer
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
 from diffusion_lens.loading.catalogue import BUNDLED
@@ -59,7 +60,7 @@ def test_the_card_shows_the_table_measured(results):
 
 
 def test_shipped_tokenizer_is_the_corpus_tokenizer(pair):
-    fresh = toy_facts.build_tokenizer(toy_facts.load())
+    fresh = toy_tokenizer(toy_facts.load())
     sentences = toy_facts.load().sentences()[::37]
     for model in pair.values():
         assert [model.to_tokens(text)[0].tolist() for text in sentences] == [

@@ -274,16 +274,6 @@ def renamed_when_whole(path: Path) -> Iterator[Path]:
         Path(name).unlink(missing_ok=True)
 
 
-@contextmanager
-def renamed_together(folder: Path) -> Iterator[Path]:
-    """A temporary folder; unless an exception is raised, its files replace those of `folder`, whose others stay."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as temporary:
-        yield Path(temporary)
-        for file in Path(temporary).iterdir():
-            os.replace(file, folder / file.name)
-
-
 def sha256_of_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
@@ -321,16 +311,11 @@ def _header(tensors: Mapping[str, Tensor], names: list[str], metadata: Mapping[s
     described = _json({"__metadata__": dict(sorted(metadata.items())), **entries} if metadata else entries)
     described += b" " * (-(8 + len(described)) % ALIGNMENT)
     if len(described) > LONGEST_HEADER:
-        of_tensors = len(_json(entries))
-        advice = (
-            "write fewer tensors, joined or in several files"
-            if 2 * of_tensors > len(described)
-            else "shorten the metadata, by storing long lists as tensors or in files of their own"
-        )
         raise ValueError(
-            f"the header of this safetensors file would have {len(described):,} bytes, {of_tensors:,} of them for "
-            f"{len(names):,} tensors and the others for metadata, and no reader accepts more than {LONGEST_HEADER:,}: "
-            f"{advice}. Nothing was written"
+            f"the header of this safetensors file would have {len(described):,} bytes, {len(_json(entries)):,} of them "
+            f"for {len(names):,} tensors and the others for metadata, and no reader accepts more than "
+            f"{LONGEST_HEADER:,}: write fewer tensors, joined or in several files, or shorten the metadata, by storing "
+            "long lists as tensors or in files of their own. Nothing was written"
         )
     return described
 

@@ -79,15 +79,18 @@ class JsonError(ValueError):
         self.reason, self.offset = reason, offset
 
 
-def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value that begins at index `start` of a text, and the index after its end.
+def parse_json(text: str) -> Any:
+    """The JSON value of a text that contains exactly one.
 
     Raises:
-        JsonError: No valid value begins there.
+        JsonError: The text is not such a value.
     """
+    if text.startswith("\ufeff"):
+        raise JsonError("is not valid JSON: it begins with a BOM; save it as UTF-8 without one", 0)
+    start = len(text) - len(text.lstrip(BLANKS))
     try:
-        content, end = _DECODER.raw_decode(text, start)
-        if _SURROGATE.search(text, start, end):
+        content = _DECODER.decode(text)
+        if _SURROGATE.search(text):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except _RepeatedKey as error:
         reason = f"gives the key {error.args[0]!r} twice in one object; keep the correct one"
@@ -100,23 +103,10 @@ def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
         reason = f"contains {half!r}, half of a surrogate pair; write the whole character, or remove it"
         raise JsonError(reason, start) from None
     except json.JSONDecodeError as error:
-        raise JsonError(f"is not valid JSON: {error.msg}", error.pos) from None
+        what = "text follows the end of the value" if error.msg == "Extra data" else error.msg
+        raise JsonError(f"is not valid JSON: {what}", error.pos) from None
     except ValueError as error:  # a number of thousands of digits
         raise JsonError(f"is not valid JSON: {error}", start) from None
-    return content, end
-
-
-def parse_json(text: str) -> Any:
-    """The JSON value of a text that contains exactly one.
-
-    Raises:
-        JsonError: `decode_json` refuses the value, or text follows it.
-    """
-    if text.startswith("\ufeff"):
-        raise JsonError("is not valid JSON: it begins with a BOM; save it as UTF-8 without one", 0)
-    content, end = decode_json(text, len(text) - len(text.lstrip(BLANKS)))
-    if rest := text[end:].lstrip(BLANKS):
-        raise JsonError("is not valid JSON: text follows the end of the value", len(text) - len(rest))
     return content
 
 
@@ -140,10 +130,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Parse a JSON file that contains one object; any other value raises a `ValueError` that names the file."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise ValueError(
-            f"{path} should contain one JSON object, {{...}}; it contains {_KINDS.get(type(content), 'null')}. Fetch "
-            "it again"
-        )
+        raise ValueError(f"{path} should contain one JSON object, {{...}}; it contains {content!r:.60}. Fetch it again")
     return content
 
 
@@ -187,15 +174,6 @@ def _escaped(name: str) -> str:
 
 def _key(container: Any, part: str) -> Any:
     return int(part) if isinstance(container, list) else part
-
-
-_KINDS: Mapping[type, str] = {
-    list: "a list",
-    str: "a string",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-}
 
 
 class _RepeatedKey(Exception):

@@ -160,6 +160,9 @@ class Rule:
             yield Rule(self.theirs.format(i=i, e=e), tuple(name.format(i=i, e=e) for name in self.ours), self.layout)
 
 
+OUR_NAMES: tuple[Rule, ...] = ()  # The table of a checkpoint whose tensors have our names already.
+
+
 class KeyMap:
     """A family's table of rules, written out for one architecture.
 
@@ -172,9 +175,11 @@ class KeyMap:
     def __init__(self, rules: Sequence[Rule], architecture: Architecture, ignored: Sequence[str] = ()) -> None:
         self.architecture = architecture
         self.ignored = tuple(ignored)
+        self.our_shapes = tensor_shapes(architecture)
+        if rules == OUR_NAMES:
+            rules = [Rule(name, (name,)) for name in dict.fromkeys((*self.our_shapes, "unembed.weight"))]
         n_experts = 0 if architecture.experts is None else architecture.experts.n_experts
         all_rules = [each for rule in rules for each in rule.written_out(architecture.n_layers, n_experts)]
-        self.our_shapes = tensor_shapes(architecture)
         covered = {name for rule in all_rules for name in rule.ours}
         if misfit := set(self.our_shapes) - covered:
             raise ValueError(f"the table of {architecture.family!r} does not match our layout at {sorted(misfit)}")

@@ -1,17 +1,22 @@
-"""The table of families, and `recognise`, which finds the family of a checkpoint."""
+"""The table of families, which are those of every module in `families`, and `recognise`, which finds a checkpoint's."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 
+from weight_conversion import families
 from weight_conversion.architecture import Shape
-from weight_conversion.families import dit, lit_gpt, llada, llada2, llada_moe, llama, native, nemotron_labs, qwen
 from weight_conversion.families.family import Config, Family
 from weight_conversion.families.kinds import refuse_unsupported
 
-MODULES = (native, lit_gpt, llada, llada_moe, llada2, llama, qwen, nemotron_labs, dit)
-FAMILIES: dict[str, Family] = {family.name: family for module in MODULES for family in module.FAMILIES}
+_IN_FOLDER = [import_module(f"{families.__name__}.{each.name}") for each in iter_modules(families.__path__)]
+MODULES = tuple(module for module in _IN_FOLDER if hasattr(module, "FAMILIES"))
+_FAMILIES: dict[str, Family] = {family.name: family for module in MODULES for family in module.FAMILIES}
+FAMILIES = dict(sorted(_FAMILIES.items()))
+NAMES = ", ".join(FAMILIES)
 
 
 def recognise(
@@ -34,11 +39,10 @@ def recognise(
             return family
     if settings := [f"{key}={config[key]!r}" for key in ("model_type", "architectures") if config and config.get(key)]:
         raise ValueError(
-            f"{source} is of no known family: its config says {' and '.join(settings)}, and known are "
-            f"{', '.join(FAMILIES)}"
+            f"{source} is of no known family: its config says {' and '.join(settings)}, and known are {NAMES}"
         )
     raise ValueError(
-        f"{source} is of no known family ({', '.join(FAMILIES)}); its first tensors are {sorted(shapes)[:4]}. "
+        f"{source} is of no known family ({NAMES}); its first tensors are {sorted(shapes)[:4]}. "
         "Most formats need their config.json beside the weights; any other has to be converted to one of these first."
     )
 

@@ -117,8 +117,7 @@ def convert(
     report: Report,
     to: str | None = setting(
         None,
-        "Format: diffusion_lens, lit_gpt, llada, llada_moe, llada2, llama, dream, qwen2, qwen3, sdar, nemotron_labs, "
-        "mdlm, udlm, bd3lm, radd or sedd. Default: the source's.",
+        "Format: {weight_conversion.registry:NAMES}. Default: the source's.",
     ),
     dry_run: bool = setting(False, "Describe SOURCE and the memory it needs, and write nothing."),
 ) -> None:

@@ -14,6 +14,7 @@ Groups that several commands share, and checks of their own, are at the end.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial, wraps
@@ -94,9 +95,20 @@ def command(source: str | None = None, **helps: str | None) -> Callable[[Command
 
         options.sort(key=place)
         _declare(called, options)
-        return app.command(cls=None if source is None else _settings_command(source, helps))(called)
+        return app.command(cls=_NamesInHelp if source is None else _settings_command(source, helps))(called)
 
     return register
+
+
+class _NamesInHelp(TyperCommand):
+    """A command whose help lists names from tables: "{module:name}" in a help text stands for a text of that module,
+    which is imported, and torch with it, when the help is shown."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for parameter in self.params:
+            if isinstance(help := getattr(parameter, "help", None), str):
+                vars(parameter)["help"] = with_names(help)
+        super().format_help(ctx, formatter)
 
 
 def _settings_command(source: str, helps: Mapping[str, str | None]) -> type[TyperCommand]:
@@ -106,7 +118,7 @@ def _settings_command(source: str, helps: Mapping[str, str | None]) -> type[Type
     """
     module, _, class_name = source.partition(":")
 
-    class SettingsCommand(TyperCommand):
+    class SettingsCommand(_NamesInHelp):
         @property
         def params(self) -> list[Any]:
             """The command's own parameters, with the options in the place of `settings`."""
@@ -133,6 +145,11 @@ def _settings_command(source: str, helps: Mapping[str, str | None]) -> type[Type
             return super().invoke(ctx)
 
     return SettingsCommand
+
+
+def with_names(help: str) -> str:
+    """A help text with the names of tables in the place of "{module:name}"."""
+    return re.sub(r"\{([\w.]+):(\w+)\}", lambda found: str(vars(import_module(found[1]))[found[2]]), help)
 
 
 def _parameters(options: list[Parameter]) -> list[Any]:
@@ -280,12 +297,7 @@ class SamplerOptions(Settings):
 
     sampler: str | None = setting(
         None,
-        "For a masked model: confidence (the default), ancestral, remdm, blocks, posterior, score, block_posterior, "
-        "first_hitting, left_to_right, or the preset smdm, llada, dream, diffullama, mdlm, bd3lm, sedd or radd. For "
-        "one that writes block after block: block_confidence (the default), block_posterior (the default of a network "
-        "with time conditioning), first_hitting, left_to_right, or the preset sdar, llada2, nemotron or bd3lm. For "
-        "uniform noise: uniform_posterior (the default), score, or the preset udlm or sedd. A causal model supports "
-        "only left_to_right.",
+        "{diffusion_lens.denoising.samplers:BY_KIND}.",
     )
     cfg_scale: float | None = setting(
         None,

@@ -32,7 +32,7 @@ COLUMNS = ("child", "parent", "parent_type")
 PARENT_TYPES = ("mother", "father")
 
 
-def parent_child(path: str | Path | None = None, *, progress: bool = False) -> list[Fact]:
+def parent_child(path: str | Path | None = None) -> list[Fact]:
     """Two facts for each row of the file: the prompt for the parent (asked "p2d"), and the one for the child ("d2p").
 
     The answers end with a full stop. The id is that of the row, from 0, and of the direction: "parent-child-0012-d2p".
@@ -40,7 +40,6 @@ def parent_child(path: str | Path | None = None, *, progress: bool = False) -> l
     Args:
         path: Path of a copy of `parent_child_pairs.csv`. `None` downloads it from the authors' repository and verifies
             its SHA-256.
-        progress: Whether to show a progress bar for the download.
 
     Raises:
         FileNotFoundError: There is no such file, or it is not in the cache and cannot be downloaded.
@@ -49,7 +48,7 @@ def parent_child(path: str | Path | None = None, *, progress: bool = False) -> l
     """
     if path is None:
         by_hand = "pass its path: parent_child(path)"
-        file = fetch_from_web(URL, by_hand=by_hand, sha256=SHA256, progress=progress)
+        file = fetch_from_web(URL, by_hand=by_hand, sha256=SHA256)
     else:
         file = Path(path).expanduser()
         if not file.is_file():

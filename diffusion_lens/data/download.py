@@ -8,7 +8,6 @@ names the file, its address, the reason, and the way to use a copy that was down
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,8 +17,6 @@ from urllib.request import Request, urlopen
 
 from huggingface_hub import cached_assets_path, constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from tqdm.auto import tqdm
 
 from diffusion_lens.loading.hub import TRANSPORT_ERRORS, discard
 from weight_conversion import JsonError, parse_json, renamed_when_whole, sha256_of_file
@@ -28,9 +25,7 @@ TIMEOUT = 30.0  # Seconds to wait for a response.
 OFFLINE = "HF_HUB_OFFLINE is set"
 
 
-def fetch_from_hub(
-    repo: str, file: str, *, revision: str, by_hand: str, sha256: str | None = None, progress: bool = False
-) -> Path:
+def fetch_from_hub(repo: str, file: str, *, revision: str, by_hand: str, sha256: str | None = None) -> Path:
     """Path of a data set's file, from the cache of the hub or downloaded into it.
 
     Args:
@@ -38,7 +33,6 @@ def fetch_from_hub(
         revision: Commit of the repository. (The content of a branch may change.)
         by_hand: Advice for the error message on how to use a copy downloaded by hand, such as "pass folder='...'".
         sha256: Expected SHA-256 of the file.
-        progress: Whether to show a progress bar.
 
     Raises:
         FileNotFoundError: The file is not in the cache, and the hub is unreachable, disabled or lacks the file.
@@ -46,8 +40,7 @@ def fetch_from_hub(
     """
     url = f"{constants.ENDPOINT}/datasets/{repo}/resolve/{revision}/{file}"
     try:
-        with _download_bars(progress):
-            path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
+        path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
     except LocalEntryNotFoundError:
         reason = OFFLINE if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise _out_of_reach(url, reason, by_hand) from None
@@ -60,12 +53,12 @@ def fetch_from_hub(
     return path
 
 
-def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None, progress: bool = False) -> Path:
+def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None) -> Path:
     """Path of a file of the web, from the `diffusion_lens` folder of the Hugging Face assets cache or downloaded there.
 
     Args:
         url: Address of the file.
-        by_hand, sha256, progress: As in `fetch_from_hub`.
+        by_hand, sha256: As in `fetch_from_hub`.
 
     Raises:
         FileNotFoundError: The file is not in the cache, and its host is unreachable, disabled or lacks the file.
@@ -84,7 +77,7 @@ def fetch_from_web(url: str, *, by_hand: str, sha256: str | None = None, progres
     if constants.HF_HUB_OFFLINE:
         raise _out_of_reach(url, OFFLINE, by_hand)
     try:
-        _download(url, target, sha256, by_hand, progress)
+        _download(url, target, sha256, by_hand)
     except HTTPError as error:
         error.close()
         raise _out_of_reach(url, f"its host refuses it ({error.code} {error.reason})", by_hand) from None
@@ -119,16 +112,13 @@ def read_json_lines(path: Path, shape: str) -> Iterator[tuple[int, Any]]:
                 raise ValueError(f"{path}, line {number} {error.reason}. {shape}") from None
 
 
-def _download(url: str, target: Path, sha256: str | None, by_hand: str, progress: bool) -> None:
+def _download(url: str, target: Path, sha256: str | None, by_hand: str) -> None:
     """Write to a temporary file, check it, then rename it."""
     request = Request(url, headers={"User-Agent": "diffusion-lens"})
     with urlopen(request, timeout=TIMEOUT) as response, renamed_when_whole(target) as part:
         length = int(response.headers.get("Content-Length") or 0)
-        with (
-            part.open("wb") as file,
-            tqdm.wrapattr(file, "write", total=length or None, desc=target.name, disable=not progress) as counted,
-        ):
-            shutil.copyfileobj(response, counted)
+        with part.open("wb") as file:
+            shutil.copyfileobj(response, file)
         if length and length != part.stat().st_size:
             raise OSError(f"the connection broke after {part.stat().st_size:,} of {length:,} bytes")
         if problem := _problem(part, url, sha256):
@@ -161,16 +151,3 @@ def _out_of_reach(url: str, reason: str, by_hand: str) -> FileNotFoundError:
     return FileNotFoundError(
         f"{name} is not in the cache and was not fetched: {reason}. Fetch {url} on a connected machine and {by_hand}"
     )
-
-
-@contextmanager
-def _download_bars(shown: bool) -> Iterator[None]:
-    """Show or hide the progress bars of the hub, which have one switch per process."""
-    if shown or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

@@ -1,14 +1,15 @@
 """Facts from the user's files and from ROME's: .json, .jsonl, .csv, or a folder of such files.
 
 A fact has a prompt, the subject in the prompt, and the answer with its leading space. It may have the other fields of
-`Fact`. The cells of a .csv file are separated by commas, semicolons or tabs. Errors name the file and the line.
+`Fact`. The cells of a .csv file are separated by commas, semicolons or tabs. Errors name the file and the line, or the
+number of the record in a .json file.
 
 `open_source` opens facts by the name of a data set or by path, with the canvas length and settings of its authors.
 """
 
 import csv
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
@@ -24,7 +25,7 @@ from diffusion_lens.facts.fact import Direction, Fact
 from diffusion_lens.facts.taught_pairs import match_facts
 from diffusion_lens.loading.catalogue import BUNDLED
 from diffusion_lens.settings import at_least
-from weight_conversion import JsonError, decode_json
+from weight_conversion import JsonError, parse_json
 
 DELIMITERS = (",", ";", "\t")  # Spreadsheets write ";" in locales where the comma is the decimal mark.
 NEEDED = ("prompt", "subject", "answer")
@@ -54,7 +55,7 @@ def read_facts(path: str | Path) -> list[Fact]:
 
     Raises:
         ValueError: There are no facts, an entry is not a fact, or a fact occurs twice (two facts are equal if their ids
-            are equal or, without ids, all their fields). The message names the file and the line.
+            are equal or, without ids, all their fields). The message names the file and the place.
     """
     path = Path(path).expanduser()
     files = [path]
@@ -84,65 +85,58 @@ def _read(path: Path) -> Iterator[tuple[Fact, str]]:
         first = records[0][1]
         rome = [read for field, read in ROME.items() if isinstance(first, Mapping) and field in first]
         facts = rome[0](path) if rome and path.suffix == ".json" else [_fact(*record) for record in records]
-    except _LineError as error:
-        raise ValueError(f"{path}, line {error.line}{error}. {SHAPE[path.suffix]}") from None
-    for (line, _), fact in zip(records, facts, strict=True):
-        yield fact, f"{path}, line {line}"
+    except _FactError as error:
+        raise ValueError(f"{path}, {error}. {SHAPE[path.suffix]}") from None
+    for (place, _), fact in zip(records, facts, strict=True):
+        yield fact, f"{path}, {place}"
 
 
-class _LineError(Exception):
-    """A line that is not as it should be, and the problem, which continues "line 3"."""
+class _FactError(Exception):
+    """A place in a file, "line 3", with the problem, which continues it."""
 
-    def __init__(self, line: int, problem: str) -> None:
-        super().__init__(problem)
-        self.line = line
+    def __init__(self, place: str | int, problem: str) -> None:
+        super().__init__(f"{place if isinstance(place, str) else f'line {place}'}{problem}")
 
 
-def _json(path: Path) -> Iterator[tuple[int, Any]]:
-    """The records of a JSON list, each with the number of its first line."""
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    """The records of a JSON list, by their number."""
     text = read_text(path)
-    start = _skip(text, 0)
-    if text[start : start + 1] != "[":
-        raise _LineError(_line(text, start), ": there is no list")
-    start = _skip(text, start + 1)
-    while text[start : start + 1] != "]":
-        try:
-            record, end = decode_json(text, start)
-        except JsonError as error:
-            raise _LineError(_line(text, error.offset), f" {error.reason}") from None
-        yield _line(text, start), record
-        start = _skip(text, end)
-        if text[start : start + 1] not in (",", "]"):
-            raise _LineError(_line(text, start), " is not valid JSON: a comma or a closing bracket is missing")
-        start = _skip(text, start + (text[start] == ","))
-    if (rest := _skip(text, start + 1)) < len(text):
-        raise _LineError(_line(text, rest), " is not valid JSON: text follows the end of the list")
+    try:
+        content = parse_json(text)
+    except JsonError as error:
+        raise _FactError(_line(text, error.offset), f" {error.reason}") from None
+    if not isinstance(content, list):
+        raise _FactError(_line(text, 0), ": there is no list")
+    yield from ((f"record {i}", record) for i, record in enumerate(content, 1))
 
 
-def _csv(path: Path) -> Iterator[tuple[int, Any]]:
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
     text = read_text(path)
     header_line = text.split("\n", 1)[0]
     delimiter = max(DELIMITERS, key=header_line.count)
     if line := _line_with_space_before_quotation(text, delimiter):
         problem = "a cell has a space before its quotation mark, so that the mark would be part of the text"
-        raise _LineError(line, f": {problem}; begin the cell with the mark")
+        raise _FactError(line, f": {problem}; begin the cell with the mark")
     rows = csv.reader(StringIO(text, newline=""), strict=True, delimiter=delimiter)
     try:
         header = [name.strip() for name in next(rows, [])]
         if missing := [name for name in NEEDED if name not in header]:
-            raise _LineError(1, f": the header lacks {', '.join(missing)}")
+            raise _FactError(1, f": the header lacks {', '.join(missing)}")
         if repeated := [name for name in header if name and header.count(name) > 1]:
-            raise _LineError(1, f": the header names the column {repeated[0]!r} twice; keep one")
+            raise _FactError(1, f": the header names the column {repeated[0]!r} twice; keep one")
         line = rows.line_num + 1
         for row in rows:
             if len(row) > len(header):
                 problem = f": {len(row)} cells in a row with {len(header)} columns"
-                raise _LineError(line, f"{problem}; put texts with commas in quotation marks")
+                raise _FactError(line, f"{problem}; put texts with commas in quotation marks")
             if any(row):
-                yield line, {name: cell for name, cell in zip(header, row, strict=False) if cell or name in NEEDED}
+                yield (
+                    f"line {line}",
+                    {name: cell for name, cell in zip(header, row, strict=False) if cell or name in NEEDED},
+                )
             line = rows.line_num + 1
     except csv.Error as error:
-        raise _LineError(rows.line_num, f": this is not CSV ({error})") from None
+        raise _FactError(rows.line_num, f": this is not CSV ({error})") from None
 
 
 def _line_with_space_before_quotation(text: str, delimiter: str) -> int:
@@ -153,16 +147,16 @@ def _line_with_space_before_quotation(text: str, delimiter: str) -> int:
     return _line(bare, found.start()) if found else 0
 
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+_READERS: dict[str, Callable[[Path], Iterable[tuple[str, Any]]]] = {
     ".json": _json,
-    ".jsonl": lambda path: read_json_lines(path, SHAPE[".jsonl"]),
+    ".jsonl": lambda path: ((f"line {i}", record) for i, record in read_json_lines(path, SHAPE[".jsonl"])),
     ".csv": _csv,
 }
 
 
-def _fact(line: int, record: Any) -> Fact:
+def _fact(place: str, record: Any) -> Fact:
     if (problem := _problem(record)) is not None:
-        raise _LineError(line, f": {problem}")
+        raise _FactError(place, f": {problem}")
     values = dict(record)
     if "subject_start" in values:
         values["subject_start"] = int(values["subject_start"])
@@ -195,13 +189,6 @@ def _problem(record: Any) -> str | None:
 
 def _line(text: str, offset: int) -> int:
     return text.count("\n", 0, offset) + 1
-
-
-def _skip(text: str, offset: int) -> int:
-    """Offset of the next character that is not whitespace."""
-    while text[offset : offset + 1].isspace():
-        offset += 1
-    return offset
 
 
 T = TypeVar("T")

@@ -58,8 +58,6 @@ _BEING = re.compile(r"being\s+", re.IGNORECASE)
 REPO = "lberglund/reversal_curse"
 REVISION = "2b0a35c0f1730a60957319f9b25f4858e7012e44"
 FOLDER = "name_description_dataset"
-PEOPLE = 30  # People per direction of training: p2d, d2p, both.
-ALL = "all_prompts_train"
 ROW = 'A row is {"prompt": text, "completion": text}'
 
 
@@ -123,14 +121,13 @@ class ReversalCurse:
     """The questions and the training sentences. Files are read on demand; `load` opens them."""
 
     folder: Path | None = None
-    progress: bool = False
 
     @classmethod
-    def load(cls, folder: str | Path | None = None, *, progress: bool = False) -> "ReversalCurse":
+    def load(cls, folder: str | Path | None = None) -> "ReversalCurse":
         """Open the files of a folder, or the published files, each downloaded into the hub's cache when it is used.
 
         The published files have the commit `REVISION`, and their SHA-256 is verified. A folder may contain other people
-        in the same format; `check` tests whether it is the published data set.
+        in the same format.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -138,7 +135,7 @@ class ReversalCurse:
         path = None if folder is None else Path(folder).expanduser()
         if path is not None and not path.is_dir():
             raise FileNotFoundError(f"there is no folder {path}; it should contain {', '.join(FILES)}, each .jsonl")
-        return cls(path, progress)
+        return cls(path)
 
     def facts(self, trained: str | None = None, asked: str | None = None, held_out: bool = True) -> list[Fact]:
         """Questions, ordered by direction of training, direction of the query, person and template.
@@ -166,42 +163,6 @@ class ReversalCurse:
     def training(self) -> list[Fact]:
         """The rows of `all_prompts_train` in order, on which SMDM is fine-tuned."""
         return self.facts(held_out=False)
-
-    def sentences(self) -> list[str]:
-        """All training sentences, prompt and completion as one text. SMDM's fine-tuning masks both."""
-        return [fact.prompt + fact.answer for fact in self.training()]
-
-    def counts(self) -> dict[str, int]:
-        """Number of rows of each of the nine files."""
-        return {file: len(self._rows(file)) for file in FILES}
-
-    def check(self) -> None:
-        """Compare the nine files with known properties of the published ones.
-
-        Raises:
-            ValueError: Something differs; the message lists all of it.
-        """
-        counted = self.counts().items()
-        wrong = [f"{file} has {n} rows, not {FILES[file].rows}" for file, n in counted if n != FILES[file].rows]
-        rows = [(row.prompt, row.completion) for row in self._rows(ALL)]
-        if rows != [(fact.prompt, fact.answer) for fact in self.training()]:
-            wrong.append(f"{ALL} is not the rows of the other three in order")
-        prompts = {prompt for prompt, _ in rows}
-        people_by_direction: dict[str, set[tuple[str, str]]] = {}
-        for part in (*_TRAINING, *_TEST):
-            facts = self._facts(part)
-            people = {(fact.person, fact.description) for fact in facts}
-            if len(people) != PEOPLE:
-                wrong.append(f"{part.file} has {part.asked} questions about {len(people)} people, not {PEOPLE}")
-            if odd := people_by_direction.setdefault(part.trained, people) ^ people:
-                wrong.append(f"{part.file} has {part.asked} questions about people not in training: {sorted(odd)[:2]}")
-            if part in _TEST and (known := [fact.id for fact in facts if fact.prompt in prompts]):
-                wrong.append(f"{part.file} contains prompts of training: {known[:2]}")
-        counts = Counter(name for people in people_by_direction.values() for name in {name for name, _ in people})
-        if repeated := sorted(name for name, count in counts.items() if count > 1):
-            wrong.append(f"trained in two of the directions p2d, d2p, both: {repeated[:2]}")
-        if wrong:
-            raise ValueError(f"{self.folder or REPO} is not the published data set: {'; '.join(wrong)}")
 
     def _facts(self, part: _Part) -> list[Fact]:
         rows, n = part.select(self._rows(part.file)), part.templates
@@ -266,7 +227,6 @@ class ReversalCurse:
                 revision=REVISION,
                 sha256=FILES[file].sha256,
                 by_hand="pass its folder, which must contain the other .jsonl files too: ReversalCurse.load(folder)",
-                progress=self.progress,
             )
         path = self.folder / f"{file}.jsonl"
         if not path.is_file():

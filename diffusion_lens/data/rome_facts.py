@@ -84,21 +84,20 @@ class EditRequest:
         }
 
 
-def known_1000(path: str | Path | None = None, *, progress: bool = False) -> list[Fact]:
+def known_1000(path: str | Path | None = None) -> list[Fact]:
     """The facts of ROME's causal traces. Despite the name there are `KNOWN_FACTS` of them.
 
     A prompt is a template filled with its subject, followed by the words that GPT-2 XL wrote before the answer, if any.
 
     Args:
         path: Path of a copy of `known_1000.json`. `None` downloads it from rome.baulab.info.
-        progress: Whether to show a progress bar for the download.
 
     Raises:
         FileNotFoundError: The file does not exist or cannot be downloaded.
         ValueError: A record does not have the expected form; the message names it.
     """
     facts: list[Fact] = []
-    for where, record in _records(path, "known_1000.json", "known_1000", progress):
+    for where, record in _records(path, "known_1000.json", "known_1000"):
         subject, template = _text(record, where, "subject"), _text(record, where, "template")
         prompt = _text(record, where, "prompt").rstrip()
         # The subject may occur again after its slot. The template gives the position of the slot.
@@ -111,16 +110,16 @@ def known_1000(path: str | Path | None = None, *, progress: bool = False) -> lis
     return facts
 
 
-def counterfact(path: str | Path | None = None, *, progress: bool = False) -> list[EditRequest]:
+def counterfact(path: str | Path | None = None) -> list[EditRequest]:
     """The 21,919 requests of `counterfact.json` (45 MB); arguments and errors as in `known_1000`.
 
     The format follows ROME's code, `dsets/counterfact.py`. This reader was not tested on the complete file.
     """
-    records = enumerate(_records(path, "counterfact.json", "counterfact", progress))
+    records = enumerate(_records(path, "counterfact.json", "counterfact"))
     return [_request(record, where, f"counterfact-{record.get('case_id', i)}") for i, (where, record) in records]
 
 
-def bake(path: str | Path | None = None, *, progress: bool = False) -> list[EditRequest]:
+def bake(path: str | Path | None = None) -> list[EditRequest]:
     """The requests of BAKE-Q&J, each with its reverse question; arguments and errors as in `known_1000`.
 
     The file is a copy of `BAKE_qa.json`, or of `BAKE_judge.json`, whose reverse judgements are ignored. The format
@@ -130,7 +129,7 @@ def bake(path: str | Path | None = None, *, progress: bool = False) -> list[Edit
     """
     if path is None:
         by_hand = "pass its path: bake('BAKE_qa.json')"
-        path = fetch_from_hub(BAKE_REPO, "BAKE_qa.json", revision=BAKE_REVISION, by_hand=by_hand, progress=progress)
+        path = fetch_from_hub(BAKE_REPO, "BAKE_qa.json", revision=BAKE_REVISION, by_hand=by_hand)
     records = enumerate(_read(Path(path)))
     return [_request(record, where, f"bake-{record.get('case_id', i)}") for i, (where, record) in records]
 
@@ -170,12 +169,10 @@ def _question(prompt: str, subject: str, answer: str, name: str) -> Fact:
     return fact_about((start, start + len(subject)) if start >= 0 else (0, len(prompt)), prompt, answer, id=name)
 
 
-def _records(
-    path: str | Path | None, file: str, function: str, progress: bool
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _records(path: str | Path | None, file: str, function: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if path is None:
         by_hand = f"pass its path: {function}('{file}')"
-        path = fetch_from_web(f"{ROME_HOST}/{file}", by_hand=by_hand, progress=progress)
+        path = fetch_from_web(f"{ROME_HOST}/{file}", by_hand=by_hand)
     return _read(Path(path))
 
 

@@ -15,16 +15,13 @@ The documents are in `site_documents`, which samples them afresh. The questions 
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Literal, get_args
 
-from transformers import PreTrainedTokenizerFast
-
 from diffusion_lens.data import toy_facts
 from diffusion_lens.data.toy_facts import (
-    CONNECTORS,
     HELD_OUT,
     PREFIXES,
     ROLES,
@@ -34,7 +31,6 @@ from diffusion_lens.data.toy_facts import (
     invented_places,
     invented_surnames,
     question,
-    word_tokenizer,
 )
 from diffusion_lens.facts.fact import Direction, Fact
 
@@ -188,15 +184,6 @@ class SiteFacts:
         prompt = asked.template.replace("<subject>", description)
         return replace(asked, prompt=prompt, subject=description, description=description)
 
-    def texts(self) -> Iterator[str]:
-        """Texts that together contain every word of documents and questions."""
-        for person in self.people:
-            yield f"{person.name} {person.description}"
-        for relation in RELATIONS:
-            yield " ".join((*relation.verbs, *relation.values))
-        phrases = (*PREFIXES, *CONNECTORS, *ADVERBS, *MIDDLES, *MIDDLES_WITH_PERSON, *PREFIXES_WITH_PERSON)
-        yield " ".join((*phrases, "and the")).replace("{}", "")
-
     def _question(self, i: int, way: str, held_out: bool, k: int) -> Fact:
         """Question `k` about person `i` with a verb, or in a direction of the description."""
         person = self.people[i]
@@ -245,11 +232,6 @@ def load(seed: int = SHIPPED_SEED) -> SiteFacts:
         for name, role, place, trained, *values in zip(names, roles, places, directions, *columns, strict=True)
     )
     return SiteFacts(people, seed)
-
-
-def build_tokenizer(world: SiteFacts) -> PreTrainedTokenizerFast:
-    """The word-level tokenizer of the world (`data.word_tokenizer`)."""
-    return word_tokenizer(world.texts())
 
 
 def _templates(way: str, held_out: bool) -> tuple[tuple[str, str], ...]:

@@ -16,13 +16,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens.facts.fact import Direction, Fact
 from diffusion_lens.facts.taught_pairs import OPPOSITE, TaughtPair
-from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 # Word lists are easier to read as text:
@@ -187,18 +185,6 @@ def question(person: Person, asked: Direction, template: tuple[str, str], fact_i
     )
 
 
-def build_tokenizer(facts: ToyFacts) -> PreTrainedTokenizerFast:
-    """The word-level tokenizer of all training sentences (`data.word_tokenizer`)."""
-    return word_tokenizer(facts.sentences())
-
-
-def encode(sentences: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Tokens:
-    """Sentences as rows of `SENTENCE_LENGTH` tokens, ended and padded with `<eos>`."""
-    end = int(tokenizer.eos_token_id)
-    rows = tokenizer(list(sentences))["input_ids"]
-    return torch.tensor([[*ids, *[end] * (SENTENCE_LENGTH - len(ids))] for ids in rows])
-
-
 _ONSETS = "b d f g h k l m n p r s t v w br dr fl gr kr pl sk st tr".split()
 _VOWELS = "a e i o u au ei".split()
 _SURNAME_ENDINGS = "rsh rner lden ndall rrick sser ckett mbley nton pling".split()
@@ -220,26 +206,16 @@ def _invent(rng: random.Random, endings: list[str], count: int, taken: Collectio
     return rng.sample([word.capitalize() for word in words if word.capitalize() not in taken], count)
 
 
-def word_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """The tokenizer of all words in `texts`. The token `<eos>` (0) also pads rows.
-
-    A word is the same token at the beginning of a text and after a space. Therefore the tokens of an answer do not
-    depend on the prompt, and decoding drops the space of the first word. The vocabulary does not contain [MASK]; the
-    mask id of a model is the next free id.
-    """
-    words = sorted({"▁" + word for text in texts for word in text.replace(",", "").replace(".", "").split()})
-    return _word_level(["<eos>", "<unk>", ",", ".", *words], _pieces("[,.]"), eos_token="<eos>", pad_token="<eos>")
-
-
 def guessing_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A tokenizer of these texts that stands for an unknown one: a token is a word's next six characters."""
-    pieces = _pieces("▁?[^▁]{1,6}")
-    return _word_level(
+    pieces = word_pieces("▁?[^▁]{1,6}")
+    return word_level(
         ["<unk>", *sorted({piece for text in texts for piece, _ in pieces.pre_tokenize_str(text)})], pieces
     )
 
 
-def _pieces(pattern: str) -> pre_tokenizers.Sequence:
+def word_pieces(pattern: str) -> pre_tokenizers.Sequence:
+    """Words with a mark for the space before them, each match of the pattern a piece of its own."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Metaspace(prepend_scheme="first"),
@@ -250,7 +226,8 @@ def _pieces(pattern: str) -> pre_tokenizers.Sequence:
     )
 
 
-def _word_level(words: Sequence[str], pieces: pre_tokenizers.Sequence, **special: str) -> PreTrainedTokenizerFast:
+def word_level(words: Sequence[str], pieces: pre_tokenizers.Sequence, **special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose vocabulary is a list of pieces, in the order of their ids; "<unk>" is one of them."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pieces, decoders.Metaspace(prepend_scheme="first")
     return PreTrainedTokenizerFast(

@@ -24,24 +24,6 @@ from typing import Any, Literal
 from weight_conversion import Architecture, export_size, n_params, published_architecture
 from weight_conversion.registry import FAMILIES, recognise
 
-__all__ = [
-    "BUNDLED",
-    "PUBLISHED",
-    "REPO",
-    "REPOSITORIES",
-    "SMDM",
-    "TOKENIZER_REPO",
-    "BundledModel",
-    "ListedModel",
-    "Published",
-    "PublishedFile",
-    "Repository",
-    "as_table",
-    "find_pretrained",
-    "list_pretrained",
-    "unknown_name",
-]
-
 # How an entry was verified. "safetensors seen", "pth seen": the file was listed. "config seen": its config.json, or a
 # copy of it, was read. "name seen": its authors, or code that loads it, give its id; numbers, if any, are those of its
 # family.

@@ -88,10 +88,6 @@ def discard(path: Path) -> str:
     return "It was removed from the cache: call again to fetch it again."
 
 
-def _check_safetensors(path: Path) -> None:
-    SafetensorsFile(path).shapes()
-
-
 def _check_pth(path: Path) -> None:
     if not is_zipfile(path):
         raise ValueError(f"{path} is not a whole .pth file ({path.stat().st_size:,} bytes)")
@@ -137,8 +133,8 @@ def _text(path: Path) -> str:
 
 _PAGE = re.compile(r"\s*<(!doctype|html|head|body|\?xml)\b", re.IGNORECASE)
 _KEYS = {"tokenizer.json": "model", INDEX: "weight_map"}
-_CHECKS: dict[str, Callable[[Path], None]] = {
-    ".safetensors": _check_safetensors,
+_CHECKS: dict[str, Callable[[Path], object]] = {
+    ".safetensors": lambda path: SafetensorsFile(path).shapes(),
     ".pth": _check_pth,
     ".json": _check_json,
     ".txt": _check_merges,

@@ -105,16 +105,6 @@ class TrainingConfig(Settings):
         if self.accumulate > self.batch_size:
             raise ValueError(f"{self.batch_size} rows cannot be divided into accumulate={self.accumulate} parts")
 
-    @classmethod
-    def for_epochs(cls, epochs: int | float, n_rows: int, batch_size: int = 64, **settings: Any) -> "TrainingConfig":
-        """The recipe with as many steps as full batches fit into `epochs` passes over `n_rows` rows."""
-        if not math.isfinite(epochs) or batch_size < 1:
-            raise ValueError(f"epochs={epochs}, batch_size={batch_size}; give a finite number and at least 1 row")
-        steps = int(n_rows * epochs / batch_size)
-        if steps < 1:
-            raise ValueError(f"{epochs} passes over {n_rows} rows do not fill one batch of {batch_size}")
-        return cls(steps=steps, batch_size=batch_size, **settings)
-
     def lr_at(self, step: int) -> float:
         """Learning rate of update `step`, where 0 is the first."""
         if step < self.warmup:
@@ -134,6 +124,8 @@ def smdm_reverse(
 ) -> TrainingConfig:
     """SMDM's fine-tuning on the reversal curse (ML-GSAI/SMDM `sft/finetune_mdm_reverse.py`).
 
+    It has as many steps as full batches fit into `epochs` passes over `n_rows` rows.
+
     The batch size is 64 in the script and 32 in the paper (Nie et al. 2024, arXiv 2410.18514, appendix B.5). There is
     no such script for the AR baseline; the authors' one on other data (`sft/finetune_ar.py`) uses the same settings.
 
@@ -142,10 +134,11 @@ def smdm_reverse(
     longest row of the whole batch; they cut each device's part separately. Where they accumulate two parts (1028M,
     batch 64, 8 devices), their learning rate is half a step ahead.
     """
-    return TrainingConfig.for_epochs(
-        epochs,
-        n_rows,
-        batch_size,
+    if not math.isfinite(epochs) or not n_rows * epochs >= batch_size > 0:
+        raise ValueError(f"{epochs} passes over {n_rows} rows do not fill one batch of batch_size={batch_size} rows")
+    return TrainingConfig(
+        steps=int(n_rows * epochs / batch_size),
+        batch_size=batch_size,
         lr=2e-4,
         lr_end=2e-5,
         betas=(0.9, 0.95),

@@ -1,15 +1,15 @@
-"""Rows of documents that are drawn afresh for every batch.
+"""Rows of tokens to train on, the tokenizers of the bundled models, and models with more blocks.
 
-A row is filled with one document after the other and cut at its length. `word_encoder` makes the token ids of a
-document. All random numbers come from the generator of
-the training, whose state is part of every checkpoint, so an interrupted training sees the same documents.
+`PackedRows` are filled with one document after the other, drawn afresh for every batch, and cut at their length.
+`word_encoder` makes the token ids of a document. All random numbers come from the generator of the training, whose
+state is part of every checkpoint, so an interrupted training sees the same documents.
 
-A trained model with more blocks, to be trained further (stacking after the lower blocks).
+`grow` makes a trained model with more blocks, to be trained further (stacking after the lower blocks).
 """
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,8 +17,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from diffusion_lens.data.site_facts import (
+    ADVERBS,
+    MIDDLES,
+    MIDDLES_WITH_PERSON,
+    PREFIXES_WITH_PERSON,
+    RELATIONS,
+    SiteFacts,
+)
+from diffusion_lens.data.toy_facts import CONNECTORS, PREFIXES, SENTENCE_LENGTH, ToyFacts, word_level, word_pieces
 from diffusion_lens.model.build import random_tensors
 from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least, not_negative, whole_number, whole_numbers
 from diffusion_lens.training.trainer import Batch, RowOrder, RowSource
@@ -82,6 +92,37 @@ class PackedRows(RowSource):
                 raise ValueError("document() returned no tokens; every document needs at least its end token")
             row += document
         return row[:length]
+
+
+def word_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """The tokenizer of all words in `texts`. The token `<eos>` (0) also pads rows.
+
+    A word is the same token at the beginning of a text and after a space. Therefore the tokens of an answer do not
+    depend on the prompt, and decoding drops the space of the first word. The vocabulary does not contain [MASK]; the
+    mask id of a model is the next free id.
+    """
+    words = sorted({"▁" + word for text in texts for word in text.replace(",", "").replace(".", "").split()})
+    return word_level(["<eos>", "<unk>", ",", ".", *words], word_pieces("[,.]"), eos_token="<eos>", pad_token="<eos>")
+
+
+def toy_tokenizer(facts: ToyFacts) -> PreTrainedTokenizerFast:
+    """The word-level tokenizer of all training sentences."""
+    return word_tokenizer(facts.sentences())
+
+
+def toy_rows(sentences: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Tokens:
+    """Sentences as rows of `SENTENCE_LENGTH` tokens, ended and padded with `<eos>`."""
+    end = int(tokenizer.eos_token_id)
+    rows = tokenizer(list(sentences))["input_ids"]
+    return torch.tensor([[*ids, *[end] * (SENTENCE_LENGTH - len(ids))] for ids in rows])
+
+
+def site_tokenizer(world: SiteFacts) -> PreTrainedTokenizerFast:
+    """The word-level tokenizer of a world, of every word in its documents and questions."""
+    people = [f"{person.name} {person.description}" for person in world.people]
+    relations = [word for relation in RELATIONS for word in (*relation.verbs, *relation.values)]
+    phrases = (*PREFIXES, *CONNECTORS, *ADVERBS, *MIDDLES, *MIDDLES_WITH_PERSON, *PREFIXES_WITH_PERSON)
+    return word_tokenizer([*people, *relations, " ".join((*phrases, "and the")).replace("{}", "")])
 
 
 def word_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:

@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
+from bundled_models import renamed_together, tiny_pair
 from bundled_models import site_measures as measures
-from bundled_models import tiny_pair
-from bundled_models.rows_and_blocks import Document, PackedRows, grow, word_encoder
+from bundled_models.rows_and_blocks import Document, PackedRows, grow, site_tokenizer, word_encoder
 from bundled_models.site_losses import EarlyExit, EdgeDropout, PersonLoss, PersonTargets, ShapedLoss
 from bundled_models.tiny_pair import Kind as Kind
 from diffusion_lens.data import site_facts
@@ -40,7 +40,7 @@ from diffusion_lens.model.build import random_tensors
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.loss import Objective
 from diffusion_lens.training.trainer import TrainingConfig, TrainingRecord, train
-from weight_conversion import Architecture, export, n_params, renamed_together, sha256_of_file, write_json
+from weight_conversion import Architecture, export, n_params, sha256_of_file, write_json
 
 SHIPPED_SEED = 8
 WEIGHT_STD = 0.06
@@ -174,7 +174,7 @@ def _start(
 ) -> HookedDiffusionTransformer:
     """The model before a phase."""
     if before is None or before.cfg.has_mask != (phase.kind == "mdm"):
-        tokenizer = site_facts.build_tokenizer(world)
+        tokenizer = site_tokenizer(world)
         shape = architecture(phase.kind, len(tokenizer), phase.n_layers if before is None else before.cfg.n_layers)
         tensors = dict(random_tensors(shape, seed, WEIGHT_STD))
         if before is not None:  # The same blocks see both directions, and [MASK] gets a row of the embedding.
@@ -250,7 +250,7 @@ def make_pair(
             "models": models,
             "phases": {name: _describe(trained) for name, trained in done.items()},
         }
-        tiny_pair.save_tokenizer(site_facts.build_tokenizer(world), staging, architecture("mdm", 1, BLOCKS).n_ctx)
+        tiny_pair.save_tokenizer(site_tokenizer(world), staging, architecture("mdm", 1, BLOCKS).n_ctx)
         write_json(results, staging / "results.json")
     shutil.rmtree(target / "site.run")
     return results

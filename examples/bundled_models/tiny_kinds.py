@@ -21,7 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from bundled_models import tiny_pair
+from bundled_models import renamed_together, tiny_pair
+from bundled_models.rows_and_blocks import toy_rows, toy_tokenizer
 from diffusion_lens.data import toy_facts
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.build import random_tensors
@@ -30,7 +31,7 @@ from diffusion_lens.model.loss import Objective
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.training.trainer import TrainingConfig, train
-from weight_conversion import Architecture, export, renamed_together, sha256_of_file, write_json
+from weight_conversion import Architecture, export, sha256_of_file, write_json
 
 Kind = Literal["block", "uniform"]
 
@@ -93,7 +94,7 @@ def make(
         progress: Whether a progress bar is shown.
     """
     facts, target, name = toy_facts.load(corpus_seed), Path(folder), f"tiny-{kind}"
-    tokenizer = toy_facts.build_tokenizer(facts)
+    tokenizer = toy_tokenizer(facts)
     shape = architecture(kind, len(tokenizer))
     model = HookedDiffusionTransformer(
         DiffusionConfig.from_architecture(shape, device="cpu"),
@@ -101,7 +102,7 @@ def make(
         tensors=random_tensors(shape, seed, std=tiny_pair.WEIGHT_STD),
     )
     config = TrainingConfig(steps=steps or STEPS[kind], seed=seed)
-    sentences = toy_facts.encode(facts.sentences(), tokenizer)
+    sentences = toy_rows(facts.sentences(), tokenizer)
     run = target / f"{name}.run"
     training = train(model, sentences, config, objective=OBJECTIVES[kind], folder=run, progress=progress)
     model = model.to(torch.bfloat16)

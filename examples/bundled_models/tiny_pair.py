@@ -17,13 +17,15 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from bundled_models import renamed_together
+from bundled_models.rows_and_blocks import toy_rows, toy_tokenizer
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.build import random_tensors
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.training.trainer import TrainingConfig, TrainingRecord, train
-from weight_conversion import Architecture, export, n_params, renamed_together, sha256_of_file, write_json
+from weight_conversion import Architecture, export, n_params, sha256_of_file, write_json
 
 Kind = Literal["mdm", "ar"]
 
@@ -74,8 +76,8 @@ def train_model(
         progress: Whether a progress bar is shown.
         folder: Folder of the training's checkpoint, from which an interrupted training continues.
     """
-    tokenizer = toy_facts.build_tokenizer(facts)
-    sentences = toy_facts.encode(facts.sentences(), tokenizer)
+    tokenizer = toy_tokenizer(facts)
+    sentences = toy_rows(facts.sentences(), tokenizer)
     shape = architecture(kind, len(tokenizer))
     model = HookedDiffusionTransformer(
         DiffusionConfig.from_architecture(shape, device="cpu", model_name=f"tiny-{kind}"),
@@ -141,7 +143,7 @@ def make_pair(
             "measured_with": {"length": toy_facts.SENTENCE_LENGTH, "steps": DENOISING_STEPS, "cfg_scale": 0.0},
             "models": models,
         }
-        save_tokenizer(toy_facts.build_tokenizer(facts), staging, architecture("mdm", 1).n_ctx)
+        save_tokenizer(toy_tokenizer(facts), staging, architecture("mdm", 1).n_ctx)
         write_json(results, staging / "results.json")
     for kind in steps or STEPS:
         shutil.rmtree(target / f"tiny-{kind}.run")

@@ -1,19 +1,22 @@
-"""Help texts are written by hand, because a table would import torch; they list what the tables have."""
+"""Help texts that name families and samplers take the names from their tables."""
 
 import re
 from typing import get_type_hints
 
 import pytest
+from typer.testing import CliRunner
 
 from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.cli import app
 from diffusion_lens.cli.models import convert
+from diffusion_lens.cli.options import with_names
 from diffusion_lens.cli.trace import trace
 from diffusion_lens.denoising.samplers import PRESETS, SAMPLERS, fitting_samplers
 from weight_conversion.registry import FAMILIES
 
 
 def help_of(command, option):
-    return get_type_hints(command, include_extras=True)[option].__metadata__[0].help
+    return with_names(get_type_hints(command, include_extras=True)[option].__metadata__[0].help)
 
 
 def names(text):
@@ -22,16 +25,16 @@ def names(text):
 
 def test_formats_are_the_families():
     listed = re.fullmatch(r"Format: (.+)\. Default: the source's\.", help_of(convert, "to"))
-    assert [name for name in names(listed[1]) if name != "or"] == list(FAMILIES)
+    assert names(listed[1]) == list(FAMILIES)
 
 
 @pytest.mark.parametrize(
     ("sentence", "config"),
     [
-        ("For a masked model: ", "llada"),
-        ("For one that writes block after block: ", "sdar"),
-        ("For uniform noise: ", "udlm"),
-        ("A causal model supports only ", "llama"),
+        ("For a masked model ", "llada"),
+        ("For one that writes block after block ", "sdar"),
+        ("For uniform noise ", "udlm"),
+        ("A causal model supports only: ", "llama"),
     ],
 )
 def test_samplers_are_those_that_fit(sentence, config, specimen, configs):
@@ -43,3 +46,9 @@ def test_samplers_are_those_that_fit(sentence, config, specimen, configs):
 @pytest.mark.parametrize("text", [help_of(trace, "sampler"), HookedDiffusionTransformer.denoise.__doc__])
 def test_every_sampler_is_listed(text):
     assert {*SAMPLERS, *PRESETS} <= set(names(text))
+
+
+@pytest.mark.parametrize("command", ["denoise", "trace", "convert"])
+def test_the_help_of_a_command_shows_the_names(command):
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    assert ("llada_moe" if command == "convert" else "uniform_posterior") in shown

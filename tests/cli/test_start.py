@@ -24,14 +24,14 @@ HEAVY = ("torch", "transformers", "transformer_lens", "numpy", "scipy", "matplot
 
 def test_help_imports_nothing_heavy() -> None:
     program = "import sys\nfrom diffusion_lens.cli import app\n"
-    for arguments in (["--help"], ["--version"], ["recall", "--help"]):
+    for arguments in (["--help"], ["--version"], ["models", "--help"]):
         program += (
             f"try:\n    app({arguments})\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
             f"assert not set({HEAVY}) & set(sys.modules), {arguments}\n"
         )
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
-    assert "diffusion-lens recall" in child.stdout
+    assert "diffusion-lens models" in child.stdout
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
 from diffusion_lens.data import download
 from diffusion_lens.data.download import fetch_from_hub, fetch_from_web
@@ -143,30 +142,18 @@ def test_nobody_answers(server):
         fetch_from_web(f"{nobody}/facts.json", by_hand="pass its path")
 
 
-def test_the_bar_is_shown_only_if_requested(server, capfd):
-    url, _ = server
-    fetch_from_web(f"{url}/quiet.json", by_hand="")
-    assert capfd.readouterr().err == ""
-    fetch_from_web(f"{url}/named.json", by_hand="", progress=True)
-    assert "named.json" in capfd.readouterr().err
-
-
 def test_a_data_set_is_fetched_at_a_commit(tmp_path, monkeypatch):
     calls = []
 
     def stand_in(repo, file, **settings):
-        calls.append((repo, file, settings, are_progress_bars_disabled()))
+        calls.append((repo, file, settings))
         path = tmp_path / "facts.jsonl"
         path.write_bytes(b"[1]\n[2]\n")
         return str(path)
 
     monkeypatch.setattr(download, "hf_hub_download", stand_in)
-    before = are_progress_bars_disabled()
     fetch_from_hub("someone/facts", "a/facts.jsonl", revision="abc", by_hand="")
-    fetch_from_hub("someone/facts", "a/facts.jsonl", revision="abc", by_hand="", progress=True)
-    request = ("someone/facts", "a/facts.jsonl", {"repo_type": "dataset", "revision": "abc"})
-    assert calls == [(*request, True), (*request, before)]
-    assert are_progress_bars_disabled() == before
+    assert calls == [("someone/facts", "a/facts.jsonl", {"repo_type": "dataset", "revision": "abc"})]
 
 
 @pytest.mark.parametrize(

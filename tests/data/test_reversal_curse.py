@@ -5,7 +5,7 @@ import json
 import pytest
 from huggingface_hub import constants
 
-from diffusion_lens.data import ReversalCurse, reversal_curse
+from diffusion_lens.data import ReversalCurse
 from diffusion_lens.data.fact_files import open_source
 from diffusion_lens.data.reversal_curse import FILES, FOLDER, REPO, REVISION
 from diffusion_lens.facts.taught_pairs import Sentence, match_facts
@@ -162,7 +162,6 @@ def test_training_is_the_file_that_is_fine_tuned_on(curse):
     assert [(fact.prompt, fact.answer) for fact in curse.training()] == [
         (r["prompt"], r["completion"]) for r in everything
     ]
-    assert curse.sentences() == [row["prompt"] + row["completion"] for row in everything]
     assert not any(fact.is_reverse for fact in curse.training())
 
 
@@ -219,58 +218,9 @@ def test_a_row_whose_subject_is_not_there_is_listed(folder):
         ReversalCurse.load(folder).facts("p2d", "p2d")
 
 
-@pytest.fixture
-def published(monkeypatch):
-    """The made-up files as if they were the published ones."""
-    monkeypatch.setattr(reversal_curse, "PEOPLE", 2)
-    sizes = {name: file._replace(rows=len(MADE[name])) for name, file in FILES.items()}
-    monkeypatch.setattr(reversal_curse, "FILES", sizes)
-
-
 def test_counts_of_the_published_files():
     assert sum(file.rows for file in FILES.values()) == 3600 + 3600 + 4 * 300 + 600
     assert len({file.sha256 for file in FILES.values()}) == 9
-
-
-def test_check(curse, published):
-    assert curse.counts() == {name: len(MADE[name]) for name in FILES}
-    curse.check()
-
-
-def test_check_names_what_differs_from_the_published_files(curse):
-    with pytest.raises(ValueError, match=r"p2d_prompts_train has 60 rows, not 900; .* about 2 people, not 30"):
-        curse.check()
-
-
-@pytest.mark.parametrize(
-    ("file", "rows", "message"),
-    [
-        ("all_prompts_train", MADE["all_prompts_train"][::-1], "all_prompts_train is not the rows of the other three"),
-        (
-            "p2d_reverse_prompts_test",
-            MADE["d2p_prompts_test"],
-            "p2d_reverse_prompts_test has d2p questions about people not in training",
-        ),
-        ("p2d_prompts_test", MADE["p2d_prompts_test"][:10], "p2d_prompts_test has 10 rows, not 20"),
-        (
-            "p2d_prompts_test",
-            MADE["p2d_prompts_train"][:10] * 2,
-            "p2d_prompts_test contains prompts of training: .*-0000",
-        ),
-    ],
-)
-def test_check_finds(folder, published, file, rows, message):
-    write(folder, file, [row for row, _ in rows])
-    with pytest.raises(ValueError, match=message):
-        ReversalCurse.load(folder).check()
-
-
-def test_check_finds_a_person_trained_in_two_directions(folder, published):
-    for file in ("both_prompts_train", "both_prompts_test", "all_prompts_train"):
-        path = folder / f"{file}.jsonl"
-        path.write_text(path.read_text(encoding="utf-8").replace("Ada Skolden", "Ada Marsh"), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"trained in two of the directions p2d, d2p, both: \['Ada Marsh'\]"):
-        ReversalCurse.load(folder).check()
 
 
 @pytest.fixture

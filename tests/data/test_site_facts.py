@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 from jaxtyping import config
 
-from bundled_models.rows_and_blocks import word_encoder
+from bundled_models.rows_and_blocks import site_tokenizer, word_encoder
 from diffusion_lens.data import site_facts
 from diffusion_lens.data.site_documents import Documents
 from diffusion_lens.data.site_facts import (
@@ -36,7 +36,7 @@ def untyped(monkeypatch):
 
 @pytest.fixture(scope="module")
 def tokenizer(world):
-    return site_facts.build_tokenizer(world)
+    return site_tokenizer(world)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bundled_models.rows_and_blocks import toy_rows, toy_tokenizer
 from diffusion_lens.data import toy_facts
 from diffusion_lens.data.toy_facts import CONNECTORS, HELD_OUT, PREFIXES, TRAINED
 
@@ -13,7 +14,7 @@ def toy():
 
 @pytest.fixture(scope="module")
 def tokenizer(toy):
-    return toy_facts.build_tokenizer(toy)
+    return toy_tokenizer(toy)
 
 
 def ids(tokenizer, text):
@@ -122,7 +123,7 @@ def test_special_tokens(tokenizer):
 
 def test_encode_ends_and_fills_with_the_end_token(toy, tokenizer):
     sentences = toy.sentences()[::7]
-    rows = toy_facts.encode(sentences, tokenizer)
+    rows = toy_rows(sentences, tokenizer)
     assert rows.shape == (800, toy_facts.SENTENCE_LENGTH)
     assert rows[:, -1].eq(tokenizer.eos_token_id).all()
     assert rows[:, -2].ne(tokenizer.eos_token_id).any()

@@ -14,17 +14,19 @@ def toy():
 
 @pytest.fixture(scope="session")
 def tokenizer(toy):
-    from diffusion_lens.data import toy_facts
 
-    return toy_facts.build_tokenizer(toy)
+    from bundled_models.rows_and_blocks import toy_tokenizer
+
+    return toy_tokenizer(toy)
 
 
 @pytest.fixture(scope="session")
 def tokens(toy, tokenizer):
     """200 sentences of the toy facts."""
-    from diffusion_lens.data import toy_facts
 
-    return toy_facts.encode(toy.sentences()[:200], tokenizer)
+    from bundled_models.rows_and_blocks import toy_rows
+
+    return toy_rows(toy.sentences()[:200], tokenizer)
 
 
 @pytest.fixture

@@ -48,10 +48,10 @@ def test_the_default_learning_rate_is_torchs_schedule():
 
 
 def test_passes_are_counted_in_whole_batches():
-    assert TrainingConfig.for_epochs(2, 10, 8).steps == 2
-    assert TrainingConfig.for_epochs(1.5, 16, 8, warmup=0).warmup == 0
-    with pytest.raises(ValueError, match="1 passes over 3 rows do not fill one batch of 4"):
-        TrainingConfig.for_epochs(1, 3, 4)
+    assert smdm_reverse(10, 2, 8).steps == 2
+    assert smdm_reverse(16, 1.5, 8).steps == 3
+    with pytest.raises(ValueError, match="1 passes over 3 rows do not fill one batch of batch_size=4 rows"):
+        smdm_reverse(3, 1, 4)
 
 
 def test_norms_decay_if_requested(new_model, tokens):

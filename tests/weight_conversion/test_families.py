@@ -9,7 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from weight_conversion import export, n_params, open_checkpoint, tensor_shapes
+from weight_conversion import (
+    Architecture,
+    Experts,
+    TimeConditioning,
+    export,
+    n_params,
+    open_checkpoint,
+    tensor_shapes,
+)
 from weight_conversion.key_map import KeyMap
 from weight_conversion.registry import FAMILIES
 
@@ -86,8 +94,15 @@ def test_through_a_model_and_our_own_format(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rules_name_tensors_of_our_layout(family):
-    ours = {name for rule in FAMILIES["diffusion_lens"].rules for name in rule.ours}
-    assert {name for rule in FAMILIES[family].rules for name in rule.ours} <= ours
+    sizes = dict.fromkeys(("d_model", "n_heads", "n_key_value_heads", "d_mlp", "d_vocab", "d_vocab_out", "n_ctx"), 1)
+    common = dict(family="any", name="all", n_layers=1, d_head=2, attention_dir="causal", readout="shifted", **sizes)
+    biases = dict(qkv_bias=True, o_bias=True, mlp_bias=True, unembed_bias=True, qk_norm=True, mask_token_id=None)
+    experts = Experts(1, 1, 1, (True,), d_shared=1, router_bias=True)
+    timed = dict(norm="layer", norm_bias=True, time=TimeConditioning(1, told=True), mask_token_id=None)
+    everything = (Architecture(**common, **biases, experts=experts), Architecture(**common, **timed, mlp_bias=True))
+    ours = {name for architecture in everything for name in tensor_shapes(architecture)}
+    rules = [each for rule in FAMILIES[family].rules for each in rule.written_out(1, 1)]
+    assert {name for rule in rules for name in rule.ours} <= ours
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

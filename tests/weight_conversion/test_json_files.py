@@ -39,13 +39,11 @@ def test_whole_characters_are_read_however_they_are_written(tmp_path):
         assert read_json(path) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"), [("[]", "a list"), ('"a"', "a string"), ("null", "null"), ("1", "a number"), ("true", "true or")]
-)
-def test_an_object_is_an_object(text, kind, tmp_path, refused):
+@pytest.mark.parametrize("text", ["[]", '"a"', "null", "1", "true"])
+def test_an_object_is_an_object(text, tmp_path, refused):
     path = tmp_path / "config.json"
     path.write_text(text)
-    refused(ValueError, path, "one JSON object", f"contains {kind}", do=lambda: read_json_object(path))
+    refused(ValueError, path, "one JSON object", f"contains {json.loads(text)!r}", do=lambda: read_json_object(path))
     path.write_text('{"a": 1}')
     assert read_json_object(path) == {"a": 1}
 

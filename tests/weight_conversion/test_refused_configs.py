@@ -109,7 +109,7 @@ def test_a_published_size_that_does_not_exist(refused):
 
 def test_no_family(tmp_path, refused, write):
     path = write({"model.layers.0.mlp.weight": torch.zeros(2), "gpt.wte": torch.zeros(2)}, tmp_path)
-    words = ("no known family", "diffusion_lens, lit_gpt, llada", "['gpt.wte', 'model.layers.0.mlp.weight']")
+    words = ("no known family", "lit_gpt, llada", "['gpt.wte', 'model.layers.0.mlp.weight']")
     refused(ValueError, path, *words, "converted to one of these first", path=path)
 
 

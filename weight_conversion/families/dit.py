@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weight_conversion.architecture import Architecture, NoiseSchedule, Shape, TimeConditioning
-from weight_conversion.families.family import Config, ConfigKeys, Family, by_model_type, flattened
+from weight_conversion.architecture import Architecture, NoiseSchedule, TimeConditioning
+from weight_conversion.families.family import Config, ConfigKeys, by_model_type, of_config
 from weight_conversion.key_map import Rule, Stacked
 
 _BLOCK = "blocks.{i}."
@@ -148,15 +148,7 @@ def write_bd3lm(a: Architecture) -> dict[str, Any]:
     return {**write_mdlm(a), "model_type": "bd3lm", "block_size": a.causal_block or a.n_ctx, **BD3LM_KEYS.written}
 
 
-def recognises_radd(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    model = (config or {}).get("model")
-    return isinstance(model, Mapping) and model.get("type") == _RADD_TYPE
-
-
-def read_radd(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
-    assert config is not None
-    values = flattened(config)
-    RADD_KEYS.check(values)
+def read_radd(values: Config) -> Architecture:
     mask, schedule = values["tokens"], NoiseSchedule("log_linear")
     return _architecture(RADD_KEYS, values, d_vocab=mask + 1, mask_token_id=mask, norm_bias=True, schedule=schedule)
 
@@ -165,14 +157,7 @@ def write_radd(a: Architecture) -> dict[str, Any]:
     return {"tokens": a.d_vocab - 1, "noise": {"type": "loglinear"}, "model": {**_section(a), "type": _RADD_TYPE}}
 
 
-def recognises_sedd(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    return isinstance((config or {}).get("graph"), Mapping) and isinstance((config or {}).get("model"), Mapping)
-
-
-def read_sedd(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
-    assert config is not None
-    values = flattened(config)
-    SEDD_KEYS.check(values)
+def read_sedd(values: Config) -> Architecture:
     graph, scaled = values.get("graph.type"), values.get("model.scale_by_sigma")
     if graph not in _GRAPHS:
         raise ValueError(f"graph.type is {graph!r} in the sedd config; it must be one of {', '.join(_GRAPHS)}")
@@ -220,6 +205,15 @@ def write_sedd(a: Architecture) -> dict[str, Any]:
             "scale_by_sigma": a.has_mask,
         },
     }
+
+
+def _is_radd(config: Config) -> bool:
+    model = config.get("model")
+    return isinstance(model, Mapping) and model.get("type") == _RADD_TYPE
+
+
+def _is_sedd(config: Config) -> bool:
+    return isinstance(config.get("graph"), Mapping) and isinstance(config.get("model"), Mapping)
 
 
 def _read_wrapped(keys: ConfigKeys, config: Config, **more: Any) -> Architecture:
@@ -272,6 +266,6 @@ FAMILIES = (
         options=("block_size", "mask_token_id"),
         **_WRAPPED,
     ),
-    Family("radd", _TABLE, recognises_radd, read_radd, write_radd, "config.json", _BUFFERS),
-    Family("sedd", _TABLE, recognises_sedd, read_sedd, write_sedd, "config.json", _BUFFERS),
+    of_config(RADD_KEYS, _TABLE, _is_radd, read_radd, write_radd, ignored=_BUFFERS),
+    of_config(SEDD_KEYS, _TABLE, _is_sedd, read_sedd, write_sedd, ignored=_BUFFERS),
 )

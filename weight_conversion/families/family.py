@@ -203,21 +203,39 @@ def by_model_type(
 ) -> Family:
     """A family of Hugging Face's `config.json`, recognised by the model types that `classes` has as keys.
 
-    `where` tells families of one model type apart, `read` takes a config after the check of its `keys`, and `more` are
-    further attributes of the `Family`.
+    `where` tells families of one model type apart; the other arguments are those of `of_config`.
     """
 
-    def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-        if config is None or config.get("model_type") not in classes:
-            return False
-        return where is None or where(config)
+    def recognises(config: Config) -> bool:
+        return config.get("model_type") in classes and (where is None or where(config))
+
+    return of_config(keys, rules, recognises, read, write, classes=classes, **more)
+
+
+def of_config(
+    keys: ConfigKeys,
+    rules: tuple[Rule, ...],
+    recognises: Callable[[Config], bool],
+    read: Callable[[Config], Architecture],
+    write: Callable[[Architecture], dict[str, Any]],
+    **more: Any,
+) -> Family:
+    """A family that its config.json shows without the tensors.
+
+    `read` takes the config after the check of its `keys`, one in sections `flattened`; `more` are further attributes of
+    the `Family`.
+    """
 
     def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
         assert config is not None
-        keys.check(config)
-        return read(config)
+        values = config if "model_type" in config else flattened(config)
+        keys.check(values)
+        return read(values)
 
-    return Family(keys.family, rules, recognises, read_architecture, write, "config.json", classes=classes, **more)
+    def recognised(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+        return config is not None and recognises(config)
+
+    return Family(keys.family, rules, recognised, read_architecture, write, "config.json", **more)
 
 
 def read_sizes(keys: ConfigKeys, config: Config, *, eps: float, base: float | None = None) -> dict[str, Any]:

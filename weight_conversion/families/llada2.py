@@ -27,14 +27,20 @@ from weight_conversion.families.kinds import block_size
 from weight_conversion.key_map import Rule, Stacked
 
 MODEL_TYPE = "llada2_moe"
-
+EXPERTS = {
+    "num_experts": "n_experts",
+    "num_experts_per_tok": "n_chosen",
+    "moe_intermediate_size": "d_expert",
+    "n_group": "n_groups",
+    "topk_group": "n_chosen_groups",
+}
 KEYS = ConfigKeys(
     family="llada2",
     counts={
         **SIZES,
         "num_key_value_heads": "n_key_value_heads",
         "intermediate_size": "d_mlp",
-        **dict.fromkeys(("moe_intermediate_size", "num_experts", "num_experts_per_tok", "n_group", "topk_group")),
+        **dict.fromkeys(EXPERTS),
     },
     optional={"head_dim": "d_head"},
     flags={"tie_word_embeddings": "tied"},
@@ -90,7 +96,7 @@ RULES = (
 
 def read_llada2(config: Config) -> Architecture:
     sizes = read_sizes(KEYS, config, eps=1e-5)
-    n_layers, n_chosen = config["num_hidden_layers"], config["num_experts_per_tok"]
+    n_layers = config["num_hidden_layers"]
     check_count("num_hidden_layers", n_layers, MOST_LAYERS)
     d_head = sizes["d_head"]
     n_dense = _number(config, "first_k_dense_replace")
@@ -109,19 +115,15 @@ def read_llada2(config: Config) -> Architecture:
         rotary_dim=turned,
         qk_norm=True,
         experts=Experts(
-            n_experts=config["num_experts"],
-            n_chosen=n_chosen,
-            d_expert=config["moe_intermediate_size"],
+            **{field: config[key] for key, field in EXPERTS.items()},
             layers=tuple(layer >= n_dense for layer in range(n_layers)),
             d_shared=d_shared or None,
             router="sigmoid",
             router_dtype="float32",
             router_bias=True,
             # The authors' code leaves the weight of a single expert as it is.
-            normalised=n_chosen > 1,
+            normalised=config["num_experts_per_tok"] > 1,
             scale=config.get("routed_scaling_factor", 2.5),
-            n_groups=config["n_group"],
-            n_chosen_groups=config["topk_group"],
         ),
         **block_size(config, required=True),
     )
@@ -145,14 +147,10 @@ def write_llada2(a: Architecture) -> dict[str, Any]:
         "mask_token_id": a.mask_token_id,
         "block_size": a.causal_block,
         "partial_rotary_factor": 1 if a.rotary_dim is None else a.rotary_dim / a.d_head,
-        "num_experts": experts.n_experts,
-        "num_experts_per_tok": experts.n_chosen,
-        "moe_intermediate_size": experts.d_expert,
+        **{key: getattr(experts, field) for key, field in EXPERTS.items()},
         "num_shared_experts": (experts.d_shared or 0) // experts.d_expert,
         "first_k_dense_replace": experts.layers.index(True),
         "routed_scaling_factor": experts.scale,
-        "n_group": experts.n_groups,
-        "topk_group": experts.n_chosen_groups,
         **KEYS.written,
     }
 

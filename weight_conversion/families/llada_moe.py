@@ -25,13 +25,10 @@ from weight_conversion.families.family import (
 from weight_conversion.families.qwen import QWEN3_RULES
 from weight_conversion.key_map import Rule
 
+EXPERTS = {"num_experts": "n_experts", "num_experts_per_tok": "n_chosen", "expert_intermediate_size": "d_expert"}
 KEYS = ConfigKeys(
     family="llada_moe",
-    counts={
-        **SIZES,
-        "dense_intermediate_size": "d_mlp",
-        **dict.fromkeys(("expert_intermediate_size", "num_experts", "num_experts_per_tok")),
-    },
+    counts={**SIZES, "dense_intermediate_size": "d_mlp", **dict.fromkeys(EXPERTS)},
     optional={"num_key_value_heads": "n_key_value_heads", "shared_expert_intermediate_size": None},
     flags={"moe_router_enable_expert_bias": None, "qk_layernorm": "qk_norm", "tie_word_embeddings": "tied"},
     read=(
@@ -70,9 +67,7 @@ def read_llada_moe(config: Config) -> Architecture:
         rotary_dim=rotary_dim(config, sizes["d_head"]),
         qkv_clip=config.get("clip_qkv"),
         experts=Experts(
-            n_experts=config["num_experts"],
-            n_chosen=config["num_experts_per_tok"],
-            d_expert=config["expert_intermediate_size"],
+            **{field: config[key] for key, field in EXPERTS.items()},
             layers=_layers_with_experts(config),
             d_shared=config.get("shared_expert_intermediate_size"),
             router_bias=has_bias,
@@ -98,10 +93,8 @@ def write_llada_moe(a: Architecture) -> dict[str, Any]:
         "model_type": "llada",
         "architectures": ["LLaDAMoEModelLM"],
         **write_sizes(KEYS, a),
-        "expert_intermediate_size": experts.d_expert,
+        **{key: getattr(experts, field) for key, field in EXPERTS.items()},
         "shared_expert_intermediate_size": experts.d_shared,
-        "num_experts": experts.n_experts,
-        "num_experts_per_tok": experts.n_chosen,
         "moe_layer_freq": list(map(int, experts.layers)),
         "moe_router_enable_expert_bias": experts.router_bias,
         "moe_router_score_function": "softmax",

@@ -8,6 +8,7 @@ tables have the precision of the activations. Source: transformers `models/llama
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from weight_conversion.families.family import (
     SIZES,
     Config,
     ConfigKeys,
+    Family,
     by_model_type,
     mask_token_id,
     mode_of,
@@ -55,14 +57,36 @@ RULES = (
 )
 
 
+def decoder_family(
+    keys: ConfigKeys,
+    classes: Mapping[str, str],
+    rules: tuple[Rule, ...] = RULES,
+    *,
+    options: tuple[str, ...] = ("block_size", "mask_token_id"),
+    **how: Any,
+) -> Family:
+    """A family of decoders of Llama's layout, from the keys of its config; `how` are arguments of `read_decoder`.
+
+    The first model type in `classes` is written for a causal model, the last for a masked diffusion model.
+    """
+
+    def read(config: Config) -> Architecture:
+        return read_decoder(keys, config, **how)
+
+    def write(a: Architecture) -> dict[str, Any]:
+        return {"model_type": list(classes)[-1 if a.has_mask else 0], **write_decoder(keys, a)}
+
+    return by_model_type(keys, rules, read, write, classes, options=options)
+
+
 def read_llama(config: Config) -> Architecture:
     causal = config.get("model_type") == "llama"
     if not causal:
         KEYS.check(config)  # without "mode", which is of a causal model's config only
     masked = not causal or mode_of(config, "llama", ("ar", "bidirectional"), "ar") == "bidirectional"
     # Llama-2's config does not give rope_theta.
-    architecture = read_decoder(KEYS, config, masked=masked, default_base=10000.0)
-    return replace(architecture, qkv_bias=architecture.o_bias, readout="shifted" if causal else "in_place")
+    shift = "shifted" if causal else "in_place"
+    return read_decoder(KEYS, config, masked=masked, default_base=10000.0, readout=shift)
 
 
 def read_decoder(
@@ -72,9 +96,11 @@ def read_decoder(
     masked: bool | None = None,
     by_blocks: bool = False,
     default_base: float | None = None,
-    **flags: Any,
+    **fields: Any,
 ) -> Architecture:
-    """The architecture from the keys that Llama's config shares with its descendants', and from further fields.
+    """The architecture from the keys that Llama's config shares with its descendants', and from further `fields`.
+
+    By default queries, keys and values have biases where the output has one.
 
     Args:
         masked: Whether the model is a masked diffusion model; by default, if its model type begins with "a2d-".
@@ -94,30 +120,24 @@ def read_decoder(
             f"model: pass it as a mapping with {diffusion}, or without the block_size"
         )
     sees = block_size(config, required=by_blocks) if masked else {"attention_dir": "causal"}
-    return Architecture(
-        family=keys.family,
-        readout="in_place" if masked else "shifted",
-        mask_token_id=mask_token_id(config, keys.family) if masked else None,
-        **sees,
-        **read_sizes(keys, config, eps=1e-6, base=default_base),
-        **flags,
-    )
+    sizes = read_sizes(keys, config, eps=1e-6, base=default_base)
+    read = {"readout": "in_place" if masked else "shifted", "qkv_bias": sizes.get("o_bias", False), **sizes, **sees}
+    mask = mask_token_id(config, keys.family) if masked else None
+    return Architecture(family=keys.family, mask_token_id=mask, **{**read, **fields})
 
 
 def write_llama(architecture: Architecture) -> dict[str, Any]:
     a = architecture
-    written = write_decoder(KEYS, a)
-    if a.has_mask and a.readout == "shifted":
-        written |= {"model_type": "llama", "mode": "bidirectional"}
-    return written
+    of_causal = {"mode": "bidirectional"} if a.has_mask and a.readout == "shifted" else {}
+    model_type = "llama" if of_causal or not a.has_mask else f"{DIFFUSION}llama"
+    return {"model_type": model_type, **write_decoder(KEYS, a), **of_causal}
 
 
 def write_decoder(keys: ConfigKeys, a: Architecture) -> dict[str, Any]:
-    """The inverse of `read_decoder`, with the keys of transformers 4, which transformers 5 also reads."""
+    """The inverse of `read_decoder` but for the model type, with the keys of transformers 4, which 5 also reads."""
     # Models trained by blocks have the same model type; a block_size of null tells them apart.
     diffusion = {"mask_token_id": a.mask_token_id, "block_size": a.causal_block} if a.has_mask else {}
-    model_type = f"{DIFFUSION if a.has_mask else ''}{keys.family}"
-    return {"model_type": model_type, **write_sizes(keys, a), "hidden_act": "silu", **diffusion}
+    return {**write_sizes(keys, a), "hidden_act": "silu", **diffusion}
 
 
 FAMILIES = (

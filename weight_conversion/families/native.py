@@ -7,13 +7,17 @@ from typing import Any
 
 from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.families.family import Config, Family
-from weight_conversion.key_map import Rule
+from weight_conversion.key_map import OUR_NAMES
 
 FORMAT = "diffusion_lens"
 
 
 def recognises(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
-    return config is not None and config.get("format") == FORMAT and any(name in shapes for name in _NAMES)
+    return (
+        config is not None
+        and config.get("format") == FORMAT
+        and bool({"embed.weight", "ln_final.weight"} & set(shapes))
+    )
 
 
 def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
@@ -26,33 +30,4 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
     return {"format": FORMAT, "architecture": architecture.to_dict()}
 
 
-_NAMES = (
-    "embed.weight",
-    "pos_embed.weight",
-    *(
-        f"{part}.{kind}"
-        for part in (
-            *(f"blocks.{{i}}.{norm}" for norm in ("ln1", "ln2", "modulation", "mlp.router")),
-            *(f"blocks.{{i}}.attn.{matrix}" for matrix in ("q", "k", "v", "o")),
-            *(
-                f"blocks.{{i}}.{mlp}.{matrix}"
-                for mlp in ("mlp", "mlp.experts.{e}", "mlp.shared")
-                for matrix in ("gate", "up", "down")
-            ),
-            *("ln_final", "unembed", "time_embed.hidden", "time_embed.out", "final_modulation"),
-        )
-        for kind in ("weight", "bias")
-    ),
-    "blocks.{i}.attn.q_norm.weight",
-    "blocks.{i}.attn.k_norm.weight",
-)
-FAMILIES = (
-    Family(
-        FORMAT,
-        tuple(Rule(name, (name,)) for name in _NAMES),
-        recognises,
-        read_architecture,
-        write_config,
-        config_file="config.json",
-    ),
-)
+FAMILIES = (Family(FORMAT, OUR_NAMES, recognises, read_architecture, write_config, config_file="config.json"),)

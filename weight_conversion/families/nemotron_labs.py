@@ -85,8 +85,8 @@ def write_nemotron_labs(architecture: Architecture) -> dict[str, Any]:
     for key in ROPE:
         written.pop(key, None)
     return {
-        **written,
         "model_type": MODEL_TYPE,
+        **written,
         "rope_parameters": {**rotary, "rope_theta": a.rotary_base},
         "dlm_paradigm": PARADIGMS[MODES[a.attention_dir]],
         "block_size": a.causal_block,

@@ -15,12 +15,8 @@ and keys instead. Sources: transformers `models/qwen2/modeling_qwen2.py`, `model
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
-from weight_conversion.architecture import Architecture
-from weight_conversion.families.family import Config, by_model_type
-from weight_conversion.families.llama import KEYS, RULES, read_decoder, write_decoder
+from weight_conversion.families.llama import KEYS, RULES, decoder_family
 from weight_conversion.key_map import Rule
 
 # Sliding windows, if they were used, would begin at layer max_window_layers.
@@ -48,42 +44,27 @@ QWEN3_RULES = (
 )
 
 
-def read_qwen2(config: Config) -> Architecture:
-    return read_decoder(QWEN2_KEYS, config, qkv_bias=True)
-
-
-def read_dream(config: Config) -> Architecture:
-    return replace(read_decoder(DREAM_KEYS, config, masked=True, qkv_bias=True), readout="shifted")
-
-
-def read_qwen3(config: Config) -> Architecture:
-    return read_decoder(QWEN3_KEYS, config, qkv_bias=bool(config.get("attention_bias")), qk_norm=True)
-
-
-def read_sdar(config: Config) -> Architecture:
-    biased = bool(config.get("attention_bias"))
-    return read_decoder(SDAR_KEYS, config, masked=True, by_blocks=True, qkv_bias=biased, qk_norm=True)
-
-
-write_qwen2, write_qwen3 = (partial(write_decoder, keys) for keys in (QWEN2_KEYS, QWEN3_KEYS))
-
-
-def write_dream(a: Architecture) -> dict[str, Any]:
-    return {**write_decoder(DREAM_KEYS, a), "model_type": "Dream"}
-
-
-def write_sdar(a: Architecture) -> dict[str, Any]:
-    return {**write_decoder(SDAR_KEYS, a), "model_type": "sdar"}
-
-
-_OPTIONS = ("block_size", "mask_token_id")
-_QWEN2 = {"qwen2": "Qwen2(Model|ForCausalLM)", "a2d-qwen2": r"A2DQwen2\w*|Qwen2(Model|ForCausalLM)"}
-_QWEN3 = {"qwen3": "Qwen3(Model|ForCausalLM)", "a2d-qwen3": r"A2DQwen3\w*|Qwen3(Model|ForCausalLM)"}
-_DREAM = {"Dream": "Dream(Base)?Model"}
-_SDAR = {"sdar": "SDAR(Model|ForCausalLM)"}
 FAMILIES = (
-    by_model_type(DREAM_KEYS, RULES, read_dream, write_dream, _DREAM, options=("mask_token_id",)),
-    by_model_type(QWEN2_KEYS, RULES, read_qwen2, write_qwen2, _QWEN2, options=_OPTIONS),
-    by_model_type(QWEN3_KEYS, QWEN3_RULES, read_qwen3, write_qwen3, _QWEN3, options=_OPTIONS),
-    by_model_type(SDAR_KEYS, QWEN3_RULES, read_sdar, write_sdar, _SDAR, options=_OPTIONS),
+    decoder_family(
+        DREAM_KEYS,
+        {"Dream": "Dream(Base)?Model"},
+        masked=True,
+        readout="shifted",
+        qkv_bias=True,
+        options=("mask_token_id",),
+    ),
+    decoder_family(
+        QWEN2_KEYS,
+        {"qwen2": "Qwen2(Model|ForCausalLM)", "a2d-qwen2": r"A2DQwen2\w*|Qwen2(Model|ForCausalLM)"},
+        qkv_bias=True,
+    ),
+    decoder_family(
+        QWEN3_KEYS,
+        {"qwen3": "Qwen3(Model|ForCausalLM)", "a2d-qwen3": r"A2DQwen3\w*|Qwen3(Model|ForCausalLM)"},
+        QWEN3_RULES,
+        qk_norm=True,
+    ),
+    decoder_family(
+        SDAR_KEYS, {"sdar": "SDAR(Model|ForCausalLM)"}, QWEN3_RULES, masked=True, by_blocks=True, qk_norm=True
+    ),
 )

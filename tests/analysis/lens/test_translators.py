@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from bundled_models.rows_and_blocks import toy_rows
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.lens import tuned as fitting
@@ -19,7 +20,7 @@ PROMPT = "Gustav Geisser is the"
 @pytest.fixture(scope="module")
 def sentences(tiny):
     """Training sentences of half of the people, and of the others."""
-    tokens = toy_facts.encode(toy_facts.load().sentences(), tiny.tokenizer)
+    tokens = toy_rows(toy_facts.load().sentences(), tiny.tokenizer)
     return tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
 
 
