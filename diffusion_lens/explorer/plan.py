@@ -25,7 +25,7 @@ import torch
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.explorer.as_python import WEIGHTS, Written, call, import_lines, load_statement, views_code
-from diffusion_lens.explorer.spec import FORCE, Intervention, Spec
+from diffusion_lens.explorer.spec import FORCE, RUN_SETTINGS, Intervention, Spec
 from diffusion_lens.hooks.names import Hook, attn_out, loop_hook, mlp_out, resid_post
 from diffusion_lens.interventions import at_steps, mean_ablate, on_branch, replace, swap, zero_ablate
 from diffusion_lens.model.config import reached
@@ -47,10 +47,8 @@ Caches = Callable[[Spec, str], TrajectoryCache]
 
 def settings_of(spec: Spec) -> dict[str, Any]:
     """The keyword arguments of `denoise` that a spec sets."""
-    names = ("length", "steps", "sampler", "cfg_scale", "temperature", "seed")
-    defaults = {"cfg_scale": 0.0, "temperature": 0.0, "length": None, "sampler": None}
-    values = {name: getattr(spec, name) for name in names}
-    return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+    values = {name: getattr(spec, name) for name in RUN_SETTINGS}
+    return {name: x for name, x in values.items() if name in ("steps", "seed") or x not in (None, 0.0)}
 
 
 def arguments_text(spec: Spec) -> str:
