@@ -371,10 +371,10 @@ def scores_between(
     return scores if bias is None else scores + bias[:, :, 0, 0]
 
 
-def correlation(one: Tensor, other: Tensor, dim: int) -> Tensor:
-    """Pearson's correlation along one axis."""
-    a, b = (x.double() - x.double().mean(dim=dim, keepdim=True) for x in (one, other))
-    product: Tensor = (a * b).sum(dim=dim) / (a.pow(2).sum(dim=dim) * b.pow(2).sum(dim=dim)).sqrt()
+def correlation(one: Float[Tensor, "*rest head"], other: Float[Tensor, "*rest head"]) -> Float[Tensor, "*rest"]:
+    """Pearson's correlation over heads."""
+    a, b = (x.double() - x.double().mean(dim=-1, keepdim=True) for x in (one, other))
+    product: Tensor = (a * b).sum(dim=-1) / (a.pow(2).sum(dim=-1) * b.pow(2).sum(dim=-1)).sqrt()
     return product.float()
 
 
