@@ -157,7 +157,8 @@ def second_moment(
         size = model.blocks[layer].mlp.W_out.shape[0]
         so_far = SecondMoment(torch.zeros(size, size, dtype=torch.float64), 0, 0, 0.0, 0, layer, record)
     starts = range(so_far.texts, len(rows), batch_size * save_every)
-    panels = [KeyPanel(layer, i, rows[i : i + starts.step], batch_size, seed) for i in starts]
+    parts = [(first, rows[first : first + starts.step]) for first in starts]
+    panels = [KeyPanel(layer, i, torch.cat(part), [*map(len, part)], batch_size, seed) for i, part in parts]
     n_done, n_left = -(-so_far.texts // batch_size), sum(panel.size for panel in panels)
     title = f"second moment of layer {layer}"
     with tqdm(total=n_done + n_left, initial=n_done, desc=title, unit="batch", disable=not progress) as bar:
@@ -255,28 +256,25 @@ def describe_covariance(covariance: Covariance | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class KeyPanel:
-    """The texts of a panel, which one task sums: rows from the text `first` of the corpus."""
+    """The texts of a panel, which one task sums: those from the text `first` of the corpus on, joined in one tensor,
+    because a worker receives one tensor faster than hundreds."""
 
     layer: int
     first: int
-    rows: Sequence[Int[Tensor, "_"]]
+    tokens: Int[Tensor, "_"]
+    lengths: list[int]
     batch_size: int
     seed: int
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # One tensor is sent instead of hundreds, which may be views of a larger one.
-        settings = (self.layer, self.first, self.batch_size, self.seed)
-        return _received, (torch.cat([*self.rows]), [*map(len, self.rows)], *settings)
 
     @property
     def name(self) -> str:
         """What messages call it."""
-        return f"of the texts {self.first} to {self.first + len(self.rows) - 1}"
+        return f"of the texts {self.first} to {self.first + len(self.lengths) - 1}"
 
     @property
     def size(self) -> int:
         """Number of batches."""
-        return -(-len(self.rows) // self.batch_size)
+        return -(-len(self.lengths) // self.batch_size)
 
     @property
     def n_kept(self) -> int:
@@ -294,9 +292,9 @@ class KeyPanel:
         size, device = model.blocks[self.layer].mlp.W_out.shape[0], str(model.cfg.device)
         home = "cpu" if device.startswith("mps") else device
         total = torch.zeros(size, size, dtype=torch.float64, device=home)
-        text_squares, lengths = 0.0, []
-        for start in range(0, len(self.rows), self.batch_size):
-            rows = list(self.rows[start : start + self.batch_size])
+        text_squares, texts = 0.0, self.tokens.split(self.lengths)
+        for start in range(0, len(texts), self.batch_size):
+            rows = texts[start : start + self.batch_size]
             seeds = [own_seed(self.seed, self.first + start + i) for i in range(len(rows))]
             keys_by_text = _keys(model, self.layer, rows, seeds)
             keys = torch.cat(keys_by_text)
@@ -305,13 +303,8 @@ class KeyPanel:
             else:
                 total.add_((keys.T @ keys).to(home))
             text_squares += sum(float((k @ k.T).square().sum()) for k in keys_by_text)
-            lengths += [len(k) for k in keys_by_text]
             summed()
-        return KeySums(total, sum(lengths), len(lengths), text_squares, sum(length**2 for length in lengths))
-
-
-def _received(tokens: Tensor, lengths: list[int], layer: int, first: int, batch_size: int, seed: int) -> KeyPanel:
-    return KeyPanel(layer, first, tokens.split(lengths), batch_size, seed)
+        return KeySums(total, len(self.tokens), len(texts), text_squares, sum(length**2 for length in self.lengths))
 
 
 def _keys(

@@ -101,11 +101,6 @@ class RankOneEdit(WeightEdit):
         return self.weight_of(self.layer)
 
     @torch.no_grad()
-    def update(self) -> Float[Tensor, "d_model d_mlp"]:
-        """ΔW for the weight as it is now, float64 on the CPU."""
-        return self.factors(self.layer).product()
-
-    @torch.no_grad()
     def factors(self, layer: int) -> Factors:
         """The two vectors whose outer product is ΔW, for the weight as it is now: v* − W k_p, and the direction."""
         written = self.weight.cpu().double() @ self._plain_key
