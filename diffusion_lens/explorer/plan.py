@@ -41,8 +41,9 @@ POINTS: dict[str, Callable[[int], str]] = {
 FROM_ANOTHER_RUN = {"mean": mean_ablate, "patch": swap}
 _LONGEST = 72  # characters of arguments on the line of their call
 Edit = tuple[str, Written]
-# The cache of a run at a hook point, by the run's spec.
-Caches = Callable[[Spec, str], TrajectoryCache]
+# The spec of the run from which an intervention of a spec takes activations, and the cache of a plan at a hook point.
+Sources = Callable[[Spec, Intervention], Spec]
+Caches = Callable[["Plan", str], TrajectoryCache]
 
 
 def settings_of(spec: Spec) -> dict[str, Any]:
@@ -83,10 +84,8 @@ class Plan:
     weights: str = ""
 
     @classmethod
-    def of(
-        cls, model: DiffusionTransformer, spec: Spec, source_of: Callable[[Intervention], Spec], caches: Caches
-    ) -> "Plan":
-        """The plan of a spec; `source_of` gives the spec of the run from which an intervention takes activations."""
+    def of(cls, model: DiffusionTransformer, spec: Spec, source_of: Sources, cache_of: Caches) -> "Plan":
+        """The plan of a spec."""
         writes, changes = list[Edit](), list[Edit]()
         statements, imports, n_bytes = dict[str, None](), frozenset[tuple[str, str]](), 0
         for one in spec.interventions:
@@ -95,9 +94,9 @@ class Plan:
                 continue
             source = None
             if one.what != "zero":
-                inner, point = cls.of(model, source_of(one), source_of, caches), point_of(model, one)
+                inner, point = cls.of(model, source_of(spec, one), source_of, cache_of), point_of(model, one)
                 variable = f"source_{inner.spec.id[1:7]}_{one.layer}_{one.site}"
-                source = Written(caches(inner.spec, point), variable)
+                source = Written(cache_of(inner, point), variable)
                 statements |= dict.fromkeys((*inner.statements, inner.cache_statement(point, variable)))
                 imports |= inner.imports
                 n_bytes += source.value.n_bytes

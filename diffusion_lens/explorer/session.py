@@ -118,7 +118,7 @@ class Session:
             )
 
         def compute() -> LiveRun:
-            live = LiveRun.of(Plan.of(model, spec, lambda one: self._source(spec, one), self._cache))
+            live = LiveRun.of(Plan.of(model, spec, self._source, self._cache))
             live.require_weights(self._weights.setdefault(spec.model, live.weights))
             return live
 
@@ -137,16 +137,13 @@ class Session:
             )
         return source
 
-    def _cache(self, spec: Spec, point: str) -> TrajectoryCache:
+    def _cache(self, plan: Plan, point: str) -> TrajectoryCache:
         """The activations of a run at a hook point, by step."""
-        model = self._model(spec)
+        spec = plan.spec
 
         def compute() -> TrajectoryCache:
-            plan = Plan.of(model, spec, lambda one: self._source(spec, one), self._cache)
-            _, cache = model.denoise_with_cache(
-                spec.prompt, names_filter=point, fwd_hooks=plan.fwd_hooks, **settings_of(spec)
-            )
-            return cache
+            settings = {"names_filter": point, "fwd_hooks": plan.fwd_hooks, **settings_of(spec)}
+            return self._model(spec).denoise_with_cache(spec.prompt, **settings)[1]
 
         return self._memory.get((spec.id, point), compute, lambda cache: cache.n_bytes)
 
