@@ -73,14 +73,6 @@ class EditOutcome(FactResult, Saved):
 
     __repr__ = one_line
 
-    @classmethod
-    def of(
-        cls, groups: list[str], before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], searched: float
-    ) -> "EditOutcome":
-        """From what `judge` returned without the edit and with it."""
-        wins, probabilities = (torch.stack(pair).float() for pair in zip(before, after, strict=True))
-        return cls(wins, probabilities, groups, searched)
-
 
 @dataclass(frozen=True)
 class GroupScore:
@@ -377,7 +369,8 @@ class _EachEdit:
             before = judge(model, probes)
             with RankOneEdit(model, layer, key, value, self.inverse):
                 after = judge(model, probes)
-            outcomes.append(EditOutcome.of(groups, before, after, value.probability_after))
+            wins, probabilities = torch.stack([before, after], dim=1).float()
+            outcomes.append(EditOutcome(wins, probabilities, groups, value.probability_after))
         return outcomes
 
 

@@ -265,6 +265,6 @@ def edit_together(
     with edit:
         after = [judge(model, own) for _, own in probes]
     return [
-        EditOutcome.of(groups, *states, searched)
-        for (groups, _), states, searched in zip(probes, zip(before, after, strict=True), edit.searched, strict=True)
+        EditOutcome(*torch.stack(states, dim=1).float(), groups, searched)
+        for (groups, _), *states, searched in zip(probes, before, after, edit.searched, strict=True)
     ]
