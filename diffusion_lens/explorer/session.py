@@ -119,7 +119,7 @@ class Session:
 
         def compute() -> LiveRun:
             live = LiveRun.of(Plan.of(model, spec, self._source, self._cache))
-            live.require_weights(self._weights.setdefault(spec.model, live.weights))
+            live.require_weights(self._weights.setdefault(spec.model, live.plan.weights))
             return live
 
         return self._memory.get(spec.id, compute, lambda live: live.n_bytes)
