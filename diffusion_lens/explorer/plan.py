@@ -24,7 +24,7 @@ import torch
 
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.explorer.as_python import WEIGHTS, Written, call, import_lines, load_statement, views_code
+from diffusion_lens.explorer.as_python import Written, call, load_code, views_code
 from diffusion_lens.explorer.spec import FORCE, RUN_SETTINGS, Intervention, Spec
 from diffusion_lens.hooks.names import Hook, attn_out, loop_hook, mlp_out, resid_post
 from diffusion_lens.interventions import at_steps, mean_ablate, on_branch, replace, swap, zero_ablate
@@ -123,10 +123,8 @@ class Plan:
         cfg = self.model.cfg
         dtype = str(cfg.dtype).removeprefix("torch.")
         described = {"model": cfg.model_name, "mode": cfg.mode, "architecture": cfg.architecture.to_dict()}
-        loaded = load_statement({**described, "dtype": dtype, "weights_sha256": self.weights})
-        needed = {("torch", ""), ("diffusion_lens", "HookedDiffusionTransformer"), *self.imports}
-        needed |= {WEIGHTS} if self.weights else set()
-        lines = [import_lines(needed), loaded, *self.statements]
+        described |= {"dtype": dtype, "weights_sha256": self.weights}
+        lines = [load_code(described, {("torch", ""), *self.imports}), *self.statements]
         if self.forced:
             lines.append(f"forced = [\n{_listed(self.forced)}]")
         if self.changed:
