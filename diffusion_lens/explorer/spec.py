@@ -151,6 +151,8 @@ def _read(kind: Any, what: str, given: Any) -> Any:
     if unknown := [str(name) for name in given if name not in known]:
         near = get_close_matches(unknown[0], known, n=1, cutoff=0.0)
         raise ValueError(f"{what} has no entry {unknown[0]!r}; the nearest is {near[0]!r} (all: {', '.join(known)})")
+    if missing := [name for name, each in known.items() if each.default is MISSING and name not in given]:
+        raise ValueError(f"{what} needs the entry {missing[0]!r}: {known[missing[0]].metadata['help']}")
     checked = {
         name: value if value is known[name].default else known[name].metadata["check"](name, value)
         for name, value in given.items()

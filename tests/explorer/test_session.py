@@ -227,6 +227,7 @@ def test_an_exception_leaves_no_hook(tiny, session):
     refused("'head' needs the index", **intervention(site="head"))
     refused("site='embed'", **intervention(site="embed"))
     refused("what='boost'", **intervention(what="boost"))
+    refused("needs the entry .what.", interventions=[dict(site="mlp", layer=1)])
     refused("no run 'r0'", **intervention(what="patch", source="r0"))
     refused("has no entry 'laier'; the nearest is 'layer'", **intervention(laier=1))
     refused("no run 'r1'", base="r1")

@@ -371,13 +371,6 @@ def scores_between(
     return scores if bias is None else scores + bias[:, :, 0, 0]
 
 
-def correlation(one: Float[Tensor, "*rest head"], other: Float[Tensor, "*rest head"]) -> Float[Tensor, "*rest"]:
-    """Pearson's correlation over heads."""
-    a, b = (x.double() - x.double().mean(dim=-1, keepdim=True) for x in (one, other))
-    product: Tensor = (a * b).sum(dim=-1) / (a.pow(2).sum(dim=-1) * b.pow(2).sum(dim=-1)).sqrt()
-    return product.float()
-
-
 def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_offset: Whole, base: Real) -> float:
     """The correlation of the scores at two offsets, if queries and keys are independent and isotropic.
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult, bootstrap_interval
-from diffusion_lens.analysis.signatures.evidence import correlation
 from diffusion_lens.analysis.signatures.gradients import EMBEDDING, HEAD
 from diffusion_lens.records.results import Saved, Table, one_line, shown_model
 
@@ -274,7 +273,10 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         return None if bool(self.routes[:, other].isnan().all()) else self._route_correlations(other).mean(dim=0)
 
     def _route_correlations(self, other: int) -> Float[Tensor, "fact layer"]:
-        return correlation(self.routes[:, 0], self.routes[:, other])
+        """Pearson's correlation over heads of the forward scores with those of another route."""
+        scores = self.routes[:, [0, other]].double()
+        a, b = (scores - scores.mean(dim=-1, keepdim=True)).unbind(dim=1)
+        return ((a * b).sum(dim=-1) / (a.square().sum(dim=-1) * b.square().sum(dim=-1)).sqrt()).float()
 
     def _values(self, name: str) -> Float[Tensor, "fact *rest"]:
         """The values of each fact whose mean has this name."""
