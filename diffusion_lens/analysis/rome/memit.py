@@ -264,7 +264,8 @@ def edit_together(
     before = [judge(model, own) for _, own in probes]
     with edit:
         after = [judge(model, own) for _, own in probes]
-    return [
-        EditOutcome(*torch.stack(states, dim=1).float(), groups, searched)
-        for (groups, _), *states, searched in zip(probes, before, after, edit.searched, strict=True)
-    ]
+    outcomes = []
+    for (groups, _), *states, searched in zip(probes, before, after, edit.searched, strict=True):
+        wins, probabilities = torch.stack(states, dim=1).float()
+        outcomes.append(EditOutcome(wins, probabilities, groups, searched))
+    return outcomes
