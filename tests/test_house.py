@@ -73,6 +73,7 @@ FAMILY_CARRIED = (
     "diffusion_lens.model.config",
     "diffusion_lens.checks.weights",
     "diffusion_lens.cli",
+    "diffusion_lens.explorer.server",  # the address family of a socket
 )
 # Help texts that list what a user can choose, and descriptions that cite whose metric it is.
 FAMILIES_IN_PROSE = ("diffusion_lens.cli", "diffusion_lens.evaluation.scores")

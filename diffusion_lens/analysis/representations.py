@@ -87,7 +87,6 @@ class Comparison(PicturedResult, Saved):
         coordinates: Float[2 fact 2], each set without its mean, in the first two principal components of both sets
             together; None if the sets have no common axes.
         explained: Float[2], share of the variance of both sets in these directions; None likewise.
-        angles: Float[rank] in radians, principal angles between the two leading subspaces; None likewise.
         statistics: Name of each column.
         ids: The fact of each row.
         names: Names of the two sets.
@@ -102,7 +101,6 @@ class Comparison(PicturedResult, Saved):
     singular_values: Float[Tensor, "2 component"]
     coordinates: Float[Tensor, "2 fact 2"] | None
     explained: Float[Tensor, "2"] | None
-    angles: Float[Tensor, "rank"] | None
     statistics: list[str]
     ids: list[str]
     names: tuple[str, str]
@@ -322,7 +320,6 @@ def compare(
         singular_values=torch.stack([_singular_values(vectors, n_facts - len(members)) for vectors in (x, y)]),
         coordinates=coordinates,
         explained=explained,
-        angles=principal_angles(x, y, rank) if one_space else None,
         statistics=list(selected),
         ids=ids,
         names=names,
@@ -440,18 +437,9 @@ def deviations(statistic: Statistic, x: Vectors, y: OtherVectors, subsets: Int[T
     return (values - values.mean()) * math.sqrt(size / (n_facts - size))
 
 
-def principal_angles(x: Vectors, y: Vectors, rank: int) -> Float[Tensor, "rank"]:
-    """Angles between the leading principal components of x and those of y in radians, the smallest first."""
-    from scipy.linalg import subspace_angles  # Imported here because scipy is slow to import.
-
-    angles = subspace_angles(principal_axes(x, rank).numpy(), principal_axes(y, rank).numpy())
-    ascending: Tensor = torch.from_numpy(angles[::-1].copy())
-    return ascending
-
-
 def principal_axes(x: Vectors, rank: int) -> Float[Tensor, "d rank"]:
     """Orthonormal directions in which the facts vary most; vectors of length 0 if there are fewer directions."""
-    from scipy.linalg import eigh
+    from scipy.linalg import eigh  # Imported here because scipy is slow to import.
 
     x = centred(x)
     x = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)

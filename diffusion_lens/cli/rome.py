@@ -174,11 +174,7 @@ def compare(
     from diffusion_lens.analysis import KeyValueStudy, key_value_study
     from diffusion_lens.analysis.engine.layout import say_set_aside
     from diffusion_lens.analysis.representations import fewest_facts, statistics
-    from diffusion_lens.analysis.rome.key_value_study import (
-        DIRECTIONS,
-        KeyValueSettings,
-        check_vectors,
-    )
+    from diffusion_lens.analysis.rome.key_value_study import DIRECTIONS, KeyValueSettings, check_vectors
 
     # 1. Check the options that need neither data nor a model; the vectors take long to compute.
     loading = replace(loading, device=spread.model_device)
@@ -190,7 +186,7 @@ def compare(
     names = different_labels(chosen)
     out = report.folder(default_folder("compare", names))
     for name in (vectors, against or vectors):
-        check_vectors(name)
+        check_vectors("vectors", name)
     available = statistics(rank=2, one_space=(against or vectors) == vectors)
     if statistic not in available:
         raise ValueError(

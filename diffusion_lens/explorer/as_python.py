@@ -58,14 +58,9 @@ def import_lines(imports: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def load_code(record: Mapping[str, Any]) -> str:
-    """The statements that import what loads the model of a record, and load it."""
-    digest = f"from {WEIGHTS[0]} import {WEIGHTS[1]}\n" if record.get("weights_sha256") else ""
-    return f"from diffusion_lens import HookedDiffusionTransformer\n{digest}\n{load_statement(record)}"
-
-
-def load_statement(record: Mapping[str, Any]) -> str:
-    """The statements that load the model of a record, and stop if its weights are others than the recorded ones.
+def load_code(record: Mapping[str, Any], imports: Iterable[tuple[str, str]] = ()) -> str:
+    """The statements that import `imports`, load the model of a record, and stop if its weights are not the recorded
+    ones.
 
     A checkpoint of one's own and edited weights have the name of the published model, which is the one that is loaded.
     """
@@ -73,9 +68,11 @@ def load_statement(record: Mapping[str, Any]) -> str:
     options = {"dtype": None if dtype == "float32" else dtype, "mode": mode}
     options |= _options(name, mode, record["architecture"])
     loaded = f"HookedDiffusionTransformer.from_pretrained({', '.join([repr(name), *_keywords(options)])})"
-    weights = record.get("weights_sha256")
-    check = f"{WEIGHTS[1]}(model).startswith({str(weights)[:_SHOWN]!r}), 'the run was made with other weights'"
-    return f"model = {loaded}" + (f"\nassert {check}" if weights else "")
+    needed, check = {("diffusion_lens", "HookedDiffusionTransformer"), *imports}, ""
+    if weights := record.get("weights_sha256"):
+        needed.add(WEIGHTS)
+        check = f"\nassert {WEIGHTS[1]}(model).startswith({weights[:_SHOWN]!r}), 'the run was made with other weights'"
+    return f"{import_lines(needed)}\n\nmodel = {loaded}{check}"
 
 
 def _keywords(values: Mapping[str, Any]) -> list[str]:
@@ -120,12 +117,12 @@ class RunCode:
             )
             return
         # A sampler is written by its name, or as an object if its settings differ from those of the name.
-        sampler, imports = sampler_from(record["sampler"]), ""
+        sampler, imports = sampler_from(record["sampler"]), {("torch", "")}
         self._arguments = self._written_arguments(repr(sampler.name))
         if describe_sampler(SAMPLERS[sampler.name]) != describe_sampler(sampler):
             self._arguments = self._written_arguments(repr(sampler))
-            imports = f"from diffusion_lens.denoising.samplers import Proposal, {type(sampler).__name__}\n"
-        self._loaded = f"import torch\n{imports}{load_code(record)}\n\n"
+            imports |= {("diffusion_lens.denoising.samplers", name) for name in ("Proposal", type(sampler).__name__)}
+        self._loaded = f"{load_code(record, imports)}\n\n"
         first = self.trajectory.first_step
         branch = f".from_step({first})" if first else ""
         self.run = f"{self._loaded}trajectory = model.denoise({self._arguments}){branch}"

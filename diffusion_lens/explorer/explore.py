@@ -12,11 +12,11 @@ from typing import Any
 
 from diffusion_lens.denoising.samplers import fitting_samplers
 from diffusion_lens.explorer.session import Session
-from diffusion_lens.explorer.spec import Spec
+from diffusion_lens.explorer.spec import RUN_SETTINGS, Spec
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.pages.page import explorer_files, html_path, write_page
-from diffusion_lens.settings import Whole, whole_numbers
+from diffusion_lens.settings import Whole, check_keywords, whole_numbers
 
 Models = HookedDiffusionTransformer | Sequence[HookedDiffusionTransformer]
 LARGEST_PAGE = 16 * 2**20
@@ -68,9 +68,7 @@ def first_specs(session: Session, prompt: str | Fact | Spec, **settings: Any) ->
     """The run of a prompt on each model of a session, with settings of `Spec`."""
     if isinstance(prompt, Spec):
         return [replace(prompt, **settings)]
-    unknown = set(settings) - {"length", "steps", "sampler", "cfg_scale", "temperature", "seed"}
-    if unknown:
-        raise TypeError(f"explore() got an unexpected keyword argument {min(unknown)!r}")
+    check_keywords("explore", settings, RUN_SETTINGS)
     fact = prompt if isinstance(prompt, Fact) else None
     fits_one = any(settings.get("sampler") in fitting_samplers(model.cfg) for model in session.models)
     specs = []

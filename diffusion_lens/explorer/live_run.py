@@ -138,14 +138,9 @@ class LiveRun:
         entry["warnings"] = list(dict.fromkeys(str(one.message) for one in caught))
         return cls(plan, run, words, entry, alternatives.chunks, asked)
 
-    @property
-    def weights(self) -> str:
-        """SHA-256 of the weights that computed the run."""
-        return str(self.trajectory.record["weights_sha256"])
-
     def require_weights(self, weights: str) -> None:
         """Raise a `ValueError` unless the weights of the model, by their SHA-256, are still those of the run."""
-        if weights != self.weights:
+        if weights != self.plan.weights:
             raise ValueError(
                 f"the weights of {self.plan.model.cfg.model_name!r} have changed since this explorer began, and it "
                 "would show numbers of both: begin another one, explore(model, ...)"

@@ -3,7 +3,7 @@
 Each result is shown only if it is of this run, under the network that wrote it; another one is refused.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,21 +58,21 @@ def page_of(
     python = {"run": codes["run"], "canvas": codes["canvas"]}
 
     if lens is not None:
-        check_lens(trajectory, lens, row)
+        _accepted("lens", check_lens, trajectory, lens, row)
         shown["lens"] = views.lens_view(lens, row, words)
         python["lens"] = f"{code.run}\n\n{lens_statements(code.trajectory, lens, row)}"
     if logits is not None:
-        shown["alternatives"] = alternatives_view(trajectory, logits, row, words)
+        shown["alternatives"] = _accepted("alternatives", alternatives_view, trajectory, logits, row, words)
         python["alternatives"] = codes["alternatives"]
     elif lens is not None and _reads_the_output(lens):
         by_step = list(views.alternatives_of_lens(lens, row, trajectory.blank))
         shown["alternatives"] = views.alternatives_view(by_step, words, lens.words)
         python["alternatives"] = python["lens"]
     if attention is not None:
-        shown["attention"] = attention_view(trajectory, attention, row)
+        shown["attention"] = _accepted("attention", attention_view, trajectory, attention, row)
         python["attention"] = codes["attention"]
     named = _named(traces)
-    traced = [trace_view(trajectory, trace, name, row) for name, trace in named.items()]
+    traced = [_accepted("trace", trace_view, trajectory, trace, name, row) for name, trace in named.items()]
     if traced:
         python["trace"] = f"{code.run}\n\n{trace_statements(named)}"
         entry["answer"] = answer_of(traces[0].record, words)
@@ -82,6 +82,14 @@ def page_of(
     entry["python"] = python
     run = PageRun.of(entry, traced, **shown)
     return Page(f"{shown_model(record)}: {trajectory.text[row] or 'a run'}", [_model_info(record)], [run])
+
+
+def _accepted(view: str, make: Callable[..., Any], *given: Any) -> Any:
+    """What `make` returns; the error of a result that it refuses also says what to pass."""
+    try:
+        return make(*given)
+    except ValueError as error:
+        raise ValueError(f"{error}. {_MISSING[view]}") from None
 
 
 def canvas_entry(trajectory: Trajectory, row: int, words: Words) -> dict[str, Any]:
@@ -115,40 +123,36 @@ def canvas_entry(trajectory: Trajectory, row: int, words: Words) -> dict[str, An
 
 def check_lens(trajectory: Trajectory, lens: Any, row: int) -> None:
     """Raise a `ValueError` unless a lens read this row of this trajectory, under the network that wrote it."""
-    again = "give logit_lens(model, trajectory)"
     if lens.steps is None and "step" not in lens.record:
-        raise ValueError(f"the lens read an input that is no trajectory, so it has no steps: {again}")
+        raise ValueError("the lens read an input that is no trajectory, so it has no steps")
     if lens.record.get("branch", "conditional") != "conditional":
-        raise ValueError(
-            f"the lens read the {lens.record['branch']} branch, and a page shows the conditional one: {again}"
-        )
-    _require_network("lens", lens.record, trajectory, again)
+        raise ValueError(f"the lens read the {lens.record['branch']} branch, and a page shows the conditional one")
+    _require_network("lens", lens.record, trajectory)
     steps = views.steps_of(lens)
     if outside := [step for step in steps if not 0 <= step - trajectory.first_step < trajectory.n_steps]:
-        raise ValueError(f"the lens has the steps {outside}, which the trajectory does not have: {again}")
+        raise ValueError(f"the lens has the steps {outside}, which the trajectory does not have")
     n_rows, n_pos = trajectory.tokens.shape
     read = lens.tokens if lens.steps is not None else lens.tokens[None]
     if read.shape[1] != n_rows or max(lens.positions) >= n_pos:
         raise ValueError(
             f"the lens has {read.shape[1]} rows and position {max(lens.positions)}, and the trajectory {n_rows} rows "
-            f"of {n_pos} positions: {again}"
+            f"of {n_pos} positions"
         )
     indices = [step - trajectory.first_step for step in steps]
     if not torch.equal(read[:, row].cpu(), trajectory.canvases[indices, row].cpu()[:, lens.positions]):
-        raise ValueError(f"the lens read other canvases than those of row {row} of the trajectory: {again}")
+        raise ValueError(f"the lens read other canvases than those of row {row} of the trajectory")
 
 
 def alternatives_view(trajectory: Trajectory, cache: TrajectoryCache, row: int, words: Words) -> View:
     """The likeliest tokens at the masked positions, from a cache of the loop's logits after guidance."""
-    again = f'give the cache of model.denoise_with_cache(prompt, names_filter="{LOGITS}"), with its trajectory'
-    steps = [step for step in _steps("logits", cache, trajectory, again) if LOGITS in cache[step]]
+    steps = [step for step in _steps("logits", cache, trajectory) if LOGITS in cache[step]]
     if not steps:
-        raise ValueError(f"logits= contains no {LOGITS!r}: {again}")
+        raise ValueError(f"logits= contains no {LOGITS!r}")
     by_step: list[tuple[int, list[int], Tensor, Tensor]] = []
     ids: set[int] = set()
     for step in steps:
         logits = cache[step][LOGITS]
-        _require_shape("logits", logits.shape[:2], trajectory, again)
+        _require_shape("logits", logits.shape[:2], trajectory)
         of_row = logits[row].cpu()
         index = step - trajectory.first_step
         masked = trajectory.is_open(trajectory.canvases[index])[row].cpu() & trajectory.real[row].cpu()
@@ -159,7 +163,7 @@ def alternatives_view(trajectory: Trajectory, cache: TrajectoryCache, row: int, 
         if not torch.allclose(p.float(), trajectory.confidence[row].cpu()[revealed], atol=_CLOSE):
             raise ValueError(
                 f"logits= are of another run: at step {step} they give other probabilities than the trajectory's "
-                f"confidence: {again}"
+                "confidence"
             )
         positions, top, p = views.alternatives_of_logits(of_row, masked, TOP_K, trajectory.blank)
         by_step.append((step, positions, top, p))
@@ -169,34 +173,29 @@ def alternatives_view(trajectory: Trajectory, cache: TrajectoryCache, row: int, 
 
 def attention_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> View:
     """The attention patterns of the layers and steps that a cache contains."""
-    again = (
-        'give the cache of model.denoise_with_cache(prompt, names_filter="blocks.0.attn.hook_pattern"), with its '
-        "trajectory"
-    )
-    steps, patterns = _steps("attention", cache, trajectory, again), {}
+    steps, patterns = _steps("attention", cache, trajectory), {}
     n_pos = trajectory.tokens.shape[1]
     for step in steps:
         for name in cache[step].cache_dict:
             if name.endswith(".attn.hook_pattern"):
                 pattern = cache[step][name]
-                _require_shape("attention", (pattern.shape[0], pattern.shape[2]), trajectory, again)
+                _require_shape("attention", (pattern.shape[0], pattern.shape[2]), trajectory)
                 if pattern.shape[3] != n_pos:
-                    raise ValueError(f"attention= has {pattern.shape[3]} keys for {n_pos} positions: {again}")
+                    raise ValueError(f"attention= has {pattern.shape[3]} keys for {n_pos} positions")
                 patterns[int(name.split(".")[1]), step] = pattern[row]
     if not patterns:
-        raise ValueError(f"attention= contains no pattern: {again}")
+        raise ValueError("attention= contains no pattern")
     return views.attention_view(patterns)
 
 
 def trace_view(trajectory: Trajectory, trace: Any, name: str, row: int) -> View:
     """The view of a `TrajectoryTrace`, or of a `CausalTrace` of one of the canvases, by the trajectory's steps."""
-    again = "give trace_trajectory(model, fact, trajectory=trajectory, ...)"
-    _require_network("trace", trace.record, trajectory, again)
+    _require_network("trace", trace.record, trajectory)
     canvases = trajectory.str_canvases(row)
     answer = " ".join(word.strip() for word in trace.record["answer"])
     if trace.scores.dim() == 2:  # a CausalTrace, of a single canvas
         if trace.str_tokens not in canvases[:-1]:
-            raise ValueError(f"the trace's canvas is none of the trajectory's: {again}")
+            raise ValueError("the trace's canvas is none of the trajectory's")
         steps = [trajectory.first_step + canvases.index(trace.str_tokens)]
         where = trace.subject, trace.positions, trace.layers, steps
         entry = views.trace_entry(name, trace.record["kind"], *where, answer)
@@ -204,7 +203,7 @@ def trace_view(trajectory: Trajectory, trace: Any, name: str, row: int) -> View:
     for step, canvas in zip(trace.steps, trace.str_canvases, strict=True):
         index = step - trajectory.first_step
         if not 0 <= index < trajectory.n_steps or canvases[index] != canvas:
-            raise ValueError(f"the trace has another canvas at step {step} than the trajectory: {again}")
+            raise ValueError(f"the trace has another canvas at step {step} than the trajectory")
     return views.view_of_trace(trace, name, answer)
 
 
@@ -259,7 +258,7 @@ def _texts(trajectory: Trajectory, cache: TrajectoryCache, tokens: Iterable[int]
     return {token: trajectory.words.get(token, f"<{token}>") for token in ids}
 
 
-def _require_network(what: str, record: dict[str, Any], trajectory: Trajectory, again: str) -> None:
+def _require_network(what: str, record: dict[str, Any], trajectory: Trajectory) -> None:
     """Raise a `ValueError` unless a result was made under the network that wrote the trajectory."""
     ours = network_of(record)
     wrote = {name: value for name, value in canvas_provenance(trajectory.record).items() if name in ours}
@@ -269,29 +268,28 @@ def _require_network(what: str, record: dict[str, Any], trajectory: Trajectory, 
     if different := "; ".join(differences({**wrote, "hooks": hooks}, ours, compared)):
         raise ValueError(
             f"the {what} is of another network than the one that wrote the trajectory ({different}), and a page shows "
-            f"them as one: {again}"
+            "them as one"
         )
 
 
-def _steps(argument: str, cache: TrajectoryCache, trajectory: Trajectory, again: str) -> tuple[int, ...]:
+def _steps(argument: str, cache: TrajectoryCache, trajectory: Trajectory) -> tuple[int, ...]:
     """The steps of a cache that the trajectory has, if it is of a run with as many steps."""
     n_steps = len(trajectory.record["times"]) - 1
     if cache.n_steps != n_steps:
-        raise ValueError(f"{argument}= is of a run of {cache.n_steps} steps, and the trajectory has {n_steps}: {again}")
+        raise ValueError(f"{argument}= is of a run of {cache.n_steps} steps, and the trajectory has {n_steps}")
     steps = tuple(step for step in cache.steps if step >= trajectory.first_step)
     if (written := cache.canvases) is not None and written.shape[1:] == trajectory.canvases.shape[1:]:
         for step in steps:
             if not torch.equal(written[step].cpu(), trajectory.canvases[step - trajectory.first_step].cpu()):
                 raise ValueError(
-                    f"{argument}= is of another run: its canvas at step {step} is another one than the trajectory's: "
-                    f"{again}"
+                    f"{argument}= is of another run: its canvas at step {step} is another one than the trajectory's"
                 )
     return steps
 
 
-def _require_shape(argument: str, shape: Sequence[int], trajectory: Trajectory, again: str) -> None:
+def _require_shape(argument: str, shape: Sequence[int], trajectory: Trajectory) -> None:
     if tuple(shape) != tuple(trajectory.tokens.shape):
         raise ValueError(
             f"{argument}= has {shape[0]} rows of {shape[1]} positions, and the trajectory "
-            f"{list(trajectory.tokens.shape)} [batch pos]; pos_slice must be left out: {again}"
+            f"{list(trajectory.tokens.shape)} [batch pos]; pos_slice must be left out"
         )

@@ -24,8 +24,8 @@ import torch
 
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.explorer.as_python import WEIGHTS, Written, call, import_lines, load_statement, views_code
-from diffusion_lens.explorer.spec import FORCE, Intervention, Spec
+from diffusion_lens.explorer.as_python import Written, call, load_code, views_code
+from diffusion_lens.explorer.spec import FORCE, RUN_SETTINGS, Intervention, Spec
 from diffusion_lens.hooks.names import Hook, attn_out, loop_hook, mlp_out, resid_post
 from diffusion_lens.interventions import at_steps, mean_ablate, on_branch, replace, swap, zero_ablate
 from diffusion_lens.model.config import reached
@@ -41,16 +41,15 @@ POINTS: dict[str, Callable[[int], str]] = {
 FROM_ANOTHER_RUN = {"mean": mean_ablate, "patch": swap}
 _LONGEST = 72  # characters of arguments on the line of their call
 Edit = tuple[str, Written]
-# The cache of a run at a hook point, by the run's spec.
-Caches = Callable[[Spec, str], TrajectoryCache]
+# The spec of the run from which an intervention of a spec takes activations, and the cache of a plan at a hook point.
+Sources = Callable[[Spec, Intervention], Spec]
+Caches = Callable[["Plan", str], TrajectoryCache]
 
 
 def settings_of(spec: Spec) -> dict[str, Any]:
     """The keyword arguments of `denoise` that a spec sets."""
-    names = ("length", "steps", "sampler", "cfg_scale", "temperature", "seed")
-    defaults = {"cfg_scale": 0.0, "temperature": 0.0, "length": None, "sampler": None}
-    values = {name: getattr(spec, name) for name in names}
-    return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+    values = {name: getattr(spec, name) for name in RUN_SETTINGS}
+    return {name: x for name, x in values.items() if name in ("steps", "seed") or x not in (None, 0.0)}
 
 
 def arguments_text(spec: Spec) -> str:
@@ -85,10 +84,8 @@ class Plan:
     weights: str = ""
 
     @classmethod
-    def of(
-        cls, model: DiffusionTransformer, spec: Spec, source_of: Callable[[Intervention], Spec], caches: Caches
-    ) -> "Plan":
-        """The plan of a spec; `source_of` gives the spec of the run from which an intervention takes activations."""
+    def of(cls, model: DiffusionTransformer, spec: Spec, source_of: Sources, cache_of: Caches) -> "Plan":
+        """The plan of a spec."""
         writes, changes = list[Edit](), list[Edit]()
         statements, imports, n_bytes = dict[str, None](), frozenset[tuple[str, str]](), 0
         for one in spec.interventions:
@@ -97,9 +94,9 @@ class Plan:
                 continue
             source = None
             if one.what != "zero":
-                inner, point = cls.of(model, source_of(one), source_of, caches), point_of(model, one)
+                inner, point = cls.of(model, source_of(spec, one), source_of, cache_of), point_of(model, one)
                 variable = f"source_{inner.spec.id[1:7]}_{one.layer}_{one.site}"
-                source = Written(caches(inner.spec, point), variable)
+                source = Written(cache_of(inner, point), variable)
                 statements |= dict.fromkeys((*inner.statements, inner.cache_statement(point, variable)))
                 imports |= inner.imports
                 n_bytes += source.value.n_bytes
@@ -126,10 +123,8 @@ class Plan:
         cfg = self.model.cfg
         dtype = str(cfg.dtype).removeprefix("torch.")
         described = {"model": cfg.model_name, "mode": cfg.mode, "architecture": cfg.architecture.to_dict()}
-        loaded = load_statement({**described, "dtype": dtype, "weights_sha256": self.weights})
-        needed = {("torch", ""), ("diffusion_lens", "HookedDiffusionTransformer"), *self.imports}
-        needed |= {WEIGHTS} if self.weights else set()
-        lines = [import_lines(needed), loaded, *self.statements]
+        described |= {"dtype": dtype, "weights_sha256": self.weights}
+        lines = [load_code(described, {("torch", ""), *self.imports}), *self.statements]
         if self.forced:
             lines.append(f"forced = [\n{_listed(self.forced)}]")
         if self.changed:

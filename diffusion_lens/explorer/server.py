@@ -15,7 +15,6 @@ Requires the extra `explore`.
 
 import ipaddress
 import json
-import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
@@ -153,16 +152,12 @@ class Server:
     """
 
     def __init__(self, session: Session, host: str = "127.0.0.1", port: int = 0) -> None:
-        version = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.socket = socket.socket(version, socket.SOCK_STREAM)
-        if os.name == "posix":  # A port that was used a moment ago is free; elsewhere the option means another thing.
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self.socket.bind((host, port))
-            self.socket.listen()
-        except OSError:
-            self.socket.close()
-            raise
+        is_ipv6 = ":" in host
+        self.socket = socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
+        )
         self.host, self.port, self.token = host, int(self.socket.getsockname()[1]), secrets.token_urlsafe(24)
         self.app = app(session, self.token, Hosts(host, self.port))
 

@@ -85,17 +85,16 @@ class Session:
                 return live.alternatives[name]
             return self._memory.get((run_id, name), lambda: live.compute(name), len)
 
-    def page(self, run_ids: Sequence[str], attention: Sequence[int] = (), *, traces: bool = True) -> Page:
+    def page(self, run_ids: Sequence[str], attention: Sequence[int] = ()) -> Page:
         """Runs as a page that contains all its numbers.
 
         Args:
             attention: Layers whose attention patterns the page contains, at every step.
-            traces: Whether it contains the causal traces of runs with an answer and a subject.
         """
         for model in self.models:
             pick_indices("attention", attention or [0], model.cfg.n_layers)
         with self._lock:
-            runs = [self._whole(run_id, attention, traces) for run_id in run_ids]
+            runs = [self._whole(run_id, attention) for run_id in run_ids]
         return Page(self.title, [model_info(model) for model in self.models], runs)
 
     def _spec(self, run_id: str) -> Spec:
@@ -119,8 +118,8 @@ class Session:
             )
 
         def compute() -> LiveRun:
-            live = LiveRun.of(Plan.of(model, spec, lambda one: self._source(spec, one), self._cache))
-            live.require_weights(self._weights.setdefault(spec.model, live.weights))
+            live = LiveRun.of(Plan.of(model, spec, self._source, self._cache))
+            live.require_weights(self._weights.setdefault(spec.model, live.plan.weights))
             return live
 
         return self._memory.get(spec.id, compute, lambda live: live.n_bytes)
@@ -138,20 +137,17 @@ class Session:
             )
         return source
 
-    def _cache(self, spec: Spec, point: str) -> TrajectoryCache:
+    def _cache(self, plan: Plan, point: str) -> TrajectoryCache:
         """The activations of a run at a hook point, by step."""
-        model = self._model(spec)
+        spec = plan.spec
 
         def compute() -> TrajectoryCache:
-            plan = Plan.of(model, spec, lambda one: self._source(spec, one), self._cache)
-            _, cache = model.denoise_with_cache(
-                spec.prompt, names_filter=point, fwd_hooks=plan.fwd_hooks, **settings_of(spec)
-            )
-            return cache
+            settings = {"names_filter": point, "fwd_hooks": plan.fwd_hooks, **settings_of(spec)}
+            return self._model(spec).denoise_with_cache(spec.prompt, **settings)[1]
 
         return self._memory.get((spec.id, point), compute, lambda cache: cache.n_bytes)
 
-    def _whole(self, run_id: str, attention: Sequence[int], traces: bool) -> PageRun:
+    def _whole(self, run_id: str, attention: Sequence[int]) -> PageRun:
         """A run with all chunks of its views, which a file contains."""
         live = self._live(self._spec(run_id))
         entry, steps = live.entry, list(range(live.trajectory.n_steps))
@@ -161,7 +157,7 @@ class Session:
             patterns, missing = {**entry["attention"], "layers": sorted(attention)}, {}
             for layer in sorted(attention):
                 chunks |= {f"attention/{layer}/{step}": live.attention_chunk(layer, step) for step in steps}
-        traced = [live.trace_view(trace["kind"], trace["steps"]) for trace in entry["traces"] if traces]
+        traced = [live.trace_view(trace["kind"], trace["steps"]) for trace in entry["traces"]]
         chunks |= {name: chunk for view in traced for name, chunk in view.chunks.items()}
         whole = {"spec": None, "attention": patterns, "traces": [view.entry for view in traced]}
         return PageRun({**entry, **whole, "missing": {**entry["missing"], **missing}}, chunks)
@@ -191,9 +187,6 @@ class Memory:
         self.max_bytes = max_bytes
         self.n_bytes = 0
         self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._kept
 
     def get(self, key: Hashable, compute: Callable[[], T], size: Callable[[T], int]) -> T:
         """The result of a key, which is computed if it is not kept."""

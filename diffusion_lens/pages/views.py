@@ -197,18 +197,6 @@ def alternatives_of_logits(
     return positions.tolist(), top, p.gather(-1, top)
 
 
-def alternatives_chunk(
-    positions: Sequence[int], tokens: Tensor, p: Tensor, words: Words, texts: Mapping[int, str]
-) -> bytes:
-    """The likeliest tokens at the masked positions of one step."""
-    arrays = {
-        "positions": Stored.integers(positions),
-        "top_tokens": words.stored(tokens, texts),
-        "top_probabilities": Stored.shares(p),
-    }
-    return pack(arrays, **words.header)
-
-
 def alternatives_entry(k: int, steps: Sequence[int]) -> dict[str, Any]:
     """The manifest's entry of the alternatives."""
     return {"k": k, "steps": list(steps), "chunk": "alternatives/{step}"}
@@ -218,10 +206,14 @@ def alternatives_view(
     by_step: Sequence[tuple[int, Sequence[int], Tensor, Tensor]], words: Words, texts: Mapping[int, str]
 ) -> View:
     """The likeliest tokens of several steps: step, positions, top tokens and probabilities [n k] of each."""
-    chunks = {
-        f"alternatives/{step}": alternatives_chunk(positions, tokens, p, words, texts)
-        for step, positions, tokens, p in by_step
-    }
+    chunks = {}
+    for step, positions, tokens, p in by_step:
+        arrays = {
+            "positions": Stored.integers(positions),
+            "top_tokens": words.stored(tokens, texts),
+            "top_probabilities": Stored.shares(p),
+        }
+        chunks[f"alternatives/{step}"] = pack(arrays, **words.header)
     k = by_step[0][2].shape[-1] if by_step else 0
     return View(alternatives_entry(k, [step for step, *_ in by_step]), chunks)
 

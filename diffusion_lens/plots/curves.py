@@ -18,18 +18,16 @@ _RIGHT: Mapping[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Means with their intervals, one for each layer.
+    """Means, one for each layer.
 
     Attributes:
         mean: NaN where there is none.
-        low, high: Ends of the interval.
-        baseline: Whether the curve is a baseline, drawn dotted in grey without interval.
+        low, high: Ends of the interval; a curve without interval is a baseline, drawn dotted in grey.
     """
 
     mean: Float[Tensor, "layer"]
-    low: Float[Tensor, "layer"]
-    high: Float[Tensor, "layer"]
-    baseline: bool = False
+    low: Float[Tensor, "layer"] | None = None
+    high: Float[Tensor, "layer"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +137,7 @@ def labelled_lines(
     ax.set_xticks(
         list(shown), [columns[i] for i in shown], rotation=30 if crowded else 0, ha="right" if crowded else "center"
     )
-    return _labelled(ax, xlabel, ylabel, title, legend=_RIGHT if len(labels) > 1 else None)
+    return _labelled(ax, xlabel, ylabel, title, legend=_RIGHT if len(labels) > 1 else None, parse_math=False)
 
 
 def share_bars(
@@ -148,9 +146,8 @@ def share_bars(
     intervals: Mapping[str, Float[Tensor, "entry 2"]] | None = None,
     ax: Any = None,
     title: str | None = None,
-    ylabel: str = "share of probes won",
 ) -> Any:
-    """Plot shares by group as adjacent bars, one colour for each state of the model. Returns the axes.
+    """Plot shares of won probes by group as adjacent bars, one colour for each state of the model. Returns the axes.
 
     Args:
         shares: Share in each group, by state, such as "before" and "after".
@@ -168,7 +165,7 @@ def share_bars(
         ax.bar(at, heights, width=width, label=state, color=_COLOURS[i], yerr=ends, capsize=2, error_kw={"lw": 0.8})
     ax.set_xticks(range(len(groups)), [group.replace("_", "\n") for group in groups])
     ax.set_ylim(0, 1.02)
-    return _labelled(ax, "", ylabel, title or "")
+    return _labelled(ax, "", "share of probes won", title or "")
 
 
 def paired_scatter(
@@ -319,7 +316,7 @@ def _draw(
     n_layers = 0
     for i, (label, curve) in enumerate(curves.items()):
         n_layers = len(curve.mean)
-        if curve.baseline:
+        if curve.low is None or curve.high is None:
             ax.plot(range(n_layers), curve.mean.tolist(), color="0.55", linestyle=":", marker=".", label=label)
         else:
             _band(ax, range(n_layers), curve.mean, curve.low, curve.high, label, f"C{i}")

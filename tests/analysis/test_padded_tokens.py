@@ -171,7 +171,7 @@ def test_the_second_moment_leaves_padding_out(own_pad, side):
     own = second_moment(own_pad, rows, 1)
     for corpus in (batch, list(batch)):
         moment = second_moment(own_pad, corpus, 1)
-        assert (moment.count, moment.count_squares) == (own.count, own.count_squares) == (16, 136)
+        assert moment.count == own.count == 16
         assert torch.equal(moment.total, own.total)
 
 

@@ -49,7 +49,6 @@ def test_the_same_set():
         assert [row["low"], row["value"], row["high"]] == pytest.approx([1, 1, 1])
         assert row["p"] == pytest.approx(1 / 21)
         assert row["chance_low"] <= row["chance"] <= row["chance_high"] < 1
-    assert comparison.angles.max() < 1e-6
     torch.testing.assert_close(comparison.coordinates[0], comparison.coordinates[1])
 
 
@@ -114,7 +113,7 @@ def test_sets_of_other_widths_have_no_axes_in_common():
     x, _ = related()
     comparison = compare(x, x @ gaussian(20, 33), **SMALL, names=("MDM", "AR"))
     assert comparison.statistics == ["procrustes", "cka"]
-    assert comparison.coordinates is comparison.angles is comparison.explained is None
+    assert comparison.coordinates is comparison.explained is None
     assert comparison.record["widths"] == [20, 33]
     with pytest.raises(ValueError, match="have no common axes"):
         comparison.plot()
@@ -125,7 +124,7 @@ def test_thousands_of_dimensions_are_what_few_are():
     x, y = related()
     turn = torch.linalg.qr(gaussian(3000, 20, 1)).Q.T
     few, many = usual(), compare(x @ turn, y @ turn, **SMALL)
-    for name in ("values", "null", "deviations", "singular_values", "coordinates", "explained", "angles"):
+    for name in ("values", "null", "deviations", "singular_values", "coordinates", "explained"):
         torch.testing.assert_close(getattr(many, name), getattr(few, name), atol=1e-7, rtol=0)
 
 

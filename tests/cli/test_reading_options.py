@@ -15,7 +15,7 @@ from diffusion_lens.checks.weights import Expected
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.cli.workers import require_model
-from diffusion_lens.explorer.as_python import load_code, load_statement
+from diffusion_lens.explorer.as_python import load_code
 from diffusion_lens.loading import shape_of
 from diffusion_lens.records.results import provenance
 from weight_conversion import export
@@ -107,9 +107,9 @@ def test_the_code_that_loads_the_model_of_a_record_reads_its_mode(options: dict)
 def test_code_names_the_options_without_which_a_name_loads_another_model() -> None:
     published = shape_of("sdar-4b-chat")
     record = {"model": "sdar-4b-chat", "architecture": published.to_dict()}
-    assert load_statement(record) == "model = HookedDiffusionTransformer.from_pretrained('sdar-4b-chat')"
+    assert load_code(record).endswith("\nmodel = HookedDiffusionTransformer.from_pretrained('sdar-4b-chat')")
     other = {**record, "architecture": replace(published, causal_block=16, mask_token_id=5).to_dict()}
-    assert load_statement(other).endswith("from_pretrained('sdar-4b-chat', block_size=16, mask_token_id=5)")
+    assert load_code(other).endswith("from_pretrained('sdar-4b-chat', block_size=16, mask_token_id=5)")
 
 
 def test_two_modes_of_a_checkpoint_are_two_models_of_a_study(folder: Path, tmp_path: Path) -> None:

@@ -138,6 +138,16 @@ def test_a_masked_position_is_written_again(tiny, session):
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_the_code_of_a_patch_repeats_the_changes_of_its_source(tiny, session):
+    other = dict(PLAIN, prompt="Gustav Geisser the is", interventions=[dict(what="mean", site="mlp", layer=1)])
+    source = session.run(other)
+    run = session.run({**PLAIN, "interventions": [dict(what="patch", site="resid", layer=2, source=source["id"])]})
+    again = ran(as_selected(run["python"]["run"]), tiny)[0]
+    assert same_canvases(run, again["trajectory"])
+    np.testing.assert_allclose(run["confidence"], again["trajectory"].confidence[0].numpy(), atol=2e-6)
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_under_guidance_a_patch_acts_in_the_branch_of_its_cache(tiny, session):
     guided = dict(PLAIN, cfg_scale=0.7)
     source = session.run({**guided, "seed": 9})
@@ -217,6 +227,7 @@ def test_an_exception_leaves_no_hook(tiny, session):
     refused("'head' needs the index", **intervention(site="head"))
     refused("site='embed'", **intervention(site="embed"))
     refused("what='boost'", **intervention(what="boost"))
+    refused("needs the entry .what.", interventions=[dict(site="mlp", layer=1)])
     refused("no run 'r0'", **intervention(what="patch", source="r0"))
     refused("has no entry 'laier'; the nearest is 'layer'", **intervention(laier=1))
     refused("no run 'r1'", base="r1")

@@ -81,11 +81,16 @@ def spans_of(model: DiffusionTransformer, t: Noise, default: NoiseRange) -> tupl
         return ((0.0, 0.0),)
     if t is None or isinstance(t, NoiseRange):
         return (t or default).spans
-    plain: Any = t.tolist() if hasattr(t, "tolist") else t
-    levels = [_level("t", level) for level in (plain if isinstance(plain, Iterable) else [plain])]
+    levels = levels_of(t)
     if not levels:
         raise ValueError("t is empty; give a noise level between 0 and 1, several, or a NoiseRange")
     return tuple((level, level) for level in levels)
+
+
+def levels_of(t: Real | Sequence[Real]) -> list[float]:
+    """One noise level or several; a `ValueError` if one is not between 0 and 1."""
+    plain: Any = t.tolist() if hasattr(t, "tolist") else t
+    return [_level("t", level) for level in (plain if isinstance(plain, Iterable) else [plain])]
 
 
 def check_mask(model: DiffusionTransformer, mask: str, spans: Sequence[Span]) -> Mask:

@@ -32,6 +32,7 @@ from diffusion_lens.analysis.dictionaries.canvases import (
     NoiseRange,
     Span,
     check_mask,
+    levels_of,
     spans_of,
 )
 from diffusion_lens.analysis.dictionaries.splice import vectors
@@ -44,7 +45,7 @@ from diffusion_lens.model.config import DiffusionConfig, as_dtype
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Result, Table, open_result, provenance, read_run, save_result
-from diffusion_lens.settings import Whole, at_least, check_bool, own_seed, plain_number, whole_number
+from diffusion_lens.settings import Whole, at_least, check_bool, own_seed, whole_number
 
 KIND = "activations"
 _COLUMNS = {
@@ -158,9 +159,7 @@ class ActivationStore(Result):
         if isinstance(t, NoiseRange):
             chosen &= (self.t >= torch.tensor(t.low)) & (self.t <= torch.tensor(t.high))
         elif t is not None:
-            plain: Any = t.tolist() if hasattr(t, "tolist") else t
-            levels = [plain_number("t", level) for level in (plain if isinstance(plain, Iterable) else [plain])]
-            chosen &= torch.isin(self.t, torch.tensor(levels, dtype=self.t.dtype))
+            chosen &= torch.isin(self.t, torch.tensor(levels_of(t), dtype=self.t.dtype))
         if masked is not None:
             chosen &= self.masked == check_bool("masked", masked)
         return chosen.nonzero()[:, 0]

@@ -9,20 +9,12 @@ training: each text samples t ~ U(0, 1) and each of its tokens is masked with pr
 network gets the time of each text, and one that attends by blocks reads each block after the clean ones before it.
 The noise does not depend on the batch: text i has its own seed, derived from the given seed and i.
 
-Keys of one text are similar, so texts are the independent units of the error. With T texts, n keys, and S_t = Σ k kᵀ
-over the m_t keys of text t,
-
-    E ‖C_n − C‖²  ≈  T / (T − 1) · (Σ_t ‖S_t‖² − Σ_t m_t² ‖C_n‖²) / n²      (Frobenius norms)
-
-which decreases as 1/n.
-
 A panel is a fixed number of consecutive batches of texts. Each is summed from zero, and the sums of the panels are
 added in their order. So it does not change a bit of the total which process sums which panel.
 """
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,24 +37,12 @@ from diffusion_lens.records.results import Result, Saved, Table, network_of, pro
 from diffusion_lens.settings import Whole, at_least, own_seed, warn_user, whole_number
 from weight_conversion import as_json
 
-
-@dataclass(frozen=True, eq=False, repr=False)
-class KeySums:
-    """Sums over some texts; `SecondMoment` describes them."""
-
-    total: Float[Tensor, "d_mlp d_mlp"]
-    count: int
-    texts: int
-    text_squares: float
-    count_squares: int
-
-
 Corpus = Sequence[str] | Sequence[Tensor] | Int[Tensor, "batch pos"]
 _WAITING_BYTES = 2**32  # of sums that wait for an earlier one, by default
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SecondMoment(KeySums, Result, Saved):
+class SecondMoment(Result, Saved):
     """C over a corpus, or over the part of it that was processed so far.
 
     Columns of the data frame: layer, keys, texts.
@@ -71,8 +51,6 @@ class SecondMoment(KeySums, Result, Saved):
         total: Float[d_mlp d_mlp], Σ k kᵀ.
         count: Number of keys so far.
         texts: Number of texts so far.
-        text_squares: Σ ‖S_t‖² over the texts, for the error.
-        count_squares: Σ m_t² over the texts.
         layer: Number of the block.
         record: Content key, corpus' hash and size, seed, sizes of batches and panels (`None` if it was continued with
             others), model, weights' hash, versions.
@@ -80,6 +58,9 @@ class SecondMoment(KeySums, Result, Saved):
 
     KIND: ClassVar[str] = "second moment"
 
+    total: Float[Tensor, "d_mlp d_mlp"]
+    count: int
+    texts: int
     layer: int
     record: dict[str, Any]
 
@@ -87,14 +68,6 @@ class SecondMoment(KeySums, Result, Saved):
     def matrix(self) -> Float[Tensor, "d_mlp d_mlp"]:
         """C."""
         return self.total / self.count
-
-    def relative_error(self, count: int | None = None) -> float:
-        """Expected ‖C_n − C‖ / ‖C‖ for `count` keys, by default the number of keys here; NaN for a single text."""
-        if self.texts < 2:
-            return math.nan
-        square = float(self.matrix.square().sum())
-        spread = max(0.0, self.text_squares - self.count_squares * square) * self.texts / (self.texts - 1)
-        return math.sqrt(spread / square / self.count / (count or self.count))
 
     def _table(self) -> Table:
         return Table({"layer": [self.layer], "keys": [self.count], "texts": [self.texts]})
@@ -155,15 +128,17 @@ def second_moment(
         so_far = _load_moment(path, record)
     else:
         size = model.blocks[layer].mlp.W_out.shape[0]
-        so_far = SecondMoment(torch.zeros(size, size, dtype=torch.float64), 0, 0, 0.0, 0, layer, record)
+        so_far = SecondMoment(torch.zeros(size, size, dtype=torch.float64), 0, 0, layer, record)
     starts = range(so_far.texts, len(rows), batch_size * save_every)
-    panels = [KeyPanel(layer, i, rows[i : i + starts.step], batch_size, seed) for i in starts]
+    parts = [(first, rows[first : first + starts.step]) for first in starts]
+    panels = [KeyPanel(layer, i, torch.cat(part), [*map(len, part)], batch_size, seed) for i, part in parts]
     n_done, n_left = -(-so_far.texts // batch_size), sum(panel.size for panel in panels)
     title = f"second moment of layer {layer}"
     with tqdm(total=n_done + n_left, initial=n_done, desc=title, unit="batch", disable=not progress) as bar:
-        for sums in _sums(model, panels, executor, bar):
-            so_far = _added(so_far, sums)
-            del sums  # so that no more than three matrices are in memory
+        for panel, total in zip(panels, _totals(model, panels, executor, bar), strict=True):
+            total = total if not so_far.texts else total.add_(so_far.total.to(total.device))
+            count, texts = so_far.count + len(panel.tokens), so_far.texts + len(panel.lengths)
+            so_far = replace(so_far, total=total, count=count, texts=texts)
             if path is not None:
                 so_far.save(path)
     return replace(so_far, total=so_far.total.cpu())
@@ -255,73 +230,64 @@ def describe_covariance(covariance: Covariance | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class KeyPanel:
-    """The texts of a panel, which one task sums: rows from the text `first` of the corpus."""
+    """The texts of a panel, which one task sums: those from the text `first` of the corpus on, joined in one tensor,
+    because a worker receives one tensor faster than hundreds."""
 
     layer: int
     first: int
-    rows: Sequence[Int[Tensor, "_"]]
+    tokens: Int[Tensor, "_"]
+    lengths: list[int]
     batch_size: int
     seed: int
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # One tensor is sent instead of hundreds, which may be views of a larger one.
-        settings = (self.layer, self.first, self.batch_size, self.seed)
-        return _received, (torch.cat([*self.rows]), [*map(len, self.rows)], *settings)
 
     @property
     def name(self) -> str:
         """What messages call it."""
-        return f"of the texts {self.first} to {self.first + len(self.rows) - 1}"
+        return f"of the texts {self.first} to {self.first + len(self.lengths) - 1}"
 
     @property
     def size(self) -> int:
         """Number of batches."""
-        return -(-len(self.rows) // self.batch_size)
+        return -(-len(self.lengths) // self.batch_size)
 
     @property
     def n_kept(self) -> int:
         """None: only the sums of all its batches are kept."""
         return 0
 
-    def compute(self, model: DiffusionTransformer) -> KeySums:
-        """The sums, on the CPU."""
-        sums = self.sums(model)
-        return replace(sums, total=sums.total.cpu())
+    def compute(self, model: DiffusionTransformer) -> Float[Tensor, "d_mlp d_mlp"]:
+        """Σ k kᵀ, on the CPU."""
+        return self.total(model).cpu()
 
     @torch.no_grad()
-    def sums(self, model: DiffusionTransformer, summed: Callable[[], object] = lambda: None) -> KeySums:
-        """The sums, on the device of the model, or on the CPU if that has no float64; `summed` follows each batch."""
+    def total(
+        self, model: DiffusionTransformer, summed: Callable[[], object] = lambda: None
+    ) -> Float[Tensor, "d_mlp d_mlp"]:
+        """Σ k kᵀ on the model's device, or on the CPU if that has no float64; `summed` follows each batch."""
         size, device = model.blocks[self.layer].mlp.W_out.shape[0], str(model.cfg.device)
         home = "cpu" if device.startswith("mps") else device
         total = torch.zeros(size, size, dtype=torch.float64, device=home)
-        text_squares, lengths = 0.0, []
-        for start in range(0, len(self.rows), self.batch_size):
-            rows = list(self.rows[start : start + self.batch_size])
+        texts = self.tokens.split(self.lengths)
+        for start in range(0, len(texts), self.batch_size):
+            rows = texts[start : start + self.batch_size]
             seeds = [own_seed(self.seed, self.first + start + i) for i in range(len(rows))]
-            keys_by_text = _keys(model, self.layer, rows, seeds)
-            keys = torch.cat(keys_by_text)
+            keys = _keys(model, self.layer, rows, seeds)
             if keys.dtype == total.dtype:
                 total.addmm_(keys.T, keys)  # in place, because the matrix is large
             else:
                 total.add_((keys.T @ keys).to(home))
-            text_squares += sum(float((k @ k.T).square().sum()) for k in keys_by_text)
-            lengths += [len(k) for k in keys_by_text]
             summed()
-        return KeySums(total, sum(lengths), len(lengths), text_squares, sum(length**2 for length in lengths))
-
-
-def _received(tokens: Tensor, lengths: list[int], layer: int, first: int, batch_size: int, seed: int) -> KeyPanel:
-    return KeyPanel(layer, first, tokens.split(lengths), batch_size, seed)
+        return total
 
 
 def _keys(
     model: DiffusionTransformer, layer: int, rows: Sequence[Tensor], seeds: Sequence[int]
-) -> list[Float[Tensor, "pos d_mlp"]]:
-    """The keys of each text of a batch, in float64, or in float32 on a device without it."""
+) -> Float[Tensor, "entry d_mlp"]:
+    """The keys of a batch of texts, in float64, or in float32 on a device without it."""
     site = key_site(layer)
     keys = _as_in_training(model, rows, seeds).states([site])[site]
     dtype = torch.float32 if keys.device.type == "mps" else torch.float64
-    return [of_text[: len(row)].to(dtype) for of_text, row in zip(keys, rows, strict=True)]
+    return torch.cat([of_text[: len(row)] for of_text, row in zip(keys, rows, strict=True)]).to(dtype)
 
 
 def _as_in_training(model: DiffusionTransformer, rows: Sequence[Tensor], seeds: Sequence[int]) -> ForwardPass:
@@ -336,26 +302,17 @@ def _as_in_training(model: DiffusionTransformer, rows: Sequence[Tensor], seeds: 
     return ForwardPass.under_noise(model, text, noisy.to(text.device), real, p)
 
 
-def _sums(
+def _totals(
     model: DiffusionTransformer, panels: list[KeyPanel], executor: Executes | None, bar: Any
-) -> Iterator[KeySums]:
-    """The sums of the panels, in order."""
+) -> Iterator[Float[Tensor, "d_mlp d_mlp"]]:
+    """Σ k kᵀ of the panels, in order."""
     if executor is None:
         # They stay on the model's device: transferring d_mlp² numbers takes time.
-        yield from (panel.sums(model, bar.update) for panel in panels)
+        yield from (panel.total(model, bar.update) for panel in panels)
         return
     workers, size = Workers.of(executor), model.blocks[panels[0].layer].mlp.W_out.shape[0] if panels else 1
     ahead = workers.ahead or max(4, _WAITING_BYTES // (8 * size**2))
-    yield from (sums for _, sums in run_tasks(panels, model, workers, bar, ahead))
-
-
-def _added(so_far: SecondMoment, sums: KeySums) -> SecondMoment:
-    counts = ("count", "texts", "text_squares", "count_squares")
-    return replace(
-        so_far,
-        total=so_far.total.to(sums.total.device) + sums.total if so_far.texts else sums.total,
-        **{name: getattr(so_far, name) + getattr(sums, name) for name in counts},
-    )
+    yield from (total for _, total in run_tasks(panels, model, workers, bar, ahead))
 
 
 def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:

@@ -101,11 +101,6 @@ class RankOneEdit(WeightEdit):
         return self.weight_of(self.layer)
 
     @torch.no_grad()
-    def update(self) -> Float[Tensor, "d_model d_mlp"]:
-        """ΔW for the weight as it is now, float64 on the CPU."""
-        return self.factors(self.layer).product()
-
-    @torch.no_grad()
     def factors(self, layer: int) -> Factors:
         """The two vectors whose outer product is ΔW, for the weight as it is now: v* − W k_p, and the direction."""
         written = self.weight.cpu().double() @ self._plain_key
@@ -257,7 +252,7 @@ def edit_success(
     before = judge(model, all_probes, max_batch)
     with edit:
         after = judge(model, all_probes, max_batch)
-    wins, probabilities = map(torch.stack, zip(before, after, strict=True))
+    wins, probabilities = torch.stack([before, after], dim=1)
     return EditReport(wins, probabilities, [group for group, _ in grouped], record)
 
 
@@ -267,9 +262,7 @@ def edited_layers(record: Mapping[str, Any]) -> list[int]:
 
 
 @torch.no_grad()
-def judge(
-    model: DiffusionTransformer, probes: Sequence[Probe], max_batch: int = 256
-) -> tuple[Float[Tensor, "probe"], Float[Tensor, "probe"]]:
+def judge(model: DiffusionTransformer, probes: Sequence[Probe], max_batch: int = 256) -> Float[Tensor, "2 probe"]:
     """Whether each answer wins on the model as it is now, 1 or 0, and the probability of each answer."""
     queries = [probe.query for probe in probes] + [probe.rival for probe in probes if probe.rival is not None]
     read = [each for i in range(0, len(queries), max_batch) for each in _read(model, queries[i : i + max_batch])]
@@ -277,8 +270,8 @@ def judge(
     wins = []
     for probe, (log_probs, is_first) in zip(probes, answers, strict=True):
         wins.append(is_first if probe.rival is None else bool(log_probs.mean() > next(rivals)[0].mean()))
-    probabilities = [log_probs.sum().exp() for log_probs, _ in answers]
-    return torch.tensor(wins, dtype=torch.float32), torch.stack(probabilities).cpu()
+    probabilities = torch.stack([log_probs.sum().exp() for log_probs, _ in answers]).cpu()
+    return torch.stack([torch.tensor(wins, dtype=probabilities.dtype), probabilities])
 
 
 def _read(model: DiffusionTransformer, queries: Sequence[Query]) -> list[tuple[Tensor, bool]]:

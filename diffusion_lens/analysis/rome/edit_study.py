@@ -73,14 +73,6 @@ class EditOutcome(FactResult, Saved):
 
     __repr__ = one_line
 
-    @classmethod
-    def of(
-        cls, groups: list[str], before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], searched: float
-    ) -> "EditOutcome":
-        """From what `judge` returned without the edit and with it."""
-        wins, probabilities = (torch.stack(pair).float() for pair in zip(before, after, strict=True))
-        return cls(wins, probabilities, groups, searched)
-
 
 @dataclass(frozen=True)
 class GroupScore:
@@ -244,12 +236,21 @@ def _harmonic(shares: Float[Tensor, "*rest entry"]) -> Float[Tensor, "*rest"]:
     return shares.shape[-1] / shares.reciprocal().sum(dim=-1)
 
 
+@dataclass(frozen=True, kw_only=True)
 class RequestSettings(Settings):
-    """What the settings of edits share: the layout of requests and probes, and the record."""
+    """What the settings of edits share: requests and probes on canvases, and the record."""
 
-    search: ValueSettings
-    prefixes: Sequence[str]
-    layout: CanvasLayout
+    prefixes: Sequence[str] = setting(
+        (),
+        "Short texts before every request (rome.sample_prefixes), over which keys and the loss are averaged.",
+        lambda _, prefixes: tuple(prefixes),
+    )
+    layout: CanvasLayout = setting(
+        CanvasLayout(),
+        "Layout of the canvases, of the requests and of all probes. By default those of a masked diffusion model have "
+        "the length that it was trained on, if that is known.",
+        option=False,
+    )
 
     def usable(
         self, model: DiffusionTransformer, requests: Sequence[EditRequest]
@@ -297,18 +298,7 @@ class EditSettings(RequestSettings):
 
     layer: Whole = setting(MISSING, "Block whose down-projection is edited, negative ones from the end.")
     search: ValueSettings = setting(ValueSettings(), "Settings of the search for v*.", option=False)
-    prefixes: Sequence[str] = setting(
-        (),
-        "Short texts before every request (rome.sample_prefixes), over which k* and the loss are averaged.",
-        lambda _, prefixes: tuple(prefixes),
-    )
     at: str = setting("subject_last", "Token at which the key is taken.", check_key_position)
-    layout: CanvasLayout = setting(
-        CanvasLayout(),
-        "Layout of the canvases, of the requests and of all probes. By default those of a masked diffusion model have "
-        "the length that it was trained on, if that is known.",
-        option=False,
-    )
     batch_size: Whole = setting(32, "Number of requests whose values are searched together.", partial(at_least, 1))
 
     def on(self, model: DiffusionTransformer) -> "EditSettings":
@@ -379,7 +369,8 @@ class _EachEdit:
             before = judge(model, probes)
             with RankOneEdit(model, layer, key, value, self.inverse):
                 after = judge(model, probes)
-            outcomes.append(EditOutcome.of(groups, before, after, value.probability_after))
+            wins, probabilities = torch.stack([before, after], dim=1).float()
+            outcomes.append(EditOutcome(wins, probabilities, groups, value.probability_after))
         return outcomes
 
 

@@ -41,11 +41,11 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, network_of, one_line, provenance, shown_model
-from diffusion_lens.settings import Settings, Whole, at_least, pick_indices, setting, takes, unique_indices
+from diffusion_lens.settings import Settings, Whole, at_least, one_of, pick_indices, setting, takes, unique_indices
 from weight_conversion import Architecture
 
 DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
-VECTORS = ("keys", "values", "outputs")
+check_vectors = one_of("keys", "values", "outputs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +125,8 @@ class KeyValueStudy(StudyResult[FactVectors]):
         Raises:
             ValueError: An argument has another value, or a fact has no person or direction.
         """
-        check_vectors(vectors)
-        if asked not in DIRECTIONS:
-            raise ValueError(f"asked={asked!r}; it must be 'p2d' (queried from name to description) or 'd2p'")
+        check_vectors("vectors", vectors)
+        one_of(*DIRECTIONS)("asked", asked)
         rows: dict[str, list[Tensor]] = {}
         for fact_id, row in zip(self.ids, getattr(self, vectors), strict=True):
             fact = self.record["facts"][fact_id]
@@ -167,10 +166,8 @@ class KeyValueStudy(StudyResult[FactVectors]):
                 "description"
             )
         names = [f"{kind}, {way}" for kind, way in zip(kinds, DIRECTIONS.values(), strict=True)]
-        networks = [network_of(self.record)] * 2
-        source = {"model": shown_model(self.record), "networks": networks, "vectors": list(kinds)}
-        shared = kinds[0] == kinds[1]
-        return self._compare(self, (forward, reverse), names, source, shared, progress=progress, **settings)
+        settings |= {"shared_axes": kinds[0] == kinds[1], "progress": progress}
+        return _compare((self, self), (forward, reverse), names, kinds, **settings)
 
     def compare_with(
         self,
@@ -201,40 +198,8 @@ class KeyValueStudy(StudyResult[FactVectors]):
             )
         if sides[0].keys().isdisjoint(sides[1]):
             raise ValueError(f"the studies of {models[0]} and {models[1]} have no person in common")
-        networks = [network_of(study.record) for study in (self, other)]
-        source = {"model": " and ".join(models), "networks": networks, "vectors": [vectors, vectors]}
-        return self._compare(other, sides, models, source, False, progress=progress, **settings)
-
-    def _compare(
-        self,
-        other: "KeyValueStudy",
-        sides: tuple[dict[str, Tensor], dict[str, Tensor]],
-        names: Sequence[str],
-        source: dict[str, Any],
-        shared: bool,
-        **more: Any,
-    ) -> Comparisons:
-        """Compare vectors of this study with those of another, of the persons and at the layers that both have."""
-        one, another = sides
-        persons = [person for person in one if person in another]
-
-        def at(layer: int, study: "KeyValueStudy", vectors: dict[str, Tensor]) -> Tensor:
-            column = study.layers.index(layer)
-            return torch.stack([vectors[person][column] for person in persons])
-
-        layers = [layer for layer in self.layers if layer in other.layers]
-        facts = [self.record["facts"][fact_id] for fact_id in self.ids]
-        trained = {fact["person"]: str(fact["trained"]) for fact in facts}
-        return compare_along(
-            "layer",
-            {layer: (at(layer, self, one), at(layer, other, another)) for layer in layers},
-            ids=persons,
-            names=(names[0], names[1]),
-            groups=[trained[person] for person in persons],
-            source=source,
-            shared_axes=shared,
-            **more,
-        )
+        settings |= {"shared_axes": False, "progress": progress}
+        return _compare((self, other), sides, models, (vectors, vectors), **settings)
 
     def _table(self) -> Table:
         values = {
@@ -262,18 +227,44 @@ class KeyValueStudy(StudyResult[FactVectors]):
         )
 
 
+def _compare(
+    studies: tuple[KeyValueStudy, KeyValueStudy],
+    sides: tuple[dict[str, Tensor], dict[str, Tensor]],
+    names: Sequence[str],
+    kinds: Sequence[str],
+    **settings: Any,
+) -> Comparisons:
+    """Compare the vectors of two studies, or of one with itself, of the persons and at the layers that both have."""
+    persons = [person for person in sides[0] if person in sides[1]]
+
+    def at(layer: int, study: KeyValueStudy, vectors: dict[str, Tensor]) -> Tensor:
+        column = study.layers.index(layer)
+        return torch.stack([vectors[person][column] for person in persons])
+
+    shared_layers = [layer for layer in studies[0].layers if layer in studies[1].layers]
+    facts = [studies[0].record["facts"][fact_id] for fact_id in studies[0].ids]
+    trained = {fact["person"]: str(fact["trained"]) for fact in facts}
+    return compare_along(
+        "layer",
+        {layer: (at(layer, studies[0], sides[0]), at(layer, studies[1], sides[1])) for layer in shared_layers},
+        ids=persons,
+        names=(names[0], names[1]),
+        groups=[trained[person] for person in persons],
+        source={
+            "model": " and ".join(shown_model(study.record) for study in dict.fromkeys(studies)),
+            "networks": [network_of(study.record) for study in studies],
+            "vectors": list(kinds),
+        },
+        **settings,
+    )
+
+
 def _no_rows(record: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a study of no facts."""
     n_layers, architecture = len(record["layers"]), record["architecture"]
     widths = {"keys": "d_mlp", "outputs": "d_model", "deltas": "d_model"}
     by_width = {name: torch.empty(0, n_layers, architecture[width]) for name, width in widths.items()}
     return {**by_width, "after": torch.empty(0, n_layers)}
-
-
-def check_vectors(name: str) -> None:
-    """Raise a `ValueError` unless a study has vectors of this name."""
-    if name not in VECTORS:
-        raise ValueError(f"vectors={name!r}; it must be one of {', '.join(VECTORS)}")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.analysis.engine.layout import CanvasLayout
 from diffusion_lens.analysis.over_facts.study import FactsJob, Study
 from diffusion_lens.analysis.rome.covariance import (
     Covariance,
@@ -97,10 +96,6 @@ class MemitEdit(WeightEdit):
         """R and (λ C + K Kᵀ)⁻¹ K of block `layer`, whose product is ΔW."""
         return self._updates[layer]
 
-    def update(self, layer: int) -> Float[Tensor, "d_model d_mlp"]:
-        """ΔW of block `layer`, float64 on the CPU."""
-        return self._updates[layer].product()
-
     def describe(self) -> dict[str, Any]:
         """The edited layers, and the record."""
         return {"layers": self.layers, **self.record}
@@ -144,7 +139,7 @@ def memit(
     plain, last = [request[0] for request in given], chosen[-1]
     found = search_together(model, given, essences, last, settings, measured_by="resid_post", progress=progress)
     deltas = torch.stack([result.delta for result in found]).double()
-    states = subject_states(model, plain, last)
+    states = states_at(model, plain, resid_post(last), last).double()
     targets = states + deltas
 
     # 2. The update of each layer, upon those of the layers before it.
@@ -162,7 +157,7 @@ def memit(
             written = before_gate(missing / (len(chosen) - n), gate)
             updates[layer] = Factors(written.T.contiguous(), inverse.times(keys))
             applied.enter_context(MemitEdit(model, {layer: updates[layer]}))
-            states = subject_states(model, plain, last)
+            states = states_at(model, plain, resid_post(last), last).double()
         errors.append((targets - states).norm(dim=1))
     record = {
         "layers": chosen,
@@ -174,13 +169,6 @@ def memit(
         "taken_from": network_of(provenance(model, model.cfg)),
     }
     return MemitEdit(model, updates, [result.probability_after for result in found], torch.stack(errors), record)
-
-
-def subject_states(
-    model: DiffusionTransformer, queries: Sequence[Query], layer: int
-) -> Float[Tensor, "request d_model"]:
-    """The residual stream behind block `layer` at the last token of each subject, float64 on the CPU."""
-    return states_at(model, queries, resid_post(layer), layer).double()
 
 
 def covariances_of(
@@ -217,15 +205,7 @@ class MemitSettings(RequestSettings):
     search: ValueSettings = setting(
         SEARCH, "Settings of the search for the targets; by default the authors' for GPT-J.", option=False
     )
-    prefixes: Sequence[str] = setting(
-        (),
-        "Short texts before every request, over which keys and the loss are averaged.",
-        lambda _, prefixes: tuple(prefixes),
-    )
     cov_weight: Number = setting(COV_WEIGHT, "λ, the weight of C against the keys of the requests.", _positive)
-    layout: CanvasLayout = setting(
-        CanvasLayout(), "Layout of the canvases, of the requests and of all probes, as in EditSettings.", option=False
-    )
 
     def on(self, model: DiffusionTransformer) -> "MemitSettings":
         """These settings with the layers counted from 0 and the length of canvas that applies to `model`."""
@@ -284,7 +264,8 @@ def edit_together(
     before = [judge(model, own) for _, own in probes]
     with edit:
         after = [judge(model, own) for _, own in probes]
-    return [
-        EditOutcome.of(groups, *states, searched)
-        for (groups, _), states, searched in zip(probes, zip(before, after, strict=True), edit.searched, strict=True)
-    ]
+    outcomes = []
+    for (groups, _), *states, searched in zip(probes, before, after, edit.searched, strict=True):
+        wins, probabilities = torch.stack(states, dim=1).float()
+        outcomes.append(EditOutcome(wins, probabilities, groups, searched))
+    return outcomes

@@ -126,26 +126,15 @@ class ValueResult(PicturedResult, Saved):
         """v* = m + δ."""
         return self.initial + self.delta
 
-    @property
-    def output(self) -> Float[Tensor, "d_model"]:
-        """m, under the name of a study's vectors."""
-        return self.initial
-
     def _table(self) -> Table:
         terms = dict(zip(LOSS_TERMS, self.losses.T, strict=True))
         return Table({"iteration": range(len(self.losses)), **terms})
 
     def plot(self, ax: Any = None) -> Any:
         """The losses by iteration. Returns the matplotlib axes."""
-        ax = plots.one_axes(ax, width=4.6, height=3.0)
-        for name, losses in zip(LOSS_TERMS, self.losses.T.tolist(), strict=True):
-            ax.plot(losses, label=name, color="black" if name == "total" else None)
-        ax.set_xlabel("iteration")
-        ax.set_ylabel("loss (nats)")
+        iterations = [str(i) for i in range(len(self.losses))]
         title = f"v* at layer {self.layer} for {''.join(self.record['object']).strip()!r}"
-        ax.set_title(title, fontsize=10, parse_math=False)
-        ax.legend(fontsize=8)
-        return ax
+        return plots.labelled_lines(self.losses.T, LOSS_TERMS, iterations, "iteration", "loss (nats)", title, ax)
 
 
 @takes(ValueSettings)
@@ -298,7 +287,9 @@ class _Search:
                 break
             [self.delta.grad] = torch.autograd.grad(total.sum(), [self.delta])
             optimizer.step()
-            self._clamp()
+            with torch.no_grad():
+                radius, length = self.settings.clamp_norm_factor * self.unit, self.delta.norm(dim=1)
+                self.delta.mul_(torch.where(length > radius, radius / length, 1.0)[:, None])
             if ended:
                 self._continue_with([n for n, i in enumerate(searching) if i in going])
             searching = going
@@ -370,11 +361,6 @@ class _Search:
                 f"decay {decay}). At iteration 0 the cause is in the weights or a hook; later, try a lower lr than "
                 f"{self.settings.lr}, or float32 weights"
             )
-
-    def _clamp(self) -> None:
-        with torch.no_grad():
-            radius, length = self.settings.clamp_norm_factor * self.unit, self.delta.norm(dim=1)
-            self.delta.mul_(torch.where(length > radius, radius / length, 1.0)[:, None])
 
 
 def _share(objectives: Sequence[ValueObjective], padded: bool) -> list[list[list[ReadCanvas]]]:

@@ -27,10 +27,6 @@ class Factors(NamedTuple):
     left: Float[Tensor, "d_model rank"]
     right: Float[Tensor, "d_mlp rank"]
 
-    def product(self) -> Float[Tensor, "d_model d_mlp"]:
-        """ΔW."""
-        return self.left @ self.right.T
-
 
 def before_gate(added: Float[Tensor, "*rest d_model"], gate: Float[Tensor, "d_model"] | None) -> Tensor:
     """What a down-projection has to write so that `added` is added to the stream behind its gate; a `ValueError` if an
@@ -80,6 +76,12 @@ class WeightEdit(ABC):
         return weight
 
     @torch.no_grad()
+    def update(self, layer: int | None = None) -> Float[Tensor, "d_model d_mlp"]:
+        """ΔW of block `layer`, by default the first, for the weight as it is now; float64 on the CPU."""
+        left, right = self.factors(self.layers[0] if layer is None else layer)
+        return left @ right.T
+
+    @torch.no_grad()
     def apply(self: W) -> W:
         """Write the edit into the model; a `ValueError` if it is applied already, or an edited weight is not finite."""
         if self._applied is not None:
@@ -87,7 +89,7 @@ class WeightEdit(ABC):
         applied: _Weights = {}
         for layer in self.layers:
             before = self.weight_of(layer).detach().clone()
-            after = (before.cpu().double() + self.factors(layer).product()).to(before.dtype)
+            after = (before.cpu().double() + self.update(layer)).to(before.dtype)
             if not bool(after.isfinite().all()):
                 raise ValueError(f"the edited weight of layer {layer} is not finite in {after.dtype}")
             applied[layer] = before, after

@@ -14,7 +14,6 @@ from diffusion_lens.analysis.signatures.study import (
     gradient_alignment,
     reversal_signatures,
     routes,
-    signature_passes,
 )
 
 __all__ = [
@@ -30,5 +29,4 @@ __all__ = [
     "pair_bytes",
     "reversal_signatures",
     "routes",
-    "signature_passes",
 ]

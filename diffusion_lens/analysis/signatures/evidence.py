@@ -371,13 +371,6 @@ def scores_between(
     return scores if bias is None else scores + bias[:, :, 0, 0]
 
 
-def correlation(one: Tensor, other: Tensor, dim: int) -> Tensor:
-    """Pearson's correlation along one axis."""
-    a, b = (x.double() - x.double().mean(dim=dim, keepdim=True) for x in (one, other))
-    product: Tensor = (a * b).sum(dim=dim) / (a.pow(2).sum(dim=dim) * b.pow(2).sum(dim=dim)).sqrt()
-    return product.float()
-
-
 def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_offset: Whole, base: Real) -> float:
     """The correlation of the scores at two offsets, if queries and keys are independent and isotropic.
 

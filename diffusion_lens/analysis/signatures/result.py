@@ -9,14 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.over_facts.study import StudyResult, bootstrap_interval
-from diffusion_lens.analysis.signatures.evidence import correlation
+from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult, bootstrap_interval
 from diffusion_lens.analysis.signatures.gradients import EMBEDDING, HEAD
 from diffusion_lens.records.results import Saved, Table, one_line, shown_model
 
 
 @dataclass(frozen=True, eq=False)
-class FactSignatures(Saved):
+class FactSignatures(FactResult, Saved):
     """The signatures of one pair. The canvases are forward and reverse.
 
     Attributes:
@@ -49,11 +48,6 @@ class FactSignatures(Saved):
     probabilities: Float[Tensor, "canvas"]
 
     __repr__ = one_line
-
-    def equals(self, other: "FactSignatures") -> bool:
-        """Whether both are identical to the bit, NaN included."""
-        pairs = [[getattr(each, name).contiguous().view(torch.int32) for each in (self, other)] for name in TENSORS]
-        return all(torch.equal(one, another) for one, another in pairs)
 
 
 TENSORS = tuple(field.name for field in fields(FactSignatures))
@@ -149,14 +143,6 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         return self._mean_of_routes(2)
 
     @property
-    def route_correlation_by_head(self) -> Float[Tensor, "layer head"] | None:
-        """Correlation over facts of the scores forward and in reverse, or `None`.
-
-        To be read beside `route_correlation` only: the query of [MASK] hardly varies over facts.
-        """
-        return None if self._sees_nothing else correlation(self.routes[:, 0], self.routes[:, 1], dim=0)
-
-    @property
     def isotropic_correlation(self) -> float | None:
         """Mean over facts of `isotropic_route_correlation` at their offsets and the model's own frequencies.
 
@@ -236,7 +222,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
             name=shown_model(self.record),
             evidence={
                 **{f"percentile, {name}": curve for name, curve in evidence.items()},
-                "percentile, other sources": _baseline(self.shuffled_percentile.mean(dim=0)),
+                "percentile, other sources": plots.Curve(self.shuffled_percentile.mean(dim=0)),
                 "reuse": plots.Curve(self.evidence_reuse, *self.interval("evidence_reuse", level)),
             },
             cuts=_by_canvas(self.edge_cut, self.interval("edge_cut", level)),
@@ -253,7 +239,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         curves = {
             "measured": plots.Curve(measured, *self.interval("route_correlation", level)),
             "counterfactual": plots.Curve(counterfactual, *self.interval("counterfactual_correlation", level)),
-            "isotropic": _baseline(torch.full_like(measured, float(self.isotropic.mean()))),
+            "isotropic": plots.Curve(torch.full_like(measured, float(self.isotropic.mean()))),
         }
         return {label: curve for label, curve in curves.items() if not curve.mean.isnan().all()}
 
@@ -266,7 +252,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         }
         shuffled = torch.stack([mean[own, 1] for own in rows.values()]).mean(dim=0)
         own = {name: plots.Curve(mean[i, 0], low[i, 0], high[i, 0]) for name, i in rows.items()}
-        return {**own, "shuffled pairs": _baseline(shuffled)}
+        return {**own, "shuffled pairs": plots.Curve(shuffled)}
 
     def _table(self) -> Table:
         percentiles = {f"percentile_{name}": self.percentiles[:, i, 0] for i, name in enumerate(CANVASES)}
@@ -287,7 +273,10 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         return None if bool(self.routes[:, other].isnan().all()) else self._route_correlations(other).mean(dim=0)
 
     def _route_correlations(self, other: int) -> Float[Tensor, "fact layer"]:
-        return correlation(self.routes[:, 0], self.routes[:, other], dim=-1)
+        """Pearson's correlation over heads of the forward scores with those of another route."""
+        scores = self.routes[:, [0, other]].double()
+        a, b = (scores - scores.mean(dim=-1, keepdim=True)).unbind(dim=1)
+        return ((a * b).sum(dim=-1) / (a.square().sum(dim=-1) * b.square().sum(dim=-1)).sqrt()).float()
 
     def _values(self, name: str) -> Float[Tensor, "fact *rest"]:
         """The values of each fact whose mean has this name."""
@@ -310,7 +299,3 @@ class ReversalSignatures(StudyResult[FactSignatures]):
 
 def _by_canvas(mean: Tensor, ends: tuple[Tensor, Tensor]) -> dict[str, plots.Curve]:
     return {name: plots.Curve(mean[i], ends[0][i], ends[1][i]) for i, name in enumerate(CANVASES)}
-
-
-def _baseline(mean: Tensor) -> plots.Curve:
-    return plots.Curve(mean, mean, mean, baseline=True)

@@ -166,7 +166,9 @@ def reversal_signatures(
 ) -> ReversalSignatures:
     """Evidence, edge cuts, routes and gradients of every pair, forward and in reverse.
 
-    `signature_passes` is the cost of a pair.
+    A pair costs L + 2 forward passes of one canvas in a model of L layers, and two backward passes without gradients of
+    weights. One pass of each canvas gives states, scores and gradients, L - 1 in all are the blocks behind each cut,
+    and one is the small step. To these come the readers in the block of each cut, or whole blocks under hooks.
 
     Args:
         model: Masked diffusion model or causal model, of any family.
@@ -192,16 +194,6 @@ def reversal_signatures(
 
     study = Study(model, record, plan.batches, plan)
     return study.collect(ReversalSignatures, out, shard, progress, executor)
-
-
-def signature_passes(n_layers: int) -> tuple[int, int]:
-    """The cost of a pair in forward passes of one canvas, and the number of backward passes.
-
-    Of L + 2 forward passes, one of each canvas gives states, scores and gradients, L - 1 in all are the blocks behind
-    each cut, and one is the small step. To these come 2 L positions, the readers in the block of each cut; where hooks
-    are attached to a block, whole blocks in their place. The two backward passes compute no gradient of a weight.
-    """
-    return n_layers + 2, 2
 
 
 @dataclass(frozen=True, eq=False)

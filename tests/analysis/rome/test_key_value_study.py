@@ -236,7 +236,9 @@ def test_what_does_not_fit(tiny, whole):
             key_value_study(tiny, FEW, **{**QUICK, **wrong})
     with pytest.raises(ValueError, match="two facts are called"):
         key_value_study(tiny, [FEW[0], FEW[0]], **QUICK)
-    with pytest.raises(ValueError, match="vectors='value'; it must be one of keys, values, outputs"):
+    with pytest.raises(
+        ValueError, match="vectors='value' is unknown, nearest is values; it must be one of keys, values, outputs"
+    ):
         whole.by_person("value", "p2d")
     with pytest.raises(ValueError, match="asked='forwards'"):
         whole.by_person("values", "forwards")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import random
 from dataclasses import replace
 
 import pytest
@@ -59,7 +58,6 @@ def test_a_masked_model_is_shown_masks(either, corpus):
 def test_batches_and_padding_change_nothing(either, corpus):
     moments = [second_moment(either.model, corpus, LAYER, batch_size=size) for size in (1, 7)]
     torch.testing.assert_close(*(moment.matrix for moment in moments), rtol=1e-4, atol=1e-5)
-    assert moments[0].relative_error() == pytest.approx(moments[1].relative_error(), rel=1e-4)
 
 
 def test_interrupted_and_resumed_is_uninterrupted(either, corpus, tmp_path, monkeypatch):
@@ -83,7 +81,7 @@ def test_interrupted_and_resumed_is_uninterrupted(either, corpus, tmp_path, monk
     resumed = second_moment(model, corpus, LAYER, batch_size=2, folder=tmp_path, save_every=1)
     for moment in (resumed, SecondMoment.load(path)):
         assert torch.equal(moment.total, whole.total)
-        assert (moment.count, moment.texts, moment.text_squares) == (52, 7, whole.text_squares)
+        assert (moment.count, moment.texts) == (52, 7)
         assert moment.record == whole.record
     path.write_bytes(begun)
     with pytest.warns(UserWarning, match=r"was begun with other batches .*the last bits of the sum may differ"):
@@ -123,19 +121,6 @@ def test_files_from_before_clean_blocks_were_read_have_other_names(specimen, con
         assert (record["key"] == key_of(record)) == (name == "llada")
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
-def test_the_error_is_what_samples_differ_by(tiny):
-    """Disjoint samples of sentences scatter around one another as the estimate says."""
-    sentences = random.Random(0).sample(toy_facts.load().sentences(), 360)
-    samples = [second_moment(tiny, sentences[i::12], 0, seed=100 * i, batch_size=30) for i in range(12)]
-    matrices = torch.stack([sample.matrix for sample in samples])
-    centre = matrices.mean(dim=0)
-    scatter = ((matrices - centre).square().sum(dim=(1, 2)).sum() / 11).sqrt() / centre.norm()
-    estimate = sum(sample.relative_error() for sample in samples) / 12
-    assert estimate == pytest.approx(scatter.item(), rel=0.2)
-    assert samples[0].relative_error(4 * samples[0].count) == pytest.approx(samples[0].relative_error() / 2)
-
-
 def test_solving():
     generator = torch.Generator().manual_seed(0)
     keys, vector = torch.randn(200, 6, generator=generator).double(), torch.randn(6, generator=generator)
@@ -171,7 +156,6 @@ def test_text_or_tokens(tiny):
     from_tokens = second_moment(tiny, [tiny.to_tokens(sentence)[0] for sentence in sentences], 0)
     assert torch.equal(from_text.total, from_tokens.total)
     assert from_text.record == from_tokens.record
-    assert torch.isnan(torch.tensor(second_moment(tiny, sentences[:1], 0).relative_error()))
 
 
 def test_bad_input(either, corpus):

@@ -91,7 +91,7 @@ def test_every_request_is_edited_as_alone(kind):
     """One request at a time, with the functions for one edit."""
     layer = dense_layers(kind)[-1]
     search = replace(GENTLE, lr=0.3)
-    settings = EditSettings(layer, search, PREFIXES, layout=CanvasLayout(**ON_CANVAS))
+    settings = EditSettings(layer, search, prefixes=PREFIXES, layout=CanvasLayout(**ON_CANVAS))
     weights = {name: weight.clone() for name, weight in kind.state_dict().items()}
     moment = moments_of(kind)[layer]
     study = edit_study(kind, REQUESTS, settings, covariance=moment)
@@ -112,7 +112,7 @@ def test_every_request_is_edited_as_alone(kind):
 def test_requests_edited_at_once_are_judged_under_that_edit(kind):
     moments, search = moments_of(kind), replace(GENTLE, lr=0.3)
     layers = list(moments)
-    settings = MemitSettings(layers, search, PREFIXES, cov_weight=1.0, layout=CanvasLayout(**ON_CANVAS))
+    settings = MemitSettings(layers, search, prefixes=PREFIXES, cov_weight=1.0, layout=CanvasLayout(**ON_CANVAS))
     weights = {name: weight.clone() for name, weight in kind.state_dict().items()}
     study = memit_study(kind, REQUESTS, settings, covariances=moments)
     assert all(torch.equal(weight, weights[name]) for name, weight in kind.state_dict().items())

@@ -263,7 +263,7 @@ def test_routes_are_scores_and_the_counterfactual_moves_positions_only(every):
         assert found.isnan().all()
         signatures = signatures_of(model)
         assert signatures.route_correlation is signatures.isotropic_correlation is None
-        assert signatures.route_correlation_by_head is signatures.counterfactual_correlation is None
+        assert signatures.counterfactual_correlation is None
         return
     for way, column in (("forward", 0), ("reverse", 1)):
         canvas = getattr(pairs[0], way)
@@ -276,9 +276,6 @@ def test_routes_are_scores_and_the_counterfactual_moves_positions_only(every):
         over_heads = [torch.corrcoef(found[row, :2, layer])[0, 1] for row in range(N)]
         # A row that does not see its source has no score, and its correlation is NaN.
         torch.testing.assert_close(signatures.route_correlation[layer], torch.stack(over_heads).mean(), equal_nan=True)
-        for head in range(model.cfg.n_heads):
-            over_facts = torch.corrcoef(found[:, :2, layer, head].T)[0, 1]
-            torch.testing.assert_close(signatures.route_correlation_by_head[layer, head], over_facts, equal_nan=True)
     # At its own positions a query and a key have the score they had.
     unmoved = [TaughtPair(pair.forward, pair.forward) for pair in pairs]
     at_home = routes(model, unmoved)
