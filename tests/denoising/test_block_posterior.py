@@ -7,18 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from authors_networks import GOLDEN, authors_network
+from authors_networks import GOLDEN, authors_network, distinct
 from safetensors.torch import load_file
 
 MASK = 65
-
-
-def distinct(canvases: torch.Tensor) -> torch.Tensor:
-    kept = [canvases[0]]
-    for canvas in canvases[1:]:
-        if not torch.equal(canvas, kept[-1]):
-            kept.append(canvas)
-    return torch.stack(kept)
 
 
 @pytest.mark.parametrize(
