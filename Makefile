@@ -18,8 +18,9 @@ install: $(READY)  ## set up .venv: the package (editable) and everything its te
 demo: $(READY)  ## query the bundled models forward and in reverse, and trace their facts; figures go to demo/
 	$(BIN)/diffusion-lens demo
 
+# With bytecode, pytest does not rewrite the assertions of every file again.
 test: $(READY)  ## run the tests (CPU, offline)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 clients: $(CLIENTS)  ## test circuitsvis, captum, nnsight and notebooks (they are installed on first use)
 	$(BIN)/python -m pytest -q tests/clients

@@ -1,4 +1,5 @@
-"""Diffusion transformers of the golden data: loaded from their file, or drawn by the rule of the README beside them."""
+"""Diffusion transformers of the golden data: loaded from their file, or drawn by the rule of the README beside them;
+and the canvases of a run as the golden data has them."""
 
 import json
 import tempfile
@@ -50,3 +51,12 @@ def drawn_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
                 gain = next(gain for part, gain in gains.items() if part in name)
                 tensors[name] = torch.randn(shape) * (gain / shape[-1] ** 0.5)
     return tensors
+
+
+def distinct(canvases: torch.Tensor) -> torch.Tensor:
+    """The canvases of one row without repetitions."""
+    kept = [canvases[0]]
+    for canvas in canvases[1:]:
+        if not torch.equal(canvas, kept[-1]):
+            kept.append(canvas)
+    return torch.stack(kept)

@@ -467,7 +467,7 @@ def token_layers(monkeypatch: pytest.MonkeyPatch) -> Any:
 def pytest_collection_finish() -> None:
     """Collects no object that the modules made, which is most of what there is."""
     gc.freeze()
-    gc.set_threshold(5_000, 10, 10)  # cycles of garbage are few: most tests leave none
+    gc.set_threshold(20_000, 10, 10)  # cycles of garbage are few: most tests leave none
     gc.enable()
 
 
@@ -485,16 +485,30 @@ def parameters_of(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
         yield from parameters_of(child)
 
 
+# The fixtures that give a model to many tests.
+SHARED_MODELS = ("golden", "either", "every", "several", "tiny", "small", "own_pad")
+
+
+@cache
+def begin_tests_of(test: str, models: tuple[Any, ...]) -> None:
+    """Checks the types of the next call of every function: once for each test function, whatever its parameters, and
+    once in each file for each shared model."""
+    begin_test()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Any:
     """After every test: no hook on a shared model, no step lent, no parameter frozen, the grad mode as before."""
-    begin_test()
+    file, _, function = request.node.nodeid.partition("[")[0].partition("::")
+    models = [name for name in SHARED_MODELS if name in request.fixturenames]
+    params = getattr(request.node, "callspec", None)
+    begin_tests_of(file + function, ())
+    begin_tests_of(file, tuple(params.params.get(name) for name in models) if params else ())
     yield
     assert torch.is_grad_enabled()
-    for name in ("golden", "either", "every", "several", "tiny", "small", "own_pad"):
-        if name in request.fixturenames:
-            value = request.getfixturevalue(name)
-            model = getattr(value, "model", value)
-            assert not model.list_hooks()
-            assert model.clock.step is None
-            assert all(parameter.requires_grad for parameter in parameters_of(model))
+    for name in models:
+        value = request.getfixturevalue(name)
+        model = getattr(value, "model", value)
+        assert not model.list_hooks()
+        assert model.clock.step is None
+        assert all(parameter.requires_grad for parameter in parameters_of(model))

@@ -26,6 +26,7 @@ RESID, Z, V = "blocks.1.hook_resid_post", "blocks.1.attn.hook_z", "blocks.1.attn
 PATTERN = "blocks.1.attn.hook_pattern"
 FITS = (RESID, "blocks.1.hook_attn_out", "blocks.1.hook_mlp_out", "blocks.1.mlp.hook_post", Z, V, PATTERN)
 close = torch.testing.assert_close
+on_mdm = pytest.mark.parametrize("either", ["mdm"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -371,10 +372,9 @@ def test_one_step_of_a_cache_serves_all_steps(either, runs):
     assert all(seen)
 
 
+@on_mdm
 def test_a_prompt_masked_in_the_loop(either, runs):
     """At every step of a forced replay the network sees the recorded canvas with [MASK] put there by hand."""
-    if either.kind == "ar":
-        return
     run, last, seen = either.model.denoise(runs[0], length=9, steps=3), "blocks.2.hook_resid_post", []
     hooks = [("hook_embed", mask_tokens(either.model, [1, 2])), (last, lambda a, hook: seen.append(a))]
     run.replay(either.model, fwd_hooks=hooks)

@@ -69,9 +69,9 @@ def test_recall_shows_the_reversal_curse(
     shipped: HookedDiffusionTransformer, recorded: dict[str, Any], world: site_facts.SiteFacts
 ) -> None:
     require_recall(recorded["recall"], shipped.cfg.model_name)
-    some = measures.recall(shipped, replace(world, people=world.people[::6]))
+    some = measures.recall(shipped, replace(world, people=world.people[::9]))
     for cell, share in some.items():
-        # Another machine rounds differently, and a sixth of the people differs from all.
+        # Another machine rounds differently, and a ninth of the people differs from all.
         assert share == pytest.approx(recorded["recall"][cell], abs=0.08), cell
 
 
@@ -86,7 +86,7 @@ def test_v_star_brings_a_corrupted_fact_back(
 ) -> None:
     assert recorded["v_star"]["block 1"]["facts"] == measures.N_VALUES
     assert recorded["v_star"]["block 1"]["share"] >= 0.9
-    assert measures.recovered(shipped, facts[:3], 1)["share"] >= 0.9
+    assert measures.recovered(shipped, facts[:2], 1)["share"] >= 0.9
 
 
 def test_the_shipped_files_are_those_measured(world: site_facts.SiteFacts) -> None:

@@ -1,8 +1,9 @@
 """Checks every annotation of a package while the tests run: shapes by jaxtyping, all other types by beartype.
 
 jaxtyping's own import hook binds the arguments of every call and checks them twice, which costs more than the tests.
-Here each function is checked once, by beartype, and the names of axes are compared within one call. A test's first call
-of a function is checked. For its other calls the function has its own code again, so that they cost nothing.
+Here each function is checked once, by beartype, and the names of axes are compared within one call. The first call of a
+function after `begin_test` is checked. For its other calls the function has its own code again, so that they cost
+nothing.
 """
 
 import ast

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from authors_networks import distinct
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -31,14 +32,6 @@ def model_of(size):
 @cache
 def recordings(name):
     return json.loads((GOLDEN / f"{name}.json").read_text()), load_file(GOLDEN / f"{name}.safetensors")
-
-
-def distinct(canvases):
-    kept = [canvases[0]]
-    for canvas in canvases[1:]:
-        if not torch.equal(canvas, kept[-1]):
-            kept.append(canvas)
-    return torch.stack(kept)
 
 
 def recorded(name, case, tensors):

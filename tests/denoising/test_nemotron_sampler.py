@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from authors_networks import distinct
 from safetensors.torch import load_file
 
 from diffusion_lens import HookedDiffusionTransformer, load_pair
@@ -26,15 +27,6 @@ def load(block_size, causal_context=True):
     return HookedDiffusionTransformer.from_pretrained(
         GOLDEN / "model.safetensors", config=config, mode="block", block_size=block_size, device="cpu"
     )
-
-
-def distinct(canvases):
-    """The canvases of one row without repetitions, of equal length: what is not reached yet counts as masked."""
-    kept = [canvases[0]]
-    for canvas in canvases[1:]:
-        if not torch.equal(canvas, kept[-1]):
-            kept.append(canvas)
-    return torch.stack(kept)
 
 
 @pytest.mark.parametrize("hooked", [False, True])

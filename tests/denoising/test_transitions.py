@@ -12,13 +12,13 @@ def prompt(model: Any, rows: int = 2) -> torch.Tensor:
     return torch.randint(100, (rows, 4), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_run_keeps_what_is_written_and_leaves_nothing_masked(golden: Any, sampler: str, temperature: float) -> None:
-    if golden.kind != "mdm":
-        return
-    model, tokens = golden.model, prompt(golden.model)
-    written = model.denoise(tokens, length=12, steps=6, sampler=sampler, temperature=temperature)
+def test_run_keeps_what_is_written_and_leaves_nothing_masked(either: Any, sampler: str, temperature: float) -> None:
+    model, tokens = either.model, prompt(either.model)
+    settings = {"length": 12, "steps": 6, "sampler": sampler, "temperature": temperature}
+    written = model.denoise(tokens, **settings)
     masked = written.is_masked(written.canvases)
     assert not bool((masked[1:] & ~masked[:-1]).any())
     assert not bool(masked[-1].any())
@@ -26,7 +26,6 @@ def test_run_keeps_what_is_written_and_leaves_nothing_masked(golden: Any, sample
     assert torch.equal(written.canvases[1:][kept], written.canvases[:-1][kept])
     assert bool((written.tokens < model.cfg.d_vocab_out).all())
     hooked = [("hook_embed", lambda x, hook: x)]
-    settings = {"length": 12, "steps": 6, "sampler": sampler, "temperature": temperature}
     assert torch.equal(model.denoise(tokens, fwd_hooks=hooked, **settings).canvases, written.canvases)
     alone = model.denoise(tokens[1:], seed=written.record["seeds"][1:], **settings)
     assert torch.equal(alone.canvases[:, 0], written.canvases[:, 1])

@@ -60,10 +60,11 @@ def exact_odds(model: Any, n_steps: int = 400) -> torch.Tensor:
         return probability @ (q[:, 0, :, None] * q[:, 1, None, :]).flatten(1)
 
     chances = torch.linspace(1, 0, n_steps + 1, dtype=torch.float64)
-    for t, s in pairwise(chances):
+    with torch.no_grad():
+        times = chances[:-1].repeat_interleave(n * n)
+        outputs = model(states.repeat(n_steps, 1), **told(model, times)).double().unflatten(0, (n_steps, n * n))
+    for (t, s), output in zip(pairwise(chances), outputs, strict=True):
         sigma = sigma_of_chance(t).expand(states.shape)
-        with torch.no_grad():
-            output = model(states, **told(model, t[None])).double()
         if model.cfg.head == "log_scores":
             d_sigma = sigma - sigma_of_chance(s)
             q = noise.analytic(model.head.scores(output, states, sigma), states, d_sigma)

@@ -12,6 +12,7 @@ from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.model.loss import autoregressive_loss, hide, masked_batch, masked_diffusion_loss
 
 DREAM = Path(__file__).parents[1] / "golden" / "dream"
+on_mdm = pytest.mark.parametrize("either", ["mdm"], indirect=True)
 
 
 @pytest.fixture
@@ -43,9 +44,8 @@ def test_an_ablated_run_is_taken_under_the_same_noise(either, tokens):
     assert hooked == either.model(tokens, return_type="loss")
 
 
+@on_mdm
 def test_noise_is_drawn_in_train_mode_and_from_a_generator(either, tokens):
-    if either.kind == "ar":
-        return
     model = either.model.train()
     try:
         assert len({model(tokens, return_type="loss").item() for _ in range(4)}) > 1
@@ -73,9 +73,8 @@ def test_samples_are_a_mean_over_noises_whose_times_are_spread(either, tokens):
     torch.testing.assert_close(by_position, expected, rtol=1e-4, atol=1e-5)
 
 
+@on_mdm
 def test_more_samples_come_closer_to_one_another(either, tokens):
-    if either.kind == "ar":
-        return
     few, many = (
         torch.stack(
             [
@@ -148,9 +147,8 @@ def test_the_hidden_canvas_keeps_padding_and_the_noise_is_its_generators(either,
     assert torch.equal(p, chance)
 
 
+@on_mdm
 def test_a_text_that_the_fixed_noise_does_not_touch_is_no_loss_of_zero(either):
-    if either.kind == "ar":
-        return
     short = torch.tensor([[7]])
     noisy, _ = hide(short, either.model.cfg.mask_token_id, generator=torch.Generator().manual_seed(0))
     assert torch.equal(noisy, short)
@@ -178,9 +176,8 @@ def test_logits_of_another_run_are_refused(either, tokens):
         either.model.loss_fn(torch.zeros(1, 3, 4), tokens)
 
 
+@on_mdm
 def test_the_error_about_masks_names_only_what_can_be_passed(either, tokens):
-    if either.kind == "ar":
-        return
     masked = tokens.clone()
     masked[0, 0] = either.model.cfg.mask_token_id
     with pytest.raises(ValueError, match=r"masked_diffusion_loss\(model, tokens, noisy, p_mask\)"):

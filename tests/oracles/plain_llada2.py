@@ -1,5 +1,6 @@
 """LLaDA2 in plain torch, slow, from its tensors under the published names and its config; no part of the library."""
 
+import math
 from typing import Any
 
 import torch
@@ -61,10 +62,10 @@ def turned(x: Tensor, config: dict[str, Any]) -> Tensor:
     half, result = n // 2, x.clone()
     for position in range(len(x)):
         for i in range(half):
-            angle = torch.tensor(position * config["rope_theta"] ** (-2 * i / n), dtype=x.dtype)
+            angle = position * config["rope_theta"] ** (-2 * i / n)
             a, b = x[position, i], x[position, i + half]
-            result[position, i] = a * angle.cos() - b * angle.sin()
-            result[position, i + half] = b * angle.cos() + a * angle.sin()
+            result[position, i] = a * math.cos(angle) - b * math.sin(angle)
+            result[position, i + half] = b * math.cos(angle) + a * math.sin(angle)
     return result
 
 
