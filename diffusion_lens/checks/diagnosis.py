@@ -129,29 +129,23 @@ class PageMeasure(Measure):
         noise = LEAST_Z * float(difference.std()) * difference.numel() ** 0.5
         if gain < -max(noise, ROUNDING * loss_before):
             return "worse"
-        # 3. Only one of the two losses is the correct one.
-        if self.right is not None and self._is_right(loss_before) != self._is_right(loss_after):
-            if not self._is_right(loss_after):
+        # 3. Without a known loss, the size of the gain decides. Comparisons with NaN are false, so any number improves
+        #    on NaN.
+        if self.right is None:
+            return "same" if gain < max(noise, self.share * loss_before) else "explains"
+        # 4. Otherwise a change explains the mistake if it alone gives the correct loss.
+        least, most = self.right
+        if (least <= loss_before <= most) != (least <= loss_after <= most):
+            if not least <= loss_after <= most:
                 return "worse"
             # Of many small changes some come near the correct loss by chance, so a small gain has to meet it exactly.
             gains_little = gain < min(noise, QUIET_SHARE * loss_before)
-            return "same" if gains_little and not self._meets(loss_after) else "explains"
-        if self.right is not None and loss_before < self.right[0]:
+            meets = abs(2 * loss_after / (least + most) - 1) <= EXACT
+            return "same" if gains_little and not meets else "explains"
+        if loss_before < least or gain < noise:
             return "same"
-        # 4. Otherwise the size of the gain decides. Comparisons with NaN are false, so any number improves on NaN.
-        least = self.share * loss_before if self.right is None else 0.0
-        if gain < max(noise, least):
-            return "same"
-        if self.right is None:
-            return "explains"
         # Rows of a vocabulary that a mistake dropped do not come back when the others are corrected.
-        return "explains" if gain > MOST_OF_IT * (loss_before - self.right[1]) else "helps"
-
-    def _meets(self, loss: float) -> bool:
-        return self.right is not None and abs(2 * loss / sum(self.right) - 1) <= EXACT
-
-    def _is_right(self, loss: float) -> bool:
-        return self.right is not None and self.right[0] <= loss <= self.right[1]
+        return "explains" if gain > MOST_OF_IT * (loss_before - most) else "helps"
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,10 +179,10 @@ def diagnose(
     model: DiffusionTransformer,
     measure: Measure,
     before: Parts,
-    *,
     mask_ids: list[int],
     foreign: list[Composition],
-    something_off: bool,
+    *,
+    off: bool,
     config_known: bool,
 ) -> Finding:
     """Try the alternatives, and report the one that explains a failure.
@@ -197,7 +191,7 @@ def diagnose(
         before: Value of the measure for the unchanged model.
         mask_ids: Candidates for the id of [MASK].
         foreign: Parts that are foreign by their composition scores.
-        something_off: Whether another check failed; then mistakes in single parts of the model are tried too.
+        off: Whether another check failed; then mistakes in single parts of the model are tried too.
         config_known: Whether the config was compared with the catalogue's, so that the text need not confirm it.
     """
     # 1. Alternatives of the whole model.
@@ -209,16 +203,16 @@ def diagnose(
         trials += _without_foreign(model, measure, before, foreign)
     # 3. Mistakes in single parts. They are tried even if an alternative explains the failure inexactly, because one of
     #    them may improve more.
-    something_off = something_off or any(trial.verdict == "explains" for trial in trials)
-    if something_off and not measure.found(trials):
+    off = off or any(trial.verdict == "explains" for trial in trials)
+    if off and not measure.found(trials):
         trials += _try(model, measure, before, exchanged_in_each(a))
         for try_parts in (_shifted, _without_each):
             if not measure.found(trials):
                 trials += try_parts(model, measure, before)
-    return _conclude(measure, before, sorted(trials, key=_order), something_off, config_known)
+    return _conclude(measure, before, sorted(trials, key=_order), off, config_known)
 
 
-def _conclude(measure: Measure, before: Parts, trials: list[Trial], something_off: bool, config_known: bool) -> Finding:
+def _conclude(measure: Measure, before: Parts, trials: list[Trial], off: bool, config_known: bool) -> Finding:
     """The finding for all trials, which are sorted by score."""
     name, loaded_score = "diagnosis", float(before.sum())
     numbers = {"measure": measure.what, "as_loaded": loaded_score, "trials": [asdict(trial) for trial in trials]}
@@ -230,7 +224,7 @@ def _conclude(measure: Measure, before: Parts, trials: list[Trial], something_of
         if equal := [trial.name for trial in trials if trial.name != best.name and _order(trial) == _order(best)]:
             said += f", and the same {equal[0]}"
         return Finding(name, "off", said, best.cause, numbers)
-    if something_off:
+    if off:
         said = f"none of {len(trials)} likely mistakes explains {measure.what}, {loaded_score:.3g}"
         if best := best_by_verdict.get("helps"):
             said += f"; it is {best.score:.3g} {best.name}, which helps and is still wrong"

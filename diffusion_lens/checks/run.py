@@ -55,6 +55,7 @@ from diffusion_lens.records.results import provenance
 from weight_conversion.files import WHOLE
 
 CHECKS = ("hash", "config", "weights", "reference", "page loss", "facts", "recall", "padding", "bfloat16", "diagnosis")
+OF_TEXTS = ("page loss", "facts", "recall")
 NO_TOKENIZER = "the model has no tokenizer; name the folder of one with --tokenizer"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -173,7 +174,7 @@ def check_checkpoint(
         file=_file(name_or_path, path),
         reference=loaded_reference,
         data=data,
-        recall=True if data is not None else None,
+        recall=None if data is None else True,
         name=name_or_path,
     )
     n_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
@@ -201,33 +202,32 @@ class _CheckRun:
         return compositions(self.model)
 
     def run_all(self, file: Path | None, questions: FactSource | None, recall: bool | None) -> None:
+        """Run the checks. One that raises an error has failed, and the others continue."""
         model, expected = self.model, self.expected
-        self.guard("hash", lambda: [check_hash(expected, file)])
-        self.guard("config", lambda: [check_config(expected, model.cfg.architecture)])
-        self.guard("weights", lambda: [check_weights(model, self.compositions)])
-        if (reference := self.reference) is not None:
-            self.guard("reference", lambda: self.compare(reference))
-        if model.tokenizer is None:
-            requested = [check for check in ("page loss", "facts", "recall") if check in self.only]
-            self.findings += [Finding(check, "not run", NO_TOKENIZER) for check in requested]
-        else:
-            self.guard("page loss", self.read)
-            self.guard("facts", lambda: check_facts(model, texts_for(model)))
-            self.guard("recall", lambda: [check_recall(model, expected, questions, recall)])
-        self.guard("padding", lambda: [check_padding(model, self.rows()[0])])
-        self.guard("bfloat16", lambda: [check_half_precision(model, self.rows()[:2])])
-        self.guard("diagnosis", self.diagnose)
-
-    def guard(self, check: str, function: Callable[[], list[Finding]]) -> None:
-        """Run a check. If it raises an error, it has failed, and the other checks continue."""
-        if check not in self.only:
-            return
-        start = time.perf_counter()
-        try:
-            self.findings += function()
-        except (ValueError, RuntimeError, IndexError, ArithmeticError) as error:
-            self.findings.append(Finding(check, "off", f"failed: {' '.join(str(error).split())}"))
-        self.seconds[check] = round(time.perf_counter() - start, 3)
+        checks: dict[str, Callable[[], list[Finding]]] = {
+            "hash": lambda: [check_hash(expected, file)],
+            "config": lambda: [check_config(expected, model.cfg.architecture)],
+            "weights": lambda: [check_weights(model, self.compositions)],
+            "reference": self.compare,
+            "page loss": self.read,
+            "facts": lambda: check_facts(model, texts_for(model)),
+            "recall": lambda: [check_recall(model, expected, questions, recall)],
+            "padding": lambda: [check_padding(model, self.rows()[0])],
+            "bfloat16": lambda: [check_half_precision(model, self.rows()[:2])],
+            "diagnosis": self.diagnose,
+        }
+        for check, function in checks.items():
+            if check not in self.only or (check == "reference" and self.reference is None):
+                continue
+            if check in OF_TEXTS and model.tokenizer is None:
+                self.findings.append(Finding(check, "not run", NO_TOKENIZER))
+                continue
+            start = time.perf_counter()
+            try:
+                self.findings += function()
+            except (ValueError, RuntimeError, IndexError, ArithmeticError) as error:
+                self.findings.append(Finding(check, "off", f"failed: {' '.join(str(error).split())}"))
+            self.seconds[check] = round(time.perf_counter() - start, 3)
 
     def read(self) -> list[Finding]:
         texts = texts_for(self.model)
@@ -238,7 +238,9 @@ class _CheckRun:
             self.measure = PageMeasure(self.page.ordered, self.model.cfg.d_vocab_out, right), losses
         return [check_page(self.model, texts, self.page, right, float(losses.sum()))]
 
-    def compare(self, reference: Reference) -> list[Finding]:
+    def compare(self) -> list[Finding]:
+        reference = self.reference
+        assert reference is not None
         distance = reference.distance(self.model)
         measure = ReferenceMeasure(reference, reference.tolerance(self.model))
         self.measure = measure, measure.parts(distance)
@@ -267,29 +269,24 @@ class _CheckRun:
         if not off and isinstance(measure, PageMeasure):
             measure = replace(measure, share=QUIET_SHARE)
         known = any(finding.check == "config" and finding.outcome == "ok" for finding in self.findings)
-        foreign, masks = foreign_parts(self.compositions), self._mask_ids()
-        return [
-            diagnose(
-                self.model, measure, before, mask_ids=masks, foreign=foreign, something_off=off, config_known=known
-            )
-        ]
+        foreign = foreign_parts(self.compositions)
+        return [diagnose(self.model, measure, before, self.mask_ids(), foreign, off=off, config_known=known)]
 
-    def _mask_ids(self) -> list[int]:
+    def mask_ids(self) -> list[int]:
         """Candidates for the id of [MASK], if the model has one."""
         cfg, tokenizer = self.model.cfg, self.model.tokenizer
         if not cfg.has_mask:
             return []
-        known = self.expected.architecture if self.expected else None
         candidates = [
-            known.mask_token_id if known else None,
+            None if self.expected is None else getattr(self.expected.architecture, "mask_token_id", None),
             getattr(tokenizer, "mask_token_id", None),
             None if tokenizer is None else len(tokenizer),
             cfg.d_vocab - 1,
             cfg.blank - 1,
             cfg.blank + 1,
         ]
-        if self.reference is not None and self.reference.before is not None and self.reference.after is not None:
-            candidates += self.reference.before[self.reference.before != self.reference.after].unique().tolist()
+        if (given := self.reference) is not None and given.before is not None and given.after is not None:
+            candidates += given.before[given.before != given.after].unique().tolist()
         return [candidate for candidate in candidates if candidate is not None]
 
 
