@@ -180,11 +180,6 @@ def why_silent(model: Any, name: str, in_loop: bool = False) -> str | None:
     return None
 
 
-def loop_is_hooked(model: Any) -> bool:
-    """Whether a hook is attached to the loop's own hook points."""
-    return anything_listens(model.loop_hooks)
-
-
 def has_module_hooks(model: Any) -> bool:
     """Whether a hook of torch is attached to a module that is no hook point."""
     return any(not isinstance(module, StepHookPoint) for module in hooked_modules(model, skip=model.loop_hooks))
