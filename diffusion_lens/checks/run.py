@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.checks.diagnosis import QUIET_SHARE, Measure, PageMeasure, Parts, ReferenceMeasure, diagnose
+from diffusion_lens.checks.diagnosis import QUIET_SHARE, Measure, PageMeasure, Parts, ReferenceMeasure, Search, diagnose
 from diffusion_lens.checks.reference import (
     Reference,
     at_check_time,
@@ -146,14 +146,16 @@ def check_checkpoint(
     if data is not None:
         open_questions(data)  # so that unusable data are refused before a download
     resolved_device = None if device is None else as_device(device)
+    file = _file(name_or_path, path)
+    known_config, known_tokenizer = _missing_parts(path, expected)
 
     # 2. Load it; if it is refused, report the reason and the hash of its file.
     start = time.perf_counter()
     try:
         model = HookedDiffusionTransformer.from_pretrained(
             name_or_path,
-            config=config or _config(path, expected),
-            tokenizer=tokenizer or _tokenizer(path, expected),
+            config=config or known_config,
+            tokenizer=tokenizer or known_tokenizer,
             device=resolved_device,
             dtype=DTYPES[dtype],
             **given_options(mode, block_size, mask_token_id),
@@ -163,7 +165,7 @@ def check_checkpoint(
             raise
         said = f"refused: {' '.join(str(error).split())}"
         cause = f"the checkpoint does not load: {error}"
-        findings = (check_hash(expected, _file(name_or_path, path)), Finding("load", "off", said, cause))
+        findings = (check_hash(expected, file), Finding("load", "off", said, cause))
         return CheckReport(name_or_path, None if expected is None else expected.name, findings)
 
     # 3. Check the loaded model.
@@ -171,7 +173,7 @@ def check_checkpoint(
     report = check_model(
         model,
         expected=expected,
-        file=_file(name_or_path, path),
+        file=file,
         reference=loaded_reference,
         data=data,
         recall=None if data is None else True,
@@ -270,7 +272,8 @@ class _CheckRun:
             measure = replace(measure, share=QUIET_SHARE)
         known = any(finding.check == "config" and finding.outcome == "ok" for finding in self.findings)
         foreign = foreign_parts(self.compositions)
-        return [diagnose(self.model, measure, before, self.mask_ids(), foreign, off=off, config_known=known)]
+        search = Search(self.model, measure, before)
+        return [diagnose(search, self.mask_ids(), foreign, off=off, config_known=known)]
 
     def mask_ids(self) -> list[int]:
         """Candidates for the id of [MASK], if the model has one."""
@@ -303,28 +306,24 @@ def _peak_memory(model: HookedDiffusionTransformer) -> int | None:
     return int(peak if sys.platform == "darwin" else peak * 1024)
 
 
-def _config(path: Path, expected: Expected | None) -> Any:
-    """The catalogue's config for a local checkpoint without a config, if it is claimed to be that of a `Repository`."""
-    entry = PUBLISHED.get(expected.name) if expected is not None else None
+def _missing_parts(path: Path, expected: Expected | None) -> tuple[Any, Path | None]:
+    """Config and tokenizer of the claimed model for a local checkpoint that has none beside it. The config is that of a
+    `Repository` in the catalogue, and the tokenizer one that is on this machine."""
+    if expected is None or not path.exists():
+        return None, None
     folder = path if path.is_dir() else path.parent
-    if not path.exists() or not isinstance(entry, Repository) or (folder / "config.json").exists():
-        return None
-    return dict(entry.config) or None
-
-
-def _tokenizer(path: Path, expected: Expected | None) -> Path | None:
-    """The tokenizer of the claimed model for a local checkpoint without one, if it is on this machine."""
-    folder = path if path.is_dir() else path.parent
-    if not path.exists() or expected is None or any((folder / name).exists() for name in TOKENIZER_FILES):
-        return None
-    if bundled := BUNDLED.get(expected.name):
-        return bundled.folder
-    if not isinstance(PUBLISHED[expected.name], PublishedFile):
-        return None
+    entry, bundled = PUBLISHED.get(expected.name), BUNDLED.get(expected.name)
+    config = None
+    if isinstance(entry, Repository) and not (folder / "config.json").exists():
+        config = dict(entry.config) or None
+    if any((folder / name).exists() for name in TOKENIZER_FILES):
+        return config, None
+    if bundled is not None or not isinstance(entry, PublishedFile):
+        return config, None if bundled is None else bundled.folder
     try:
-        return fetch_tokenizer({"local_files_only": True}, folder)
+        return config, fetch_tokenizer({"local_files_only": True}, folder)
     except FileNotFoundError:
-        return None
+        return config, None
 
 
 def _file(name: str, path: Path) -> Path | None:

@@ -413,8 +413,11 @@ class Attention(nn.Module):
         return x if self.clip is None else x.clamp(-self.clip, self.clip)
 
     def _projected(
-        self, q_input: Resid | Copies, k_input: Resid | KeyCopies, v_input: Resid | KeyCopies
-    ) -> list[Heads | KVHeads]:
+        self,
+        q_input: Float[Tensor, "batch query d_model"] | Copies,
+        k_input: Resid | KeyCopies,
+        v_input: Resid | KeyCopies,
+    ) -> list[Tensor]:
         """Queries, keys and values of the stream, or of one copy of it for each head."""
         projected = []
         for linear, x in ((self.q, q_input), (self.k, k_input), (self.v, v_input)):
