@@ -246,7 +246,7 @@ def swap_key_with_first_query(norms_too: bool, tensors: Tensors, a: Architecture
 
 def resplit(by_group: bool, tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
     """Splits the fused projection again: group by group, or into all queries, all keys, all values."""
-    changed = {}
+    changed: dict[str, Tensor] = {}
     for name, _ in _blocks(tensors, ("attn.q",)):
         names = [name.replace("attn.q", f"attn.{part}") for part in "qkv"]
         parts = [tensors[part] for part in names]
