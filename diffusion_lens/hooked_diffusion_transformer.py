@@ -56,35 +56,29 @@ from diffusion_lens.settings import (
 RETURN_TYPES = ("trajectory", "tokens", "str", "input")
 _LOGITS = "change the logits in a hook at 'denoise.hook_logits'"
 _WITH_CACHE = "denoise_with_cache returns activations by step, also those of 'denoise.hook_logits'"
-# Arguments of TransformerLens's `generate` that do not exist here, and what to use.
-INSTEAD = {
-    "input": "pass the prompt as the first argument",
-    "top_k": _LOGITS,
-    "top_p": _LOGITS,
-    "freq_penalty": _LOGITS,
-    "repetition_penalty": _LOGITS,
-    "forced_bos_token_id": _LOGITS,
-    "eos_token_id": "a text ends at the tokenizer's end token",
-    "stop_strings": "cut the text that is returned",
-    "stopping_criteria": "cut the text that is returned",
-    "use_past_kv_cache": "an AR baseline has a key/value cache while nothing is hooked, a diffusion model has none",
-    "padding_side": "texts of several lengths are padded as the model needs",
-    "output_logits": _WITH_CACHE,
-    "return_cache": _WITH_CACHE,
-    "names_filter": _WITH_CACHE,
-    "return_input_tokens": "the tokens that are returned begin with the prompt",
-    "device": "move the model",
-    "pixel_values": "these models read text only",
-}
-
-# Their values in TransformerLens that change nothing, where these are not `None`.
-_DEFAULTS = {
-    "freq_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "use_past_kv_cache": True,
-    "output_logits": False,
-    "return_cache": False,
-    "return_input_tokens": False,
+# Arguments of TransformerLens's `generate` that do not exist here: their default value there, which changes nothing,
+# and what to use.
+INSTEAD: dict[str, tuple[Any, str]] = {
+    "input": (None, "pass the prompt as the first argument"),
+    "top_k": (None, _LOGITS),
+    "top_p": (None, _LOGITS),
+    "freq_penalty": (0.0, _LOGITS),
+    "repetition_penalty": (1.0, _LOGITS),
+    "forced_bos_token_id": (None, _LOGITS),
+    "eos_token_id": (None, "a text ends at the tokenizer's end token"),
+    "stop_strings": (None, "cut the text that is returned"),
+    "stopping_criteria": (None, "cut the text that is returned"),
+    "use_past_kv_cache": (
+        True,
+        "an AR baseline has a key/value cache while nothing is hooked, a diffusion model has none",
+    ),
+    "padding_side": (None, "texts of several lengths are padded as the model needs"),
+    "output_logits": (False, _WITH_CACHE),
+    "return_cache": (False, _WITH_CACHE),
+    "names_filter": (None, _WITH_CACHE),
+    "return_input_tokens": (False, "the tokens that are returned begin with the prompt"),
+    "device": (None, "move the model"),
+    "pixel_values": (None, "these models read text only"),
 }
 
 
@@ -670,9 +664,12 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         """
         # 1. Check the arguments.
         check_keywords("generate", others, {*keywords_of(HookedDiffusionTransformer.generate), *INSTEAD})
-        if refused := [
-            f"{name}: {INSTEAD[name]}" for name, value in others.items() if not _changes_nothing(name, value)
-        ]:
+        refused = []
+        for name, value in others.items():
+            default, instead = INSTEAD[name]
+            if value is not default and not (isinstance(value, int | float) and value == default):
+                refused.append(f"{name}: {instead}")
+        if refused:
             raise TypeError(f"generate does not take {'; '.join(refused)}")
         if prompt is None:
             raise TypeError("generate needs a prompt, text or tokens, as its first argument")
@@ -819,12 +816,6 @@ def _text(model: HookedDiffusionTransformer, trajectory: Trajectory, row: int, k
     if len(shown) and int(trajectory[row][shown[0]]) == bos and bool(trajectory.given[row, shown[0]]):
         shown = shown[1:]
     return str(model.to_string(trajectory[row][shown]))
-
-
-def _changes_nothing(name: str, value: Any) -> bool:
-    """Whether an argument of TransformerLens has its default value there."""
-    default = _DEFAULTS.get(name)
-    return value is default or (isinstance(value, int | float) and value == default)
 
 
 def _temperature(do_sample: bool | None, temperature: SupportsFloat | None) -> float:

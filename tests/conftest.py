@@ -210,7 +210,7 @@ DIFFUSION_TRANSFORMERS = {
 NATIVE = {"uniform": uniform_noise()}
 # Between them: both directions, both readouts, every bias, norms of heads, clipped projections, tied and untied heads,
 # queries scaled by their position, experts with and without groups and a shared one, attention by blocks to each kind
-# of context, LayerNorms, plain MLPs, networks that are told the time, log scores, and uniform noise.
+# of context, LayerNorms, plain MLPs, networks with time conditioning, log scores, and uniform noise.
 UNDER_LAW = (
     *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "diffullama", "nemotron-block", "nemotron-prompt"),
     *("llada_moe", "llada_moe-options", "llada2", "sdar", "mdlm", "bd3lm", "sedd", "radd"),
@@ -237,7 +237,7 @@ class OneModel:
         return experts is not None and bool(experts.d_shared)
 
     def tell(self, other: Any) -> Any:
-        """Another model, such as a copy, told the time that this one is told."""
+        """Another model, such as a copy, at the time of this one."""
         other.clock.time = self.model.clock.time
         return other
 
@@ -322,8 +322,8 @@ def every(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session", params=["llada_moe-options", "dream", "llama", "bd3lm", "uniform"])
 def several(request: pytest.FixtureRequest) -> Any:
-    """Models that predict in place (with experts), shifted by one position, causally, by blocks (and told the time),
-    and under uniform noise: for laws that depend on no other property of a family."""
+    """Models that predict in place (with experts), shifted by one position, causally, by blocks (conditioned on
+    the time), and under uniform noise: for laws that depend on no other property of a family."""
     return built(request.param)
 
 

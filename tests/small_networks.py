@@ -26,8 +26,8 @@ def small_architecture(**changes: Any) -> Any:
     return Architecture(**{**fields, **changes})
 
 
-def told_the_time() -> dict[str, Any]:
-    """The fields of a diffusion transformer that is told the time."""
+def with_time_conditioning() -> dict[str, Any]:
+    """The fields of a diffusion transformer that is conditioned on the time."""
     from weight_conversion import TimeConditioning
 
     return {"norm": "layer", "mlp": "plain", "act_fn": "gelu_new", "time": TimeConditioning(8, told=True)}

@@ -135,7 +135,7 @@ def test_sampling_has_transformer_lens_names(tiny):
 
 
 def test_arguments_that_do_not_exist_say_what_to_use(tiny):
-    for name, instead in INSTEAD.items():
+    for name, (_, instead) in INSTEAD.items():
         with pytest.raises(TypeError, match=re.escape(f"generate does not take {name}: {instead}")):
             tiny.generate(PROMPT, **{name: 7})
     with pytest.raises(TypeError, match="input: pass the prompt as the first argument"):

@@ -90,8 +90,8 @@ def moved_from(a: Architecture, end: str, shift: int, first: int, round_the_end:
     """
     word, way = vocabulary_ends(a)[end], " round the end" if round_the_end else ""
     cause = f"the rows of the {word} are one too {WAYS[shift]} from about id {first} on"
-    change = partial(rolled, (end,), shift, first) if round_the_end else partial(moved_along, end, shift, first)
     name = f"with {word} rows from {first} on moved by {shift:+d}{way}"
+    change = partial(moved, (end,), shift, first, round_the_end)
     return Alternative(name, f"{cause}: an off-by-one in the vocabulary", a, change)
 
 
@@ -111,7 +111,8 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
         (f"with readout {readout}", wrong_readout, replace(a, readout=readout)),
         (f"with {direction} attention, readout {readout}", both, replace(other, readout=readout)),
     ):
-        if not _sees_what_it_predicts(reading):
+        # Where clean text is predicted in the rows that read it, the loss tells nothing, because it is copied.
+        if not (reading.is_autoregressive and reading.readout == "in_place"):
             yield Alternative(name, cause, reading)
     for mask in dict.fromkeys(mask_ids):
         if mask != a.mask_token_id and 0 <= mask < a.d_vocab:
@@ -130,32 +131,26 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
             yield Alternative(f"with {words} {value:g}", cause, replace(a, **changed), sees_more=sees_more)
 
 
-def _sees_what_it_predicts(a: Architecture) -> bool:
-    """Whether clean text is predicted in the rows that read it: then the loss tells nothing, because it is copied."""
-    return a.is_autoregressive and a.readout == "in_place"
-
-
-def _layouts_of_rotation(a: Architecture) -> Iterator[Alternative]:
-    n_turned = a.rotary_dim or a.d_head
-    halves = torch.cat([torch.arange(n_turned).view(2, -1).T.flatten(), torch.arange(n_turned, a.d_head)])
-    pairs = "rotary positions rotate other pairs of dimensions than in training"
-    interleaved = f"{pairs}: the weights are for half-split rotation, and their rows were interleaved in a conversion"
-    half_split = f"{pairs}: the weights are for interleaved rotation, and their rows were not rearranged for it"
-    yield Alternative("with rotary rows de-interleaved", interleaved, a, partial(by_dimension, halves.argsort()))
-    yield Alternative("with rotary rows interleaved", half_split, a, partial(by_dimension, halves))
-
-
 def _layouts(a: Architecture) -> Iterator[Alternative]:
     """Other orders of the rows in a block's matrices, and exchanged matrices."""
     if a.positional_embedding_type == "rotary":
-        yield from _layouts_of_rotation(a)
+        n_turned = a.rotary_dim or a.d_head
+        halves = torch.cat([torch.arange(n_turned).view(2, -1).T.flatten(), torch.arange(n_turned, a.d_head)])
+        pairs = "rotary positions rotate other pairs of dimensions than in training"
+        interleaved = (
+            f"{pairs}: the weights are for half-split rotation, and their rows were interleaved in a conversion"
+        )
+        half_split = f"{pairs}: the weights are for interleaved rotation, and their rows were not rearranged for it"
+        yield Alternative("with rotary rows de-interleaved", interleaved, a, partial(by_dimension, halves.argsort()))
+        yield Alternative("with rotary rows interleaved", half_split, a, partial(by_dimension, halves))
     if a.mlp == "gated":
         gate = "gate and up projections of the MLP were read as each other"
         yield Alternative("with gate and up exchanged", gate, a, partial(gate_with_up, "blocks."))
     keys = "query and key heads were read as each other"
-    yield Alternative("with query and key heads swapped", keys, a, swap_key_with_first_query)
+    yield Alternative("with query and key heads swapped", keys, a, partial(swap_key_with_first_query, False))
     if a.qk_norm:
-        yield Alternative("with query and key heads swapped, and their norms", keys, a, swap_norms_too)
+        swap = partial(swap_key_with_first_query, True)
+        yield Alternative("with query and key heads swapped, and their norms", keys, a, swap)
     if a.n_heads > 1:
         order = "the query heads are in another order than the output projection and the keys expect"
         reversed_order = torch.arange(a.n_heads).flip(0)
@@ -169,8 +164,8 @@ def _layouts(a: Architecture) -> Iterator[Alternative]:
         yield Alternative("with query heads regrouped", shared, a, partial(by_head, tiled, ("q", "o")))
         yield Alternative("with query heads tiled", shared, a, partial(by_head, tiled.argsort(), ("q", "o")))
     fused = "the fused projection of queries, keys and values was split in the wrong order of rows"
-    yield Alternative("with the fused projection read as stacked", fused, a, stacked)
-    yield Alternative("with the fused projection read group by group", fused, a, grouped)
+    yield Alternative("with the fused projection read as stacked", fused, a, partial(resplit, False))
+    yield Alternative("with the fused projection read group by group", fused, a, partial(resplit, True))
 
 
 def _vocabularies(a: Architecture) -> Iterator[Alternative]:
@@ -179,11 +174,11 @@ def _vocabularies(a: Architecture) -> Iterator[Alternative]:
     for end, word in ends.items():
         for shift, way in WAYS.items():
             cause = f"the rows of the {word} are one too {way}: an off-by-one in the vocabulary"
-            yield Alternative(f"with {word} rows moved by {shift:+d}", cause, a, partial(rolled, (end,), shift, 0))
+            yield Alternative(f"with {word} rows moved by {shift:+d}", cause, a, partial(moved, (end,), shift, 0, True))
     for shift in () if a.tied else WAYS:
         cause = "the rows of the embedding and of the head are off by one, both alike"
         yield Alternative(
-            f"with embedding and head rows moved by {shift:+d}", cause, a, partial(rolled, ends, shift, 0)
+            f"with embedding and head rows moved by {shift:+d}", cause, a, partial(moved, ends, shift, 0, True)
         )
 
 
@@ -233,8 +228,8 @@ def gate_with_up(blocks: str, tensors: Tensors, a: Architecture) -> dict[str, Te
     return {name: tensors[other] for gate, up in pairs for name, other in ((gate, up), (up, gate))}
 
 
-def swap_key_with_first_query(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Exchange each key head with the first query head of its group; without groups, all keys with all queries."""
+def swap_key_with_first_query(norms_too: bool, tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
+    """Exchanges each key head with the first query head of its group; without groups, all keys with all queries."""
     changed = {}
     for name, query in _blocks(tensors, ("attn.q",)):
         key_name = name.replace("attn.q", "attn.k")
@@ -243,62 +238,39 @@ def swap_key_with_first_query(tensors: Tensors, a: Architecture) -> dict[str, Te
         changed[key_name] = queries[:, 0].clone().flatten(0, 1)
         queries[:, 0] = keys
         changed[name] = queries.flatten(0, 2)
+    for name, norm in _blocks(tensors, ("attn.q_norm",)) if norms_too else ():
+        key_name = name.replace("q_norm", "k_norm")
+        changed[name], changed[key_name] = tensors[key_name], norm
     return changed
 
 
-def swap_norms_too(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Exchange key and query heads, and also their norms."""
-    norms = {"q_norm": "k_norm", "k_norm": "q_norm"}
-    exchanged = {name: tensors[name.replace(of, norms[of])] for name in tensors for of in norms if f".{of}." in name}
-    return {**swap_key_with_first_query(tensors, a), **exchanged}
-
-
-def stacked(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Split the fused projection into all queries, all keys, all values, instead of group by group."""
-    return {
-        name: row
-        for names, parts in _projections(tensors)
-        for name, row in zip(names, GroupMajorQKV().join(parts, a).split([len(part) for part in parts]), strict=True)
-    }
-
-
-def grouped(tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Split the fused projection group by group, instead of into all queries, all keys, all values."""
-    return {
-        name: row
-        for names, parts in _projections(tensors)
-        for name, row in zip(names, GroupMajorQKV().split(torch.cat(parts), a), strict=True)
-    }
-
-
-def _projections(tensors: Tensors) -> Iterator[tuple[list[str], list[Tensor]]]:
-    """Names and tensors of queries, keys and values, for each weight and bias of each block."""
+def resplit(by_group: bool, tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
+    """Splits the fused projection again: group by group, or into all queries, all keys, all values."""
+    changed: dict[str, Tensor] = {}
     for name, _ in _blocks(tensors, ("attn.q",)):
         names = [name.replace("attn.q", f"attn.{part}") for part in "qkv"]
-        yield names, [tensors[part] for part in names]
-
-
-def rolled(ends: Iterable[str], shift: int, first: int, tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Shifts the rows from `first` on cyclically."""
-    return {
-        name: torch.cat([rows[:first], rows[first:].roll(shift, dims=0)])
-        for end in ends
-        for name, rows in _rows(tensors, end)
-    }
-
-
-def moved_along(end: str, shift: int, first: int, tensors: Tensors, a: Architecture) -> dict[str, Tensor]:
-    """Shifts the rows from `first` on by one, except the last row (often [MASK]'s); the row left over stays."""
-    changed = {}
-    for name, rows in _rows(tensors, end):
-        changed[name] = moved = rows.clone()
-        if shift < 0:
-            moved[first:-2] = rows[first + 1 : -1]
+        parts = [tensors[part] for part in names]
+        if by_group:
+            rows = GroupMajorQKV().split(torch.cat(parts), a)
         else:
-            moved[first + 1 : -1] = rows[first:-2]
+            rows = GroupMajorQKV().join(parts, a).split([len(part) for part in parts])
+        changed |= dict(zip(names, rows, strict=True))
     return changed
 
 
-def _rows(tensors: Tensors, end: str) -> list[tuple[str, Tensor]]:
-    """The tensors of the embedding or the head that have a row for each token."""
-    return [(name, tensors[name]) for name in (f"{end}.weight", f"{end}.bias") if name in tensors]
+def moved(
+    ends: Iterable[str], shift: int, first: int, round_the_end: bool, tensors: Tensors, a: Architecture
+) -> dict[str, Tensor]:
+    """Shifts the rows from `first` on by one. With `round_the_end`, the row left over takes the place at the other
+    end; otherwise it stays, and so does the last row (often [MASK]'s)."""
+    changed = {}
+    stays = slice(-1, None) if shift < 0 else slice(1)
+    names = [f"{end}.{kind}" for end in ends for kind in ("weight", "bias")]
+    for name in (name for name in names if name in tensors):
+        changed[name] = rows = tensors[name].clone()
+        shifted = rows[first:] if round_the_end else rows[first:-1]
+        left_over = shifted[stays].clone()
+        shifted.copy_(shifted.roll(shift, dims=0))
+        if not round_the_end:
+            shifted[stays] = left_over
+    return changed

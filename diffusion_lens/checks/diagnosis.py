@@ -87,10 +87,6 @@ class Measure(ABC):
     def exact(self) -> bool:
         """Whether a change with the verdict "explains" is certainly the right one, so that the search can end."""
 
-    def found(self, trials: Iterable[Trial]) -> bool:
-        """Whether the right change is certainly among these trials."""
-        return self.exact and any(trial.verdict == "explains" for trial in trials)
-
 
 @dataclass(frozen=True, eq=False)
 class PageMeasure(Measure):
@@ -129,29 +125,23 @@ class PageMeasure(Measure):
         noise = LEAST_Z * float(difference.std()) * difference.numel() ** 0.5
         if gain < -max(noise, ROUNDING * loss_before):
             return "worse"
-        # 3. Only one of the two losses is the correct one.
-        if self.right is not None and self._is_right(loss_before) != self._is_right(loss_after):
-            if not self._is_right(loss_after):
+        # 3. Without a known loss, the size of the gain decides. Comparisons with NaN are false, so any number improves
+        #    on NaN.
+        if self.right is None:
+            return "same" if gain < max(noise, self.share * loss_before) else "explains"
+        # 4. Otherwise a change explains the mistake if it alone gives the correct loss.
+        least, most = self.right
+        if (least <= loss_before <= most) != (least <= loss_after <= most):
+            if not least <= loss_after <= most:
                 return "worse"
             # Of many small changes some come near the correct loss by chance, so a small gain has to meet it exactly.
             gains_little = gain < min(noise, QUIET_SHARE * loss_before)
-            return "same" if gains_little and not self._meets(loss_after) else "explains"
-        if self.right is not None and loss_before < self.right[0]:
+            meets = abs(2 * loss_after / (least + most) - 1) <= EXACT
+            return "same" if gains_little and not meets else "explains"
+        if loss_before < least or gain < noise:
             return "same"
-        # 4. Otherwise the size of the gain decides. Comparisons with NaN are false, so any number improves on NaN.
-        least = self.share * loss_before if self.right is None else 0.0
-        if gain < max(noise, least):
-            return "same"
-        if self.right is None:
-            return "explains"
         # Rows of a vocabulary that a mistake dropped do not come back when the others are corrected.
-        return "explains" if gain > MOST_OF_IT * (loss_before - self.right[1]) else "helps"
-
-    def _meets(self, loss: float) -> bool:
-        return self.right is not None and abs(2 * loss / sum(self.right) - 1) <= EXACT
-
-    def _is_right(self, loss: float) -> bool:
-        return self.right is not None and self.right[0] <= loss <= self.right[1]
+        return "explains" if gain > MOST_OF_IT * (loss_before - most) else "helps"
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,46 +171,72 @@ class ReferenceMeasure(Measure):
         return "helps" if gain > NEARER else "worse" if gain < -NEARER else "same"
 
 
+@dataclass(frozen=True, eq=False)
+class Search:
+    """A search for the alternative under which the measure of a model is better than `before`, as it was loaded."""
+
+    model: DiffusionTransformer
+    measure: Measure
+    before: Parts
+
+    def over(self, candidates: Iterable[Alternative]) -> list[Trial]:
+        """Measure the model under each alternative in order, until an exact measure finds the explanation."""
+        cfg, trials = self.model.cfg, list[Trial]()
+        tensors = {name: weight.detach() for name, weight in self.model.named_parameters()}
+        for alternative in candidates:
+            changed = DiffusionConfig.from_architecture(
+                alternative.architecture,
+                device=cfg.device,
+                dtype=cfg.dtype,
+                model_name=cfg.model_name,
+                default_prepend_bos=cfg.default_prepend_bos,
+            )
+            weights = alternative.change(tensors, alternative.architecture)
+            with torch.no_grad(), lent_weights(self.model, changed, weights):
+                after = self.measure.of(self.model)
+            verdict = self.measure.judge(self.before, after)
+            trials.append(Trial(alternative.name, float(after.sum()), verdict, alternative.cause))
+            if self.has_found(trials[-1:]):
+                break
+        return trials
+
+    def has_found(self, trials: Iterable[Trial]) -> bool:
+        """Whether the right change is certainly among these trials."""
+        return self.measure.exact and any(trial.verdict == "explains" for trial in trials)
+
+
 def diagnose(
-    model: DiffusionTransformer,
-    measure: Measure,
-    before: Parts,
-    *,
-    mask_ids: list[int],
-    foreign: list[Composition],
-    something_off: bool,
-    config_known: bool,
+    search: Search, mask_ids: list[int], foreign: list[Composition], *, off: bool, config_known: bool
 ) -> Finding:
     """Try the alternatives, and report the one that explains a failure.
 
     Args:
-        before: Value of the measure for the unchanged model.
         mask_ids: Candidates for the id of [MASK].
         foreign: Parts that are foreign by their composition scores.
-        something_off: Whether another check failed; then mistakes in single parts of the model are tried too.
+        off: Whether another check failed; then mistakes in single parts of the model are tried too.
         config_known: Whether the config was compared with the catalogue's, so that the text need not confirm it.
     """
     # 1. Alternatives of the whole model.
-    a = model.cfg.architecture
-    candidates = [one for one in alternatives(a, mask_ids) if measure.exact or not one.sees_more]
-    trials = _try(model, measure, before, candidates)
-    # 2. Parts that are foreign by their weights.
-    if not measure.found(trials):
-        trials += _without_foreign(model, measure, before, foreign)
+    a, measure = search.model.cfg.architecture, search.measure
+    trials = search.over(one for one in alternatives(a, mask_ids) if measure.exact or not one.sees_more)
+    # 2. Parts that are foreign by their weights. If the model is worse without one, it is not foreign.
+    if not search.has_found(trials):
+        for trial in search.over(without(a, score.block, score.part) for score in foreign):
+            trials.append(trial if trial.verdict == "worse" else replace(trial, verdict="explains"))
     # 3. Mistakes in single parts. They are tried even if an alternative explains the failure inexactly, because one of
     #    them may improve more.
-    something_off = something_off or any(trial.verdict == "explains" for trial in trials)
-    if something_off and not measure.found(trials):
-        trials += _try(model, measure, before, exchanged_in_each(a))
+    off = off or any(trial.verdict == "explains" for trial in trials)
+    if off and not search.has_found(trials):
+        trials += search.over(exchanged_in_each(a))
         for try_parts in (_shifted, _without_each):
-            if not measure.found(trials):
-                trials += try_parts(model, measure, before)
-    return _conclude(measure, before, sorted(trials, key=_order), something_off, config_known)
+            if not search.has_found(trials):
+                trials += try_parts(search)
+    return _conclude(measure, float(search.before.sum()), sorted(trials, key=_order), off, config_known)
 
 
-def _conclude(measure: Measure, before: Parts, trials: list[Trial], something_off: bool, config_known: bool) -> Finding:
+def _conclude(measure: Measure, loaded_score: float, trials: list[Trial], off: bool, config_known: bool) -> Finding:
     """The finding for all trials, which are sorted by score."""
-    name, loaded_score = "diagnosis", float(before.sum())
+    name = "diagnosis"
     numbers = {"measure": measure.what, "as_loaded": loaded_score, "trials": [asdict(trial) for trial in trials]}
     best_by_verdict: dict[Verdict, Trial] = {}
     for trial in trials:
@@ -230,7 +246,7 @@ def _conclude(measure: Measure, before: Parts, trials: list[Trial], something_of
         if equal := [trial.name for trial in trials if trial.name != best.name and _order(trial) == _order(best)]:
             said += f", and the same {equal[0]}"
         return Finding(name, "off", said, best.cause, numbers)
-    if something_off:
+    if off:
         said = f"none of {len(trials)} likely mistakes explains {measure.what}, {loaded_score:.3g}"
         if best := best_by_verdict.get("helps"):
             said += f"; it is {best.score:.3g} {best.name}, which helps and is still wrong"
@@ -244,41 +260,32 @@ def _conclude(measure: Measure, before: Parts, trials: list[Trial], something_of
     return Finding(name, "noted", said, numbers=numbers)
 
 
-def _without_foreign(
-    model: DiffusionTransformer, measure: Measure, before: Parts, foreign: list[Composition]
-) -> list[Trial]:
-    """Omit each part that is foreign by its weights. If the model is worse without it, the part is not foreign."""
-    a = model.cfg.architecture
-    trials = _try(model, measure, before, [without(a, score.block, score.part) for score in foreign])
-    return [trial if trial.verdict == "worse" else replace(trial, verdict="explains") for trial in trials]
-
-
-def _without_each(model: DiffusionTransformer, measure: Measure, before: Parts) -> list[Trial]:
+def _without_each(search: Search) -> list[Trial]:
     """Omit each block in turn. With a reference, the block whose omission helps most is foreign.
 
     Without a reference none is accused: a text may get likelier without a correct block that reads the output of a
     wrong one.
     """
-    a = model.cfg.architecture
-    trials = sorted(_try(model, measure, before, [without(a, block) for block in range(a.n_layers)]), key=_order)
+    a = search.model.cfg.architecture
+    trials = sorted(search.over(without(a, block) for block in range(a.n_layers)), key=_order)
     trials = [replace(trial, verdict="helps") if trial.verdict == "explains" else trial for trial in trials]
-    if isinstance(measure, ReferenceMeasure) and trials[0].verdict == "helps":
+    if isinstance(search.measure, ReferenceMeasure) and trials[0].verdict == "helps":
         trials[0] = replace(trials[0], verdict="explains")
     return trials
 
 
-def _shifted(model: DiffusionTransformer, measure: Measure, before: Parts) -> list[Trial]:
+def _shifted(search: Search) -> list[Trial]:
     """Shift the rows of one matrix of the vocabulary from some id on: for a few ids, then around the best of these.
 
     The nearer that id is to the true one, the fewer tokens are wrong, so the score has one minimum.
     """
-    a = model.cfg.architecture
+    a = search.model.cfg.architecture
     trials: dict[tuple[str, int, bool, int], Trial] = {}
 
     def score(end: str, shift: int, round_the_end: bool, first: int) -> tuple[bool, float]:
         key = end, shift, round_the_end, first
         if key not in trials:
-            (trials[key],) = _try(model, measure, before, [moved_from(a, end, shift, first, round_the_end)])
+            (trials[key],) = search.over([moved_from(a, end, shift, first, round_the_end)])
         return _order(trials[key])
 
     eighth = a.d_vocab // 8
@@ -301,28 +308,6 @@ def _search_minimum(score: Callable[[int], tuple[bool, float]], first: int, last
             first = last - inner
     for number in range(first, last + 1):
         score(number)
-
-
-def _try(
-    model: DiffusionTransformer, measure: Measure, before: Parts, candidates: Iterable[Alternative]
-) -> list[Trial]:
-    """Measure the model under each alternative in order, until an exact measure finds the explanation."""
-    trials = []
-    tensors = {name: weight.detach() for name, weight in model.named_parameters()}
-    for alternative in candidates:
-        cfg = DiffusionConfig.from_architecture(
-            alternative.architecture,
-            device=model.cfg.device,
-            dtype=model.cfg.dtype,
-            model_name=model.cfg.model_name,
-            default_prepend_bos=model.cfg.default_prepend_bos,
-        )
-        with torch.no_grad(), lent_weights(model, cfg, alternative.change(tensors, alternative.architecture)):
-            after = measure.of(model)
-        trials.append(Trial(alternative.name, float(after.sum()), measure.judge(before, after), alternative.cause))
-        if measure.exact and trials[-1].verdict == "explains":
-            break
-    return trials
 
 
 def _order(trial: Trial) -> tuple[bool, float]:

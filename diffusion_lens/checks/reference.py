@@ -16,7 +16,6 @@ In a mixture of experts both passes of a comparison with itself use the experts 
 between two that are nearly equal may fall otherwise by rounding, which is no error and changes much.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -156,10 +155,7 @@ class Reference:
         return max(TOLERANCE[dtype] for dtype in dtypes), min(LEAST_SAME[dtype] for dtype in dtypes)
 
     def _revealed(self, model: DiffusionTransformer) -> tuple[float, float]:
-        if self.before is None or self.after is None:
-            return 1.0, 1.0
-        changed = self.before != self.after
-        if not bool(changed.any()):
+        if self.before is None or self.after is None or not bool((changed := self.before != self.after).any()):
             return 1.0, 1.0
         canvas, hidden = self.after, 1.0
         if model.cfg.has_mask:
@@ -174,20 +170,18 @@ def check_reference(model: DiffusionTransformer, reference: Reference, distance:
     """Compare the distance from a reference with the tolerance."""
     allowed, needed = reference.tolerance(model)
     said = f"logits differ by {distance.apart:.1e} of their spread ({allowed:.0e} is allowed)"
-    problems: Sequence[str] = []
     if reference.before is not None:
         said += f"; {distance.same:.0%} of the tokens that the original code revealed are ours"
         if distance.hidden < 1:
-            problems = [f"{1 - distance.hidden:.0%} of the positions where it revealed do not contain our [MASK]"]
+            said += f"; {1 - distance.hidden:.0%} of the positions where it revealed do not contain our [MASK]"
     numbers = {"apart": distance.apart, "allowed": allowed, "same": distance.same, "hidden": distance.hidden}
     ok = distance.apart <= allowed and distance.same >= needed and distance.hidden == 1
-    return Finding("reference", "ok" if ok else "off", "; ".join([said, *problems]), numbers=numbers)
+    return Finding("reference", "ok" if ok else "off", said, numbers=numbers)
 
 
 @torch.no_grad()
 def check_padding(model: HookedDiffusionTransformer, row: Tensor) -> Finding:
     """Compare the logits of a text alone with those of the text padded on the left and on the right."""
-    name = "padding"
     row = row[: min(N_POS, model.cfg.n_ctx - N_PAD)]
     output, experts = _with_experts(model, row[None])
     alone = output[0].float()
@@ -207,20 +201,16 @@ def check_padding(model: HookedDiffusionTransformer, row: Tensor) -> Finding:
     said = (
         f"padding left and right changes logits by at most {difference:.1e} of the largest ({allowed:.0e} is allowed)"
     )
-    numbers = {"apart": difference, "allowed": allowed}
-    if difference <= allowed:
-        return Finding(name, "ok", said, numbers=numbers)
     cause = "padding affects the real tokens: an error of this library or of the attention kernel; please report it"
-    return Finding(name, "off", said, cause, numbers)
+    return _compared("padding", said, cause, {"apart": difference, "allowed": allowed})
 
 
 @torch.no_grad()
 def check_half_precision(model: HookedDiffusionTransformer, rows: Tensor) -> Finding:
     """Compare the float32 model with a copy of it in bfloat16, which takes half as much memory in addition."""
-    name = "bfloat16"
     if model.cfg.dtype != torch.float32:
         said = f"the weights are {str(model.cfg.dtype).removeprefix('torch.')} here; compared where they are float32"
-        return Finding(name, "not run", said)
+        return Finding("bfloat16", "not run", said)
     output, experts = _with_experts(model, rows)
     wide = output.float()
     cfg = replace(model.cfg, dtype=torch.bfloat16)
@@ -236,11 +226,15 @@ def check_half_precision(model: HookedDiffusionTransformer, rows: Tensor) -> Fin
         f"in bfloat16 logits change by {difference:.1%} of their spread ({HALF:.0%} is allowed); {same:.0%} of the "
         "likeliest tokens stay"
     )
-    numbers = {"apart": difference, "allowed": HALF, "same_likeliest": same}
-    if difference <= HALF:
-        return Finding(name, "ok", said, numbers=numbers)
     cause = "the weights exceed bfloat16's range or precision: run this model in float32"
-    return Finding(name, "off", said, cause, numbers)
+    return _compared("bfloat16", said, cause, {"apart": difference, "allowed": HALF, "same_likeliest": same})
+
+
+def _compared(check: str, said: str, cause: str, numbers: dict[str, float]) -> Finding:
+    """The finding for a difference that is allowed up to a bound, and the cause of a larger one."""
+    if numbers["apart"] <= numbers["allowed"]:
+        return Finding(check, "ok", said, numbers=numbers)
+    return Finding(check, "off", said, cause, numbers)
 
 
 def _with_experts(model: HookedDiffusionTransformer, tokens: Tensor) -> tuple[Tensor, list[tuple[str, Tensor]]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.checks.diagnosis import QUIET_SHARE, Measure, PageMeasure, Parts, ReferenceMeasure, diagnose
+from diffusion_lens.checks.diagnosis import QUIET_SHARE, Measure, PageMeasure, Parts, ReferenceMeasure, Search, diagnose
 from diffusion_lens.checks.reference import (
     Reference,
     at_check_time,
@@ -55,6 +55,7 @@ from diffusion_lens.records.results import provenance
 from weight_conversion.files import WHOLE
 
 CHECKS = ("hash", "config", "weights", "reference", "page loss", "facts", "recall", "padding", "bfloat16", "diagnosis")
+OF_TEXTS = ("page loss", "facts", "recall")
 NO_TOKENIZER = "the model has no tokenizer; name the folder of one with --tokenizer"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -145,14 +146,16 @@ def check_checkpoint(
     if data is not None:
         open_questions(data)  # so that unusable data are refused before a download
     resolved_device = None if device is None else as_device(device)
+    file = _file(name_or_path, path)
+    known_config, known_tokenizer = _missing_parts(path, expected)
 
     # 2. Load it; if it is refused, report the reason and the hash of its file.
     start = time.perf_counter()
     try:
         model = HookedDiffusionTransformer.from_pretrained(
             name_or_path,
-            config=config or _config(path, expected),
-            tokenizer=tokenizer or _tokenizer(path, expected),
+            config=config or known_config,
+            tokenizer=tokenizer or known_tokenizer,
             device=resolved_device,
             dtype=DTYPES[dtype],
             **given_options(mode, block_size, mask_token_id),
@@ -162,7 +165,7 @@ def check_checkpoint(
             raise
         said = f"refused: {' '.join(str(error).split())}"
         cause = f"the checkpoint does not load: {error}"
-        findings = (check_hash(expected, _file(name_or_path, path)), Finding("load", "off", said, cause))
+        findings = (check_hash(expected, file), Finding("load", "off", said, cause))
         return CheckReport(name_or_path, None if expected is None else expected.name, findings)
 
     # 3. Check the loaded model.
@@ -170,10 +173,10 @@ def check_checkpoint(
     report = check_model(
         model,
         expected=expected,
-        file=_file(name_or_path, path),
+        file=file,
         reference=loaded_reference,
         data=data,
-        recall=True if data is not None else None,
+        recall=None if data is None else True,
         name=name_or_path,
     )
     n_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
@@ -201,33 +204,32 @@ class _CheckRun:
         return compositions(self.model)
 
     def run_all(self, file: Path | None, questions: FactSource | None, recall: bool | None) -> None:
+        """Run the checks. One that raises an error has failed, and the others continue."""
         model, expected = self.model, self.expected
-        self.guard("hash", lambda: [check_hash(expected, file)])
-        self.guard("config", lambda: [check_config(expected, model.cfg.architecture)])
-        self.guard("weights", lambda: [check_weights(model, self.compositions)])
-        if (reference := self.reference) is not None:
-            self.guard("reference", lambda: self.compare(reference))
-        if model.tokenizer is None:
-            requested = [check for check in ("page loss", "facts", "recall") if check in self.only]
-            self.findings += [Finding(check, "not run", NO_TOKENIZER) for check in requested]
-        else:
-            self.guard("page loss", self.read)
-            self.guard("facts", lambda: check_facts(model, texts_for(model)))
-            self.guard("recall", lambda: [check_recall(model, expected, questions, recall)])
-        self.guard("padding", lambda: [check_padding(model, self.rows()[0])])
-        self.guard("bfloat16", lambda: [check_half_precision(model, self.rows()[:2])])
-        self.guard("diagnosis", self.diagnose)
-
-    def guard(self, check: str, function: Callable[[], list[Finding]]) -> None:
-        """Run a check. If it raises an error, it has failed, and the other checks continue."""
-        if check not in self.only:
-            return
-        start = time.perf_counter()
-        try:
-            self.findings += function()
-        except (ValueError, RuntimeError, IndexError, ArithmeticError) as error:
-            self.findings.append(Finding(check, "off", f"failed: {' '.join(str(error).split())}"))
-        self.seconds[check] = round(time.perf_counter() - start, 3)
+        checks: dict[str, Callable[[], list[Finding]]] = {
+            "hash": lambda: [check_hash(expected, file)],
+            "config": lambda: [check_config(expected, model.cfg.architecture)],
+            "weights": lambda: [check_weights(model, self.compositions)],
+            "reference": self.compare,
+            "page loss": self.read,
+            "facts": lambda: check_facts(model, texts_for(model)),
+            "recall": lambda: [check_recall(model, expected, questions, recall)],
+            "padding": lambda: [check_padding(model, self.rows()[0])],
+            "bfloat16": lambda: [check_half_precision(model, self.rows()[:2])],
+            "diagnosis": self.diagnose,
+        }
+        for check, function in checks.items():
+            if check not in self.only or (check == "reference" and self.reference is None):
+                continue
+            if check in OF_TEXTS and model.tokenizer is None:
+                self.findings.append(Finding(check, "not run", NO_TOKENIZER))
+                continue
+            start = time.perf_counter()
+            try:
+                self.findings += function()
+            except (ValueError, RuntimeError, IndexError, ArithmeticError) as error:
+                self.findings.append(Finding(check, "off", f"failed: {' '.join(str(error).split())}"))
+            self.seconds[check] = round(time.perf_counter() - start, 3)
 
     def read(self) -> list[Finding]:
         texts = texts_for(self.model)
@@ -238,7 +240,9 @@ class _CheckRun:
             self.measure = PageMeasure(self.page.ordered, self.model.cfg.d_vocab_out, right), losses
         return [check_page(self.model, texts, self.page, right, float(losses.sum()))]
 
-    def compare(self, reference: Reference) -> list[Finding]:
+    def compare(self) -> list[Finding]:
+        reference = self.reference
+        assert reference is not None
         distance = reference.distance(self.model)
         measure = ReferenceMeasure(reference, reference.tolerance(self.model))
         self.measure = measure, measure.parts(distance)
@@ -267,29 +271,25 @@ class _CheckRun:
         if not off and isinstance(measure, PageMeasure):
             measure = replace(measure, share=QUIET_SHARE)
         known = any(finding.check == "config" and finding.outcome == "ok" for finding in self.findings)
-        foreign, masks = foreign_parts(self.compositions), self._mask_ids()
-        return [
-            diagnose(
-                self.model, measure, before, mask_ids=masks, foreign=foreign, something_off=off, config_known=known
-            )
-        ]
+        foreign = foreign_parts(self.compositions)
+        search = Search(self.model, measure, before)
+        return [diagnose(search, self.mask_ids(), foreign, off=off, config_known=known)]
 
-    def _mask_ids(self) -> list[int]:
+    def mask_ids(self) -> list[int]:
         """Candidates for the id of [MASK], if the model has one."""
         cfg, tokenizer = self.model.cfg, self.model.tokenizer
         if not cfg.has_mask:
             return []
-        known = self.expected.architecture if self.expected else None
         candidates = [
-            known.mask_token_id if known else None,
+            None if self.expected is None else getattr(self.expected.architecture, "mask_token_id", None),
             getattr(tokenizer, "mask_token_id", None),
             None if tokenizer is None else len(tokenizer),
             cfg.d_vocab - 1,
             cfg.blank - 1,
             cfg.blank + 1,
         ]
-        if self.reference is not None and self.reference.before is not None and self.reference.after is not None:
-            candidates += self.reference.before[self.reference.before != self.reference.after].unique().tolist()
+        if (given := self.reference) is not None and given.before is not None and given.after is not None:
+            candidates += given.before[given.before != given.after].unique().tolist()
         return [candidate for candidate in candidates if candidate is not None]
 
 
@@ -306,28 +306,24 @@ def _peak_memory(model: HookedDiffusionTransformer) -> int | None:
     return int(peak if sys.platform == "darwin" else peak * 1024)
 
 
-def _config(path: Path, expected: Expected | None) -> Any:
-    """The catalogue's config for a local checkpoint without a config, if it is claimed to be that of a `Repository`."""
-    entry = PUBLISHED.get(expected.name) if expected is not None else None
+def _missing_parts(path: Path, expected: Expected | None) -> tuple[Any, Path | None]:
+    """Config and tokenizer of the claimed model for a local checkpoint that has none beside it. The config is that of a
+    `Repository` in the catalogue, and the tokenizer one that is on this machine."""
+    if expected is None or not path.exists():
+        return None, None
     folder = path if path.is_dir() else path.parent
-    if not path.exists() or not isinstance(entry, Repository) or (folder / "config.json").exists():
-        return None
-    return dict(entry.config) or None
-
-
-def _tokenizer(path: Path, expected: Expected | None) -> Path | None:
-    """The tokenizer of the claimed model for a local checkpoint without one, if it is on this machine."""
-    folder = path if path.is_dir() else path.parent
-    if not path.exists() or expected is None or any((folder / name).exists() for name in TOKENIZER_FILES):
-        return None
-    if bundled := BUNDLED.get(expected.name):
-        return bundled.folder
-    if not isinstance(PUBLISHED[expected.name], PublishedFile):
-        return None
+    entry, bundled = PUBLISHED.get(expected.name), BUNDLED.get(expected.name)
+    config = None
+    if isinstance(entry, Repository) and not (folder / "config.json").exists():
+        config = dict(entry.config) or None
+    if any((folder / name).exists() for name in TOKENIZER_FILES):
+        return config, None
+    if bundled is not None or not isinstance(entry, PublishedFile):
+        return config, None if bundled is None else bundled.folder
     try:
-        return fetch_tokenizer({"local_files_only": True}, folder)
+        return config, fetch_tokenizer({"local_files_only": True}, folder)
     except FileNotFoundError:
-        return None
+        return config, None
 
 
 def _file(name: str, path: Path) -> Path | None:

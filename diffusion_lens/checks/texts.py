@@ -44,7 +44,7 @@ from diffusion_lens.evaluation.scores import contained
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.loading.catalogue import ASSETS, BUNDLED
-from diffusion_lens.model.loss import LossBatch, has_schedule, hide, masked_batch, next_token_batch, noised
+from diffusion_lens.model.loss import masked_batch, next_token_batch, noised
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import n_params
@@ -74,7 +74,6 @@ NOISE_SEED = 0
 N_SAMPLES = 4
 # Most positions in one forward pass, which limits the memory of their logits.
 MAX_POSITIONS = 2048
-HIDDEN = -1  # marks hidden positions, whatever the id of [MASK]
 # Least gain from the order of words, in nats per token. Word frequencies alone gain nothing, the smallest published
 # models gain more than one nat, and a model that is read wrongly gains almost nothing.
 LEAST_GAIN = 0.5
@@ -189,7 +188,13 @@ def page_losses(model: DiffusionTransformer, tokens: Tensor) -> Float[Tensor, "b
     Their sum is the loss in nats per token. That of a diffusion model is a bound, for which each row of the text has
     `N_SAMPLES` rows, one after the other. It bounds what the loss of next tokens is, so both can be compared.
     """
-    batch = _batch(model, tokens)
+    if model.cfg.is_autoregressive:
+        batch = next_token_batch(model, tokens)
+    else:
+        tokens = tokens.repeat_interleave(N_SAMPLES, dim=0)
+        noisy, p = noised(model, tokens, generator=torch.Generator().manual_seed(NOISE_SEED))
+        # If the id of [MASK] is wrong, the text may contain it; such a token is not predicted.
+        batch = masked_batch(model, tokens, noisy, p, real=model.cfg.writable(tokens))
     n_row, n_pos = batch.tokens.shape
     size = max(1, MAX_POSITIONS // n_pos)
     losses = []
@@ -387,36 +392,6 @@ def _share_unknown(model: HookedDiffusionTransformer, text: str) -> float:
 def _ids(model: HookedDiffusionTransformer, text: str) -> list[int]:
     # `to_tokens` would warn of unknown words.
     return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _batch(model: DiffusionTransformer, tokens: Tensor) -> LossBatch:
-    """The batch of the model's own loss. If the id of [MASK] is wrong, the text may contain it."""
-    if model.cfg.is_autoregressive:
-        return next_token_batch(model, tokens)
-    tokens = tokens.repeat_interleave(N_SAMPLES, dim=0)
-    generator = torch.Generator().manual_seed(NOISE_SEED)
-    if not has_schedule(model):
-        return _masked_batch(model, tokens, generator)
-    noisy, p = noised(model, tokens, generator=generator)
-    return masked_batch(model, tokens, noisy, p, real=model.cfg.writable(tokens))
-
-
-def _masked_batch(model: DiffusionTransformer, tokens: Tensor, generator: torch.Generator) -> LossBatch:
-    noisy, p_mask = hide(tokens, HIDDEN, generator=generator)
-    hidden = noisy == HIDDEN
-    # The head has no column for tokens that are never predicted.
-    scored = hidden & (tokens < model.cfg.d_vocab_out)
-    counted = tokens.numel()
-    return LossBatch(
-        tokens=noisy.masked_fill(hidden, model.cfg.blank),
-        rows=model.readout.locate(scored),
-        targets=tokens[scored],
-        weights=1 / (p_mask[scored] * counted),
-        predicted=scored,
-        n_counted=counted,
-        # Each block is predicted from clean blocks before it.
-        clean=None if model.cfg.causal_block is None else tokens,
-    )
 
 
 def _finding(name: str, what: str, texts: list[str], right: list[bool], least: int | None) -> Finding:

@@ -234,7 +234,7 @@ class Prediction:
         present: Int[selected], token or [MASK] at each position.
         head: What the output means.
         schedule: Schedule of noise of the run.
-        sigma: Noise of which the network was told, or that of each position; `None` for a model of next tokens.
+        sigma: Noise level that the network read, or that of each position; `None` for a model of next tokens.
         temperature: 1 leaves the model's own probabilities; 0 gives all to the likeliest token.
         proposal: Limits of the likeliest tokens that are sampled from.
     """

@@ -27,6 +27,7 @@ None depends on a schedule: it says only which p a network meets at which time, 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
@@ -43,13 +44,12 @@ from diffusion_lens.facts.fact import Fact
 from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.loss import NOWHERE, hide
 from diffusion_lens.model.noise import (
-    CleanCrossEntropy,
     LossTerm,
     Noise,
-    ScoreEntropy,
-    Uniform,
-    UniformBound,
+    clean_cross_entropy,
     hidden_tokens,
+    score_entropy,
+    uniform_bound,
 )
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -427,10 +427,10 @@ def bound_term(model: DiffusionTransformer) -> BoundTerm:
     """The term of a model with noise."""
     head = model.head
     if model.cfg.head == "log_scores":
-        return BoundTerm(ScoreEntropy(head), lambda p: 1 / (1 - p.clamp(max=MOST)))
-    if isinstance(head.noise, Uniform):
-        return BoundTerm(UniformBound(head, head.noise), torch.ones_like, reconstructs=True)
-    return BoundTerm(CleanCrossEntropy(head), torch.reciprocal)
+        return BoundTerm(partial(score_entropy, head), lambda p: 1 / (1 - p.clamp(max=MOST)))
+    if model.cfg.uniform_noise:
+        return BoundTerm(partial(uniform_bound, head), torch.ones_like, reconstructs=True)
+    return BoundTerm(partial(clean_cross_entropy, head), torch.reciprocal)
 
 
 def told(model: DiffusionTransformer, p: Float[Tensor, "batch"]) -> dict[str, Float[Tensor, "batch"]]:
@@ -481,7 +481,7 @@ def _surprisals(
         p = chances[rows].repeat_interleave(scored[rows].sum(dim=1)).double()
         at = (targets[rows][scored[rows]], canvases[rows][scored[rows]], p, sigma_of_chance(p))
         if term is None:
-            surprisals.append(CleanCrossEntropy(model.head)(logits, *at))
+            surprisals.append(clean_cross_entropy(model.head, logits, *at))
         else:
             surprisals.append(term(logits.double(), *at).to(dtype))
     return torch.cat(surprisals)

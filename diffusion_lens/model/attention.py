@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffusion_lens.model.hook_points import StepHookPoint, is_hooked, listens
+from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.model.hooking import OptionalHooks
 from diffusion_lens.model.inputs import LogitRows, rows_at
 from diffusion_lens.model.layers import Modulation, RMSNorm, beside, bias_of, gated
@@ -307,8 +307,7 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = q, k, v, o
         self.d_head = d_head
-        self.q_norm = nn.Identity() if q_norm is None else q_norm
-        self.k_norm = nn.Identity() if k_norm is None else k_norm
+        self.q_norm, self.k_norm = q_norm, k_norm
         if clip is not None:
             self.clip = clip
         self.hook_attn_in = StepHookPoint()
@@ -361,18 +360,31 @@ class Attention(nn.Module):
         modulation: Modulation | None = None,
     ) -> Float[Tensor, "batch query d_model"]:
         """Compute attention, with `rows` for those queries only; inputs are the normalised stream, or copies of it."""
-        q = self.hook_q(self._by_head(self.q, q_input if rows is None else rows.gather(q_input)))
-        k = self.hook_k(self._by_head(self.k, k_input))
-        v = self._by_head(self.v, v_input)
-        v = self.hook_v(v if self.clip is None else self.clipped(v))
-        k = self.hook_rot_k(self._turned(k, self.k_norm, context.rotary))
+        q, k, v = self._projected(q_input if rows is None else rows.gather(q_input), k_input, v_input)
+        q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v if self.clip is None else self.clipped(v))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if self.clip is not None:
+            q, k = self.clipped(q), self.clipped(k)
+        k = self.hook_rot_k(k if context.rotary is None else rotate(k, context.rotary))
         if past is not None:
             k, v = past.extend(k, v)
         if rows is not None:
             context = context.at(rows.grid, k.shape[1])
-        q = self._turned(q, self.q_norm, context.rotary)
+        if context.rotary is not None:
+            q = rotate(q, context.rotary)
         q = self.hook_rot_q(q if context.query_factors is None else q * context.query_factors.to(q.dtype))
-        mixed = _fused(q, k, v, context)
+        mask = context.visibility.allowed if context.bias is None else context.bias.to(q.dtype)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=context.visibility.causal and mask is None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        ).transpose(1, 2)
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
             mixed = self._explicit(q, k, v, context, mixed)
         z = self.hook_z(mixed)
@@ -396,27 +408,28 @@ class Attention(nn.Module):
         keys, values = copy(n_kv_heads), copy(n_kv_heads)
         return self.hook_q_input(copy(n_heads)), self.hook_k_input(keys), self.hook_v_input(values)
 
-    def _turned(self, x: Heads | KeyHeads, norm: nn.Module, rotary: Tables | None) -> Heads | KeyHeads:
-        """Queries or keys after the norms of heads, clipped and rotated, each only where the network does so."""
-        if type(norm) is not nn.Identity or listens(norm):
-            x = norm(x)
-        if self.clip is not None:
-            x = self.clipped(x)
-        return x if rotary is None else rotate(x, rotary)
-
     def clipped(self, x: Heads | KeyHeads) -> Heads | KeyHeads:
         """Queries, keys or values within the bound of this network, if it has one."""
         return x if self.clip is None else x.clamp(-self.clip, self.clip)
 
-    def _by_head(self, linear: nn.Linear, x: Resid | Copies) -> Heads:
-        """A projection of the stream, or of one copy of it for each head."""
-        if x.dim() == 3:
-            flat = linear(x)
-            heads: Heads = flat.view(*flat.shape[:-1], flat.shape[-1] // self.d_head, self.d_head)
-            return heads
-        weight = _by_head(beside(linear.weight, x), self.d_head)
-        heads = einsum(x, weight, "batch pos head model, head d model -> batch pos head d")
-        return heads + _by_head(beside(bias_of(linear), heads), self.d_head)
+    def _projected(
+        self,
+        q_input: Float[Tensor, "batch query d_model"] | Copies,
+        k_input: Resid | KeyCopies,
+        v_input: Resid | KeyCopies,
+    ) -> list[Tensor]:
+        """Queries, keys and values of the stream, or of one copy of it for each head."""
+        projected = []
+        for linear, x in ((self.q, q_input), (self.k, k_input), (self.v, v_input)):
+            if x.dim() == 3:
+                flat = linear(x)
+                heads = flat.view(*flat.shape[:-1], flat.shape[-1] // self.d_head, self.d_head)
+            else:
+                weight = _by_head(beside(linear.weight, x), self.d_head)
+                heads = einsum(x, weight, "batch pos head model, head d model -> batch pos head d")
+                heads = heads + _by_head(beside(bias_of(linear), heads), self.d_head)
+            projected.append(heads)
+        return projected
 
     def _explicit(self, q: Heads, k: KeyHeads, v: KeyHeads, context: AttentionContext, fused: Heads) -> Heads:
         """Attention with scores and pattern passing their hook points."""
@@ -445,18 +458,6 @@ def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 def _by_head(weight: Tensor, d_head: int) -> Tensor:
     """The rows of a projection with an axis for the heads, as a view."""
     return weight.view(-1, d_head, *weight.shape[1:])
-
-
-def _fused(q: Heads, k: KeyHeads, v: KeyHeads, context: AttentionContext) -> Heads:
-    mask = context.visibility.allowed if context.bias is None else context.bias.to(q.dtype)
-    return F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=context.visibility.causal and mask is None,
-        enable_gqa=q.shape[2] != k.shape[2],
-    ).transpose(1, 2)
 
 
 def _pass(point: nn.Module, x: Tensor) -> tuple[Tensor, bool]:

@@ -33,17 +33,18 @@ from diffusion_lens.model.layers import Linear, Norm
 # As in TransformerLens: an index (the axis stays), a slice or a tuple of its bounds, or several indices.
 PosSlice: TypeAlias = Any
 Hooks = list[tuple[str, Callable[..., None]]]
-# The flag of the config under which a hook point of a block passes.
-_FLAGS_IN_BLOCK = {
-    "attn.hook_result": "use_attn_result",
-    "attn.hook_q_input": "use_split_qkv_input",
-    "attn.hook_k_input": "use_split_qkv_input",
-    "attn.hook_v_input": "use_split_qkv_input",
-    "attn.hook_attn_in": "use_attn_in",
-    "hook_mlp_in": "use_hook_mlp_in",
+# The flag of the config under which a hook point of a block passes, by the part of the block that has it.
+_OPTIONAL = {
+    "attn.": {
+        "hook_result": "use_attn_result",
+        "hook_q_input": "use_split_qkv_input",
+        "hook_k_input": "use_split_qkv_input",
+        "hook_v_input": "use_split_qkv_input",
+        "hook_attn_in": "use_attn_in",
+    },
+    "": {"hook_mlp_in": "use_hook_mlp_in"},
 }
-_PLACES = [(*name.rpartition("."), flag) for name, flag in _FLAGS_IN_BLOCK.items()]
-FLAGS = {name.rpartition(".")[2]: flag for name, flag in _FLAGS_IN_BLOCK.items()}
+FLAGS = {name: flag for points in _OPTIONAL.values() for name, flag in points.items()}
 # The modules of a block whose weights are used directly under a flag: hooks at them do not run, nor does other code.
 _BYPASSED = {
     "use_attn_result": ("attn.o",),
@@ -96,22 +97,26 @@ def optional_hooks_of_pass(model: Any) -> OptionalHooks | None:
         for flag, value in asdict(flags).items():
             if value:
                 refuse_bypassed(model, flag, by_predicate_too=False)
+    # Without a call for each point, as this is asked in every forward pass.
     for i, block in enumerate(model.blocks._modules.values()):
-        for parent, dot, name, flag in _PLACES:
-            if flags is not None and getattr(flags, flag):
-                continue
-            owner = block._modules.get(parent) if parent else block
-            point = None if owner is None else owner._modules.get(name)
-            # Without a call for each point, as this is asked in every forward pass.
-            if type(point) is StepHookPoint and not (
-                point._forward_hooks or point._forward_pre_hooks or point._backward_hooks or point._backward_pre_hooks
-            ):
-                continue
-            if reason := _why_it_matters(point, by_predicate_too=False):
-                raise ValueError(
-                    f"'blocks.{i}.{parent}{dot}{name}' {reason}, and passes only after model.set_{flag}(True): call "
-                    "it, or take it away"
-                )
+        for part, points in _OPTIONAL.items():
+            owner = block._modules.get(part[:-1]) if part else block
+            parts = {} if owner is None else owner._modules
+            for name, flag in points.items():
+                point = parts.get(name)
+                if type(point) is StepHookPoint and not (
+                    point._forward_hooks
+                    or point._forward_pre_hooks
+                    or point._backward_hooks
+                    or point._backward_pre_hooks
+                ):
+                    continue
+                passes = flags is not None and getattr(flags, flag)
+                if not passes and (reason := _why_it_matters(point, by_predicate_too=False)):
+                    raise ValueError(
+                        f"'blocks.{i}.{part}{name}' {reason}, and passes only after model.set_{flag}(True): call it, "
+                        "or take it away"
+                    )
     return flags
 
 
@@ -178,11 +183,6 @@ def why_silent(model: Any, name: str, in_loop: bool = False) -> str | None:
         flag = "use_split_qkv_input" if cfg.use_split_qkv_input else "use_attn_in"
         return f"passes only after model.set_{flag}(False): now each head normalises its own copy of the stream"
     return None
-
-
-def loop_is_hooked(model: Any) -> bool:
-    """Whether a hook is attached to the loop's own hook points."""
-    return anything_listens(model.loop_hooks)
 
 
 def has_module_hooks(model: Any) -> bool:

@@ -18,7 +18,7 @@ the mean over times of
 
     logits, absorbing      Σ_masked -log p(x_0) · sigma'(t) / (e^sigma - 1)      Sahoo et al. 2024, arXiv 2406.07524
     log scores             Σ score entropy · sigma'(t)                           Lou et al. 2023, arXiv 2310.16834
-    logits, uniform        Σ bound of `noise.UniformBound`                       Schiff et al. 2024, arXiv 2412.10193
+    logits, uniform        Σ bound of `noise.uniform_bound`                      Schiff et al. 2024, arXiv 2412.10193
 
 The last bounds the likelihood together with the surprisal of the clean text at time 0, which training leaves out and
 `evaluation.monte_carlo_nll` adds. The first is that of masked diffusion with the weight 1/t in place of 1/p, which is
@@ -27,6 +27,7 @@ The last bounds the likelihood together with the surprisal of the clean text at 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +36,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffusion_lens.model.noise import (
-    CleanCrossEntropy,
     LossTerm,
     Schedule,
-    ScoreEntropy,
-    Uniform,
-    UniformBound,
+    clean_cross_entropy,
     schedule_of,
+    score_entropy,
+    uniform_bound,
 )
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -236,16 +236,16 @@ def _by_schedule(
     highest = min(float(schedule.chance(torch.ones((), dtype=torch.float64))), 1 - 1e-9)
     sigma = -torch.log1p(-p.double().clamp(max=highest))
     t = schedule.time(sigma)
-    term: LossTerm
     if model.cfg.head == "log_scores":
-        term, weights = ScoreEntropy(head), schedule.rate(t)
-    elif isinstance(head.noise, Uniform):
-        term, weights = UniformBound(head, head.noise), torch.ones_like(t)
+        term, weights = score_entropy, schedule.rate(t)
+    elif model.cfg.uniform_noise:
+        term, weights = uniform_bound, torch.ones_like(t)
     else:
-        term, weights = CleanCrossEntropy(head), schedule.rate(t) / torch.expm1(sigma)
+        term, weights = clean_cross_entropy, schedule.rate(t) / torch.expm1(sigma)
     # The network reads what its schedule says, which may have a largest noise.
     read = schedule.sigma(t).float()
-    return weights, {"term": term, "t": t.float(), "sigma": read, "time_conditioning": model.cfg.time_conditioning}
+    by_position = {"term": partial(term, head), "t": t.float(), "sigma": read}
+    return weights, {**by_position, "time_conditioning": model.cfg.time_conditioning}
 
 
 def has_schedule(model: DiffusionTransformer) -> bool:

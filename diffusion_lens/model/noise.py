@@ -427,53 +427,38 @@ def schedule_of(described: NoiseSchedule | None) -> Schedule:
     return {"log_linear": LogLinear, "linear": Linear}[described.kind](float(described.eps))
 
 
-@dataclass(frozen=True)
-class CleanCrossEntropy:
+# The terms of losses. A `LossTerm` is one of these functions with its head (`functools.partial`).
+
+
+def clean_cross_entropy(
+    head: Head, output: Output, clean: SelectedIds, present: SelectedIds, t: Numbers, sigma: Numbers
+) -> Numbers:
     """-log p(x_0)."""
-
-    head: Head
-
-    def __call__(self, output: Output, clean: SelectedIds, present: SelectedIds, t: Numbers, sigma: Numbers) -> Numbers:
-        return F.cross_entropy(self.head.clean_logits(output, present, sigma), clean, reduction="none")
+    return F.cross_entropy(head.clean_logits(output, present, sigma), clean, reduction="none")
 
 
-@dataclass(frozen=True)
-class ScoreEntropy:
+def score_entropy(
+    head: Head, output: Output, clean: SelectedIds, present: SelectedIds, t: Numbers, sigma: Numbers
+) -> Numbers:
     """Score entropy for dsigma/dt = 1 (Lou et al. 2023, arXiv 2310.16834)."""
-
-    head: Head
-
-    def __call__(self, output: Output, clean: SelectedIds, present: SelectedIds, t: Numbers, sigma: Numbers) -> Numbers:
-        assert self.head.noise is not None
-        return self.head.noise.score_entropy(self.head.log_scores(output, present, sigma), sigma, present, clean)
+    assert head.noise is not None
+    return head.noise.score_entropy(head.log_scores(output, present, sigma), sigma, present, clean)
 
 
-@dataclass(frozen=True)
-class UniformBound:
+def uniform_bound(
+    head: Head, output: Output, clean: SelectedIds, present: SelectedIds, t: Numbers, sigma: Numbers
+) -> Numbers:
     """The bound under uniform noise, of which a token is left with probability 1 - t (Schiff et al. 2024,
     arXiv 2412.10193, eq. 18); with -log p of clean text at time 0 added, it bounds the likelihood.
 
-    At time 1 it is 0/0, whose limit is 0; times after 1 - 1e-5 count as this one. With `steps`, the process has T steps
-    in discrete time, and the bound is T times the divergence of its posteriors.
+    At time 1 it is 0/0, whose limit is 0; times after 1 - 1e-5 count as this one.
     """
-
-    head: Head
-    noise: Uniform
-    steps: int | None = None
-
-    def __call__(self, output: Output, clean: SelectedIds, present: SelectedIds, t: Numbers, sigma: Numbers) -> Numbers:
-        p = self.head.clean_logits(output, present, sigma).softmax(dim=-1)
-        exact = F.one_hot(clean, self.noise.n).to(p.dtype)
-        if self.steps is not None:
-            end = t.clamp(max=1 - 1e-4)
-            chances = end[:, None], (end - 1 / self.steps)[:, None]
-            true, model = (self.noise.posterior(x, present, *chances) for x in (exact, p))
-            return self.steps * (true * (true.clamp(min=1e-12).log() - model.clamp(min=1e-12).log())).sum(dim=-1)
-        n, alpha = self.noise.n, (1 - t).clamp(min=1e-5)[:, None]
-        true, model = (n * alpha * x + 1 - alpha for x in (exact, p))
-        true_here, model_here = (x.gather(-1, present[:, None]) for x in (true, model))
-        ratio = true / true_here * (model_here.log() - model.log() + true.log() - true_here.log())
-        return -((n / true_here - n / model_here)[:, 0] - ratio.sum(dim=-1)) / (n * alpha[:, 0])
+    p = head.clean_logits(output, present, sigma).softmax(dim=-1)
+    n, alpha = p.shape[-1], (1 - t).clamp(min=1e-5)[:, None]
+    true, model = (n * alpha * x + 1 - alpha for x in (F.one_hot(clean, n).to(p.dtype), p))
+    true_here, model_here = (x.gather(-1, present[:, None]) for x in (true, model))
+    ratio = true / true_here * (model_here.log() - model.log() + true.log() - true_here.log())
+    return -((n / true_here - n / model_here)[:, 0] - ratio.sum(dim=-1)) / (n * alpha[:, 0])
 
 
 def hidden_tokens(cfg: DiffusionConfig, n: int, key: str = "", seed: int = 0) -> list[int]:

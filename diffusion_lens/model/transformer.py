@@ -254,7 +254,7 @@ class DiffusionTransformer(HookedRootModule):
                 resid = resid + self.hook_pos_embed(self.pos_embed(places))
             origins = None
             if isinstance(self._pattern, FromPrompt) and clean is None and start < stop:
-                origins = _origins_of_pass(self, tokens, real, len(resid))
+                origins = origins_of(self, tokens, real, len(resid))
             condition = None
             if "hook_time" in self._modules and (start < stop or stop_at_layer is None):
                 condition = self.time.condition(sigma, len(resid), resid.device)
@@ -807,7 +807,7 @@ def attention_context(
 
 
 def origins_of(
-    model: DiffusionTransformer, tokens: Tokens | None, real: PosMask | None = None
+    model: DiffusionTransformer, tokens: Tokens | None, real: PosMask | None = None, n_batch: int | None = None
 ) -> Int[Tensor, "rest"] | None:
     """The first position of each row that is read in blocks; `None` where it is the first token of every text.
 
@@ -818,14 +818,21 @@ def origins_of(
     Args:
         tokens: Int[batch pos]; `None` for a residual stream.
         real: Bool[batch pos], false at padding.
+        n_batch: Number of rows of a pass, which may be copies of those of the step, one after the other.
 
     Raises:
-        ValueError: The input is a residual stream, and nothing says where the open block begins.
+        ValueError: The input is a residual stream, and nothing says where the open block begins; or `model.at_block`
+            was given positions for another number of rows.
     """
     if not model.cfg.counts_from_prompt:
         return None
-    if model.clock.origin is not None:
-        return model.clock.origin
+    if (known := model.clock.origin) is not None:
+        if n_batch is not None and n_batch % len(known):
+            raise ValueError(
+                f"at_block was given {len(known)} positions, and the batch has {n_batch} rows: give one position, or "
+                "one for each row"
+            )
+        return known if n_batch is None else known.repeat(n_batch // len(known))
     if tokens is None:
         raise ValueError(
             f"a residual stream does not say where the open block begins, and the attention of "
@@ -836,17 +843,3 @@ def origins_of(
     open_ = masked if real is None else masked & real
     places = torch.arange(open_.shape[1], device=open_.device).expand_as(open_)
     return places.masked_fill(~open_, open_.shape[1]).amin(dim=1)
-
-
-def _origins_of_pass(
-    model: DiffusionTransformer, tokens: Tokens | None, real: PosMask | None, n_batch: int
-) -> Int[Tensor, "batch"]:
-    """The origins of the rows of a pass, which may be copies of those of a step, one after the other."""
-    origins = origins_of(model, tokens, real)
-    assert origins is not None
-    if n_batch % len(origins):
-        raise ValueError(
-            f"at_block was given {len(origins)} positions, and the batch has {n_batch} rows: give one position, or "
-            "one for each row"
-        )
-    return origins.repeat(n_batch // len(origins))

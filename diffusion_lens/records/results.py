@@ -69,7 +69,7 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
         "modules": identity.modules,
         "dtype": str(cfg.dtype).removeprefix("torch."),
         "device": str(cfg.device),
-        # The time that the network was told in `model.at_time(t)`, without which the numbers cannot be had again.
+        # The time of `model.at_time(t)`, without which the numbers cannot be had again.
         **({} if (time := getattr(clock, "time", None)) is None else {"time": time}),
         # The open blocks of `model.at_block(start)`.
         **({} if (origins := getattr(clock, "origins", None)) is None else {"blocks_from": origins.tolist()}),

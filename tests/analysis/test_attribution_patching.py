@@ -8,7 +8,8 @@ import torch
 from diffusion_lens.analysis.patching import PatchGrid, patch_grid
 from diffusion_lens.analysis.patching.sites import PATCH_SITES
 
-# A masked diffusion model and a causal one; one by blocks and one under uniform noise, both told the time; and experts.
+# A masked diffusion model and a causal one; with time conditioning, one by blocks and one under uniform noise; and
+# experts.
 every_kind = pytest.mark.parametrize(
     "every", ["lit_gpt-mdm", "lit_gpt-ar", "bd3lm", "udlm", "llada_moe-options"], indirect=True
 )

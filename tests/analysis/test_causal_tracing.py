@@ -17,8 +17,8 @@ from diffusion_lens.interventions import swap
 # A masked diffusion model and a causal one; and a bidirectional model whose row i reads position i + 1.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
 every_readout = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream"], indirect=True)
-# These; two models under uniform noise, of which one gives log scores and is told the time; one by blocks that is told
-# the time; and one by blocks with experts.
+# These; two models under uniform noise, of which one gives log scores and is conditioned on the time; one by blocks
+# with time conditioning; and one by blocks with experts.
 every_noise = pytest.mark.parametrize(
     "every", ["lit_gpt-mdm", "lit_gpt-ar", "dream", "uniform", "sedd-uniform", "bd3lm", "llada2"], indirect=True
 )

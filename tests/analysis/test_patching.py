@@ -17,7 +17,7 @@ from diffusion_lens.model.config import UNREACHED
 
 # A masked diffusion model and a causal one.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
-# These; one under uniform noise and one by blocks, which are told the time; and one with experts. Log scores are read
+# These; with time conditioning, one under uniform noise and one by blocks; and one with experts. Log scores are read
 # beside the tokens of the corrupted canvas, so that with all of the clean stream they still differ from the clean run
 # where a token that is predicted differs.
 WITH_NOISE = ["lit_gpt-mdm", "lit_gpt-ar", "udlm", "bd3lm", "llada_moe-options"]

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from small_networks import small_architecture, told_the_time
+from small_networks import small_architecture, with_time_conditioning
 
 KINDS = ["logits", "log_scores"]
 
 
 def model_of(head: str) -> Any:
-    """A small random model under uniform noise; with log scores it is told the time."""
+    """A small random model under uniform noise; with log scores it is conditioned on the time."""
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
     from weight_conversion import tensor_shapes
 
-    told = told_the_time() if head == "log_scores" else {}
+    told = with_time_conditioning() if head == "log_scores" else {}
     architecture = small_architecture(n_layers=3, head=head, **told)
     # Weights under which attention and conditioning are felt, and scores are not far from 1, where nearly every
     # probability would be 0.
@@ -29,7 +29,7 @@ def model_of(head: str) -> Any:
 
 @pytest.fixture(scope="module", params=KINDS)
 def timed(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A model, told a time if its network reads one."""
+    """A model, at a time if its network is conditioned on one."""
     model = model_of(request.param)
     if not model.cfg.time_conditioning:
         yield model

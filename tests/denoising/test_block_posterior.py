@@ -99,7 +99,7 @@ def test_a_row_is_told_the_largest_noise_of_its_schedule() -> None:
 
 @pytest.fixture
 def told(specimen: Any, configs: Any) -> Any:
-    """A model by blocks of four whose network is told the time."""
+    """A model by blocks of four whose network is conditioned on the time."""
     return specimen(configs["bd3lm"]).model
 
 

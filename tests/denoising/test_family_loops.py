@@ -37,7 +37,7 @@ DREAM = {
 
 
 # Readouts in place and shifted, guided and not, the causal model at a temperature; uniform noise, blocks, with a first
-# token that the row before predicts too, networks that are told the time, and experts.
+# token that the row before predicts too, networks with time conditioning, and experts.
 others_and_runs = pytest.mark.parametrize(
     ("every", "run"),
     [

@@ -78,7 +78,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("name", "run"), [(name, run) for name in ("mdlm", "sedd") for run in runs_of(name)])
 def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the time told to the network and with constant conditioning; some runs end with masks to remove."""
+    """With time conditioning and with constant conditioning; some runs end with masks to remove."""
     g, case = recorded(name, run), runs_of(name)[run]
     told = {key: case[key] for key in ("time_conditioning",) if key in case}
     draws = iter(g["draws"].double())  # of masked positions

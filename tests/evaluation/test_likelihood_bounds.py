@@ -8,7 +8,7 @@ import pytest
 import torch
 from authors_networks import GOLDEN, authors_network
 from safetensors.torch import load_file
-from small_networks import small_architecture, told_the_time
+from small_networks import small_architecture, with_time_conditioning
 from torch.nn import functional as F
 
 EMPTY = torch.zeros(0, dtype=torch.long)
@@ -21,7 +21,7 @@ def small(head: str, mask: int | None, told: bool = True) -> Any:
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
     from weight_conversion import NoiseSchedule
 
-    told_parts = told_the_time() if told else {**told_the_time(), "time": None}
+    told_parts = with_time_conditioning() if told else {**with_time_conditioning(), "time": None}
     n_tokens = 3 if mask is None else 4
     architecture = small_architecture(
         d_vocab=n_tokens,

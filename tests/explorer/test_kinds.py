@@ -1,4 +1,4 @@
-"""The explorer on models that write block after block, and on one whose noise is uniform and that is told the time."""
+"""The explorer on models that write block after block, and on one under uniform noise with time conditioning."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Diffusion transformers equal the authors' code, with the time told, folded into the weights, or without any."""
+"""Diffusion transformers equal the authors' code, with time conditioning, folded into the weights, or without any."""
 
 import json
 from copy import deepcopy
@@ -128,7 +128,7 @@ def test_composition_scores_equal_those_of_the_folded_network():
         told.all_composition_scores("Q")
 
 
-def test_a_copy_made_at_a_time_must_be_told_its_own(told):
+def test_a_copy_made_at_a_time_needs_its_own(told):
     with told.model.at_time(0.3):
         copy = deepcopy(told.model)
         with pytest.raises(ValueError, match="is conditioned on the time of its canvas: pass time="):
@@ -184,7 +184,7 @@ def test_rows_have_times_of_their_own(told):
         assert_close(alone[0], together[row], rtol=1e-5, atol=2e-5)
 
 
-def test_at_time_tells_every_pass_inside(told):
+def test_at_time_holds_in_every_pass_inside(told):
     model, tokens = told.model, told.tokens
     expected = model(tokens, time=0.3)
     with model.at_time(0.3):
@@ -206,7 +206,7 @@ def test_at_time_tells_every_pass_inside(told):
         pass
 
 
-def test_a_step_tells_its_noise_level(told):
+def test_the_network_reads_the_noise_level_of_a_step(told):
     model, tokens = told.model, told.tokens
     nothing = torch.zeros_like(tokens, dtype=torch.bool)
     step = dict(index=0, n_steps=2, s=0.1, tokens=tokens, masked=~nothing, given=nothing)

@@ -1,10 +1,10 @@
-"""Losses under each noise and head: the laws of a loss, and the time that the network is told."""
+"""Losses under each noise and head: the laws of a loss, and the time that the network is conditioned on."""
 
 from typing import Any
 
 import pytest
 import torch
-from small_networks import small_architecture, told_the_time
+from small_networks import small_architecture, with_time_conditioning
 
 HEADS = [("subs", 39), ("log_scores", 39), ("logits", None), ("log_scores", None)]
 
@@ -13,7 +13,7 @@ def small(head: str, mask: int | None, told: bool = True) -> Any:
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
     from weight_conversion import NoiseSchedule
 
-    told_parts = told_the_time() if told else {**told_the_time(), "time": None}
+    told_parts = with_time_conditioning() if told else {**with_time_conditioning(), "time": None}
     architecture = small_architecture(mask_token_id=mask, head=head, schedule=NoiseSchedule(), **told_parts)
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
@@ -85,11 +85,11 @@ def test_a_loss_is_told_no_more_noise_than_its_schedule_has(head: str, mask: int
 @pytest.mark.parametrize("t", [0.9, 0.99, 0.999, 1.0])
 def test_the_bound_under_uniform_noise_vanishes_at_time_1(t: float) -> None:
     """Against the formula written out in double precision, at 1 against its limit."""
-    from diffusion_lens.model.noise import PlainLogits, Uniform, UniformBound
+    from diffusion_lens.model.noise import PlainLogits, Uniform, uniform_bound
 
     noise, generator = Uniform(40), torch.Generator().manual_seed(0)
     output, clean, present = torch.randn(9, 40, generator=generator), TEXT[0], TEXT[1]
-    bound = UniformBound(PlainLogits(noise), noise)(output, clean, present, torch.full((9,), t), torch.full((9,), 1.0))
+    bound = uniform_bound(PlainLogits(noise), output, clean, present, torch.full((9,), t), torch.full((9,), 1.0))
     alpha = max(1 - t, 1e-8)
     true = 40 * alpha * torch.nn.functional.one_hot(clean, 40).double() + 1 - alpha
     model = 40 * alpha * output.double().softmax(dim=-1) + 1 - alpha

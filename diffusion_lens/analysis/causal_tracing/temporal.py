@@ -49,7 +49,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.attention import LayerKeyValues
-from diffusion_lens.model.hooking import loop_is_hooked
+from diffusion_lens.model.hook_points import anything_listens
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
@@ -150,7 +150,7 @@ def temporal_effect(
     shape = len(selected_steps), len(positions), len(layers), settings.rows, len(run.query.answer_tokens)
     grid = _Grid(run, settings, positions, layers, max_bytes, torch.full(shape, torch.nan))
     with tqdm(total=len(selected_steps), desc="temporal effect", unit="step", disable=not progress) as bar:
-        if model.is_hooked or loop_is_hooked(model):
+        if anything_listens(model):
             # Hooks may act by row of the batch and see every step, so each branch is a run of its own.
             grid.fill_by_replays(corrupted, selected_steps, bar)
         else:

@@ -345,7 +345,7 @@ def _turned(reading: CanvasReading, at: CanvasBatch) -> Float[Tensor, "fact laye
     if model.positions.learned:
         return torch.stack(reading.scores, dim=1).float() * torch.nan
 
-    def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
         return norm.without_hooks(x) if isinstance(norm, Norm) else x
 
     at_rows, at_sources = at.rows[:, None], at.sources[:, None]

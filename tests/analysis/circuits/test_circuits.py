@@ -23,7 +23,7 @@ from diffusion_lens.analysis.circuits import (
 from diffusion_lens.analysis.circuits.graph import Graph
 from diffusion_lens.data import toy_facts
 
-# One model of each readout and each noise, one with experts, and one that attends by blocks and is told the time.
+# One model of each readout and each noise, one with experts, and one that attends by blocks with time conditioning.
 a_few_kinds = pytest.mark.parametrize("every", ["lit_gpt-mdm", "llama", "uniform", "llada_moe", "bd3lm"], indirect=True)
 
 

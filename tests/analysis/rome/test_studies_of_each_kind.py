@@ -1,4 +1,4 @@
-"""Studies of keys, values and edits on models of each kind: blocks, uniform noise, a time to be told, experts."""
+"""Studies of keys, values and edits on models of each kind: blocks, uniform noise, time conditioning, experts."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -35,7 +35,7 @@ ON_CANVAS = dict(length=LENGTH, first_tokens=2)
 
 @pytest.fixture(params=KINDS)
 def kind(request, in_words):
-    """A model of each kind, told a time if it reads one."""
+    """A model of each kind, at a time if it is conditioned on one."""
     model = in_words(request.param)
     moments_of(model)
     with model.at_time(0.6) if model.cfg.time_conditioning else nullcontext():
