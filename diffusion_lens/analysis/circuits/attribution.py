@@ -49,7 +49,7 @@ from diffusion_lens.model.hook_points import is_hooked, listens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
-from diffusion_lens.settings import Whole, at_least, whole_number
+from diffusion_lens.settings import Whole, at_least, one_of, whole_number
 
 _TENSORS = ("scores", "clean", "corrupted")
 
@@ -322,8 +322,7 @@ class IntegrationPath:
 
     def __post_init__(self) -> None:
         vars(self)["n_runs"] = at_least(1, "ig_steps", self.n_runs)
-        if self.kind not in ("inputs", "nodes"):
-            raise ValueError(f"path={self.kind!r}; it must be 'inputs' or 'nodes'")
+        one_of("inputs", "nodes")("path", self.kind)
 
     def runs(self, points: Mapping[str, range]) -> Iterator["MovedRun"]:
         """The runs for these writers."""
