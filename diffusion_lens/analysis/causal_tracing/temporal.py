@@ -27,8 +27,8 @@ from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
 from diffusion_lens.analysis.causal_tracing.shared_canvases import (
     CanvasRuns,
     StepCanvas,
-    can_share_beginnings,
     run_canvases,
+    run_together,
 )
 from diffusion_lens.analysis.causal_tracing.trace import RestoredRuns
 from diffusion_lens.analysis.causal_tracing.trajectory import (
@@ -194,24 +194,20 @@ class _Grid:
             numbers[steps.index(step), self._on_canvas(step)] = torch.arange(len(corrupted))
             bar.update()
         restored_steps = [RestoredStep.of(run, corrupted, step) for step in revealing]
-        shares = can_share_beginnings(run) and restored_steps
-        bundles = [restored_steps] if shares else [[each] for each in restored_steps]
         # The logits of cells are completed by those of the corrupted runs, and guided.
         budget = self.max_bytes, run.proposal_bytes(copies=3)
-        for bundle in bundles:
-            canvases = [each.canvas for each in bundle]
-            for runs in run_canvases(run, canvases, self.settings, self.layers, budget):
-                members = bundle[runs.first : runs.first + len(runs.canvases)]
-                on_canvas = [self._on_canvas(each.step) for each in members]
+        for together in run_together(run, restored_steps):
+            for runs in run_canvases(run, together, self.settings, self.layers, budget):
+                on_canvas = [self._on_canvas(each.step) for each in runs.members]
                 cells = runs.cells([[self.positions[i] for i in chosen] for chosen in on_canvas])
-                unchanged = torch.arange(len(corrupted), dtype=torch.float64)[:, None].repeat(1, len(members))
-                begin = begin_branches(branches, members, runs, unchanged)
+                unchanged = torch.arange(len(corrupted), dtype=torch.float64)[:, None].repeat(1, len(runs.members))
+                begin = begin_branches(branches, runs, unchanged)
                 of_cells = dict(zip(cells, runs.restored.grid(cells, begin, unchanged), strict=True))
-                for i, (each, places, chosen) in enumerate(zip(members, runs.places, on_canvas, strict=True)):
+                for i, (each, places, chosen) in enumerate(zip(runs.members, runs.places, on_canvas, strict=True)):
                     for at in chosen:
                         of_cell = of_cells[places[self.positions[at]]][..., i]
                         numbers[steps.index(each.step), at] = of_cell.long()
-                        bar.update(len(members))
+                        bar.update(len(runs.members))
                 if run.model.cfg.is_autoregressive:
                     branches.finish(runs.restored.corrupted)
                 del runs, begin  # their activations are freed before the next runs
@@ -457,15 +453,15 @@ class RestoredStep:
 
 
 def begin_branches(
-    branches: Branches, steps: Sequence[RestoredStep], runs: CanvasRuns, unchanged: Float[Tensor, "sample step"]
+    branches: Branches, runs: CanvasRuns[RestoredStep], unchanged: Float[Tensor, "sample step"]
 ) -> Measure:
-    """The function that begins a branch for each sample of each cell at each of these steps, which share runs, and
-    returns their numbers, Float[cell sample step]; `unchanged` are those of the corrupted runs."""
+    """The function that begins a branch for each sample of each cell at each step of the runs, and returns their
+    numbers, Float[cell sample step]; `unchanged` are those of the corrupted runs."""
 
     def begin(logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]) -> Tensor:
         numbers = unchanged.repeat(len(logits) // len(unchanged), 1, 1)
         index = {column: i for i, column in enumerate(computed.tolist())}
-        for i, (step, columns) in enumerate(zip(steps, runs.columns, strict=True)):
+        for i, (step, columns) in enumerate(zip(runs.members, runs.columns, strict=True)):
             changed = [at for at, column in enumerate(columns) if column in index]
             if not changed:
                 continue
