@@ -7,7 +7,7 @@ and a cell is computed once for all canvases that contain its position.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -58,6 +58,7 @@ class StepCanvas:
         return clean[:, :stop], corrupted[:, :stop]
 
 
+@runtime_checkable
 class HasCanvas(Protocol):
     """What is read on a canvas."""
 
