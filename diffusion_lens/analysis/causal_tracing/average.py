@@ -328,7 +328,8 @@ def plan(model: DiffusionTransformer, facts: Sequence[Fact], settings: AverageSe
     settings.rule.check_ids([*queries, *usable.set_aside])
 
     # 3. Measure the noise. Sort by id so that the result is bit-identical for any order of the facts.
-    settings = settings.with_noise(model, [queries[fact_id] for fact_id in sorted(queries)])
+    if settings.noise is None:
+        settings = settings.with_noise(model, [queries[fact_id] for fact_id in sorted(queries)])
     settings.hooks(model, next(iter(queries.values())))  # refuses a corruption that this model cannot have
 
     # 4. Plan one trace per fact.
