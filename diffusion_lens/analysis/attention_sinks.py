@@ -36,10 +36,9 @@ from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer, origins_of
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, texts_of
-from diffusion_lens.settings import Whole, not_negative, pick_indices
+from diffusion_lens.settings import Whole, not_negative, one_of, pick_indices
 
 KINDS = ("masked", "special", "prompt", "written")
-HEADS = ("each", "mean")
 # 4 + 8 + 8 + 1 + 1 of the result, and 8 + 1 + 1 of the canvases to be read.
 _BYTES_OF_A_POSITION = 32
 
@@ -280,8 +279,7 @@ def attention_sinks(
     Raises:
         ValueError: A step or layer that does not exist, steps without a trajectory, or a budget that is too small.
     """
-    if heads not in HEADS:
-        raise ValueError(f"heads={heads!r}; it must be 'each' or 'mean'")
+    one_of("each", "mean")("heads", heads)
     epsilon = not_negative("threshold", threshold, "every position above the mean")
     given = Inputs.of(model, inputs, attention_mask=attention_mask)
     run, chosen, picked = given.trajectory, given.pick_steps(steps), pick_indices("layers", layers, model.cfg.n_layers)

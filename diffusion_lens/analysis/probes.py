@@ -53,10 +53,18 @@ from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
-from diffusion_lens.settings import Settings, Whole, at_least, plain_number, setting, suggest_keywords, whole_number
+from diffusion_lens.settings import (
+    Settings,
+    Whole,
+    at_least,
+    one_of,
+    plain_number,
+    setting,
+    suggest_keywords,
+    whole_number,
+)
 
 PARTS = ("train", "validation", "held_out")
-ROWS = ("position", "canvas")
 _CONSTANT = 1e-9  # Variance below this share of the mean square counts as none: it is rounding.
 _REGRESSION_MATRICES = 8  # d x d matrices in float64 that `_fit` computes from the sums.
 LinearFits = tuple[Tensor, Tensor]  # weights Float[d axis] and bias Float[axis] of a linear function for each target
@@ -231,8 +239,7 @@ def probe(
             number of units, a part of the split without a row, validation rows of one label only, a budget that is too
             small, or texts inside `model.at_time`.
     """
-    if rows not in ROWS:
-        raise ValueError(f"rows={rows!r}; it must be 'position' or 'canvas'")
+    one_of("position", "canvas")("rows", rows)
     chosen, settings = check_positions(positions), ridge or RidgeSettings()
     blocks = range(model.cfg.n_layers)
     names = readable_points(model, [resid_pre(0), *map(resid_post, blocks)] if names_filter is None else names_filter)

@@ -114,19 +114,6 @@ class SteeringVectors(PicturedResult, Saved):
                 )
         return {name: torch.cosine_similarity(self._flat(name), other._flat(name), dim=-1) for name in common}
 
-    def cosine_between_steps(self, name: str) -> Float[Tensor, "step step"]:
-        """Cosine of the vectors of one hook point at every pair of steps.
-
-        Raises:
-            ValueError: The vectors have no steps.
-        """
-        if self.steps is None:
-            raise ValueError("these vectors have no steps; compute them from trajectories, model.denoise(...)")
-        flat = self._flat(name)
-        unit = flat / flat.norm(dim=-1, keepdim=True)
-        cosines: Tensor = unit @ unit.mT
-        return cosines
-
     def hooks(
         self,
         scale: SupportsFloat = 1.0,

@@ -14,7 +14,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from html import escape
 from importlib.metadata import version
@@ -155,16 +155,20 @@ def open_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[st
 def split_fields(result: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a dataclass and its other fields; `as_dataclass` is the inverse.
 
-    Those of a mapping of tensors are named after field and key, and the record lists the keys in their order.
+    Those of a mapping of tensors are named after field and key, and the record lists the keys in their order; those of
+    a field that is a dataclass itself are named after both fields.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
-    for name, value in vars(result).items():
+    for name, value in ((field.name, getattr(result, field.name)) for field in fields(result)):
         if isinstance(value, Tensor):
             tensors[name] = value.contiguous()
         elif isinstance(value, dict) and value and all(isinstance(each, Tensor) for each in value.values()):
             tensors |= {f"{name}/{key}": each.contiguous() for key, each in value.items()}
             others[name] = list(value)
+        elif is_dataclass(value):
+            own_tensors, others[name] = split_fields(value)
+            tensors |= {f"{name}.{key}": each for key, each in own_tensors.items()}
         else:
             others[name] = value
     return tensors, others
@@ -177,6 +181,11 @@ def as_dataclass(result_type: type[D], saved: Mapping[str, Any]) -> D:
         if field.type == dict[str, Tensor]:  # Earlier versions list the keys as the `names` of the record.
             keys = saved.get(field.name) or saved["record"]["names"]
             given[field.name] = {key: saved[f"{field.name}/{key}"] for key in keys}
+        elif nested := next(filter(is_dataclass, (field.type, *get_args(field.type))), None):
+            value, prefix = saved.get(field.name), f"{field.name}."
+            own = {name.removeprefix(prefix): each for name, each in saved.items() if name.startswith(prefix)}
+            is_saved = own or isinstance(value, Mapping)
+            given[field.name] = as_dataclass(cast(Any, nested), {**(value or {}), **own}) if is_saved else value
         elif field.name in saved:
             value, kind = saved[field.name], get_origin(field.type)
             if kind is dict and get_args(field.type)[0] is int:

@@ -226,8 +226,7 @@ def test_pictures_say_how_many_facts_and_by_which_rule(tiny, whole):
     assert labels[0].startswith(f"{-whole.offsets[0]} step")
     last = whole.roles.index("subject_last")
     np.testing.assert_array_equal(ax.images[0].get_array(), whole.aie[:, last].numpy())
-    curves = whole.plot_at(-1)
-    assert "1 step before" in curves.get_title()
+    curves = whole.at(-1).plot()
     drawn = {line.get_label(): line for line in curves.get_lines()}
     column = whole.offsets.index(-1)
     np.testing.assert_allclose(drawn["subject_last"].get_ydata(), whole.aie[column, last])

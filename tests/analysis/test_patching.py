@@ -455,9 +455,9 @@ def test_plots_of_heads_and_of_layers(either, runs):
 
 
 BAD_SETTINGS = [
-    (dict(sites="resid_prae"), "unknown site 'resid_prae', nearest is resid_pre"),
+    (dict(sites="resid_prae"), "site='resid_prae' is unknown, nearest is resid_pre"),
     (dict(sites=[]), "no site was given; they are resid_pre"),
-    (dict(method="gradient"), "unknown method 'gradient'; it must be one of exact, attribution"),
+    (dict(method="gradient"), "method='gradient' is unknown; it must be one of exact, attribution"),
     (dict(positions="every"), "positions='every'; it must be None"),
     (dict(positions=[4]), r"positions in the clean run=\[4\]; give numbers from 0 to 2, or negative"),
     (dict(positions=[(0, -4)]), r"positions in the corrupted run=\[-4\]; give numbers from 0 to 2"),

@@ -375,14 +375,6 @@ class AverageTrajectoryEffect(FactAverage):
             ax=ax,
         )
 
-    def plot_at(self, offset: int, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """The AIE of one step over layers: a curve with its interval for each role that occurs."""
-        self._require_facts()
-        average = self.at(offset)
-        counts = f"{len(average.ids)} of them have this step, average total effect {average.ate:.2f}"
-        default = f"{shown_model(self.record)}, {_step_label(offset)}: {self.rule}\n{counts}"
-        return average.plot(level, ax=ax, title=title or default)
-
 
 @dataclass(frozen=True)
 class Known:

@@ -7,6 +7,7 @@ and a cell is computed once for all canvases that contain its position.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -22,12 +23,18 @@ from diffusion_lens.model.packing import TextTree
 CanvasPair = tuple[Int[Tensor, "1 pos"], Int[Tensor, "sample pos"]]
 
 
-def can_share_beginnings(run: TracedTrajectory) -> bool:
-    """Whether the canvases of a run can be a tree: the network reads them alike at every step, without hooks."""
+M = TypeVar("M", bound="HasCanvas")
+T = TypeVar("T")
+
+
+def run_together(run: TracedTrajectory, steps: Sequence[T]) -> list[Sequence[T]]:
+    """The steps whose canvases are run together: all, as a tree, if the network reads the canvases of the run alike at
+    every step and without hooks; otherwise each alone."""
     model, size = run.model, run.model.cfg.block_size
     by_text = size is not None and size < run.n_pos and not model.cfg.counts_from_prompt
     same_network = not (model.is_hooked or model.cfg.time_conditioning or model.head.needs_canvas)
-    return by_text and same_network and not model.positions.learned
+    is_tree = by_text and same_network and not model.positions.learned
+    return [steps] if steps and is_tree else [[step] for step in steps]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,28 +58,35 @@ class StepCanvas:
         return clean[:, :stop], corrupted[:, :stop]
 
 
+@runtime_checkable
+class HasCanvas(Protocol):
+    """What is read on a canvas."""
+
+    @property
+    def canvas(self) -> StepCanvas: ...
+
+
 @dataclass(frozen=True, eq=False)
-class CanvasRuns:
+class CanvasRuns(Generic[M]):
     """The clean and the corrupted run of one canvas, or of several that share their beginnings.
 
     Attributes:
-        first: Index of the first of these canvases among all.
+        members: What is read on each canvas.
         places: The place in the row of each position of each canvas.
         columns: The column of each row of each canvas among all that are read.
     """
 
-    first: int
-    canvases: Sequence[StepCanvas]
+    members: Sequence[M]
     places: Sequence[Sequence[int]]
     columns: Sequence[Sequence[int]]
     restored: RestoredRuns
 
     @property
-    def read(self) -> list[tuple[int, int]]:
-        """For each column, a canvas that reads it, and the index among the rows of this canvas."""
+    def read(self) -> list[tuple[M, int]]:
+        """For each column, a member that reads it, and the index among the rows of its canvas."""
         found = {
-            column: (canvas, index)
-            for canvas, columns in enumerate(self.columns)
+            column: (member, index)
+            for member, columns in zip(self.members, self.columns, strict=True)
             for index, column in enumerate(columns)
         }
         return [found[column] for column in sorted(found)]
@@ -85,17 +99,16 @@ class CanvasRuns:
 
 def run_canvases(
     run: TracedTrajectory,
-    canvases: Sequence[StepCanvas],
+    members: Sequence[M],
     settings: TraceSettings,
     layers: Sequence[int],
     budget: tuple[int, int],
-    first: int = 0,
-) -> Iterator[CanvasRuns]:
-    """Compute the clean and the corrupted run of these canvases, in as few trees as fit into the budget: memory to use
-    in addition to the weights, and bytes that a row takes at least, after its pass. `first` is the index of the first
-    canvas among all; there are several only if they `can_share_beginnings`."""
+) -> Iterator[CanvasRuns[M]]:
+    """Compute the clean and the corrupted run of canvases that `run_together`, in as few trees as fit into the budget:
+    memory to use in addition to the weights, and bytes that a row takes at least, after its pass."""
     # 1. The inputs of both runs: of one canvas, or of a tree of several.
     model, subject = run.model, run.query.subject
+    canvases = [member.canvas for member in members]
     tree, fits = None, True
     if len(canvases) == 1:
         clean, corrupted = canvases[0].seen(run)
@@ -126,8 +139,8 @@ def run_canvases(
             raise
     if restored is None:
         half = len(canvases) // 2
-        yield from run_canvases(run, canvases[:half], settings, layers, budget, first)
-        yield from run_canvases(run, canvases[half:], settings, layers, budget, first + half)
+        yield from run_canvases(run, members[:half], settings, layers, budget)
+        yield from run_canvases(run, members[half:], settings, layers, budget)
         return
     columns = [[rows.index(place) for place in of_canvas] for of_canvas in by_canvas]
-    yield CanvasRuns(first, canvases, places, columns, restored)
+    yield CanvasRuns(members, places, columns, restored)

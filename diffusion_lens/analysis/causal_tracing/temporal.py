@@ -27,8 +27,8 @@ from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
 from diffusion_lens.analysis.causal_tracing.shared_canvases import (
     CanvasRuns,
     StepCanvas,
-    can_share_beginnings,
     run_canvases,
+    run_together,
 )
 from diffusion_lens.analysis.causal_tracing.trace import RestoredRuns
 from diffusion_lens.analysis.causal_tracing.trajectory import (
@@ -39,6 +39,7 @@ from diffusion_lens.analysis.causal_tracing.trajectory import (
 )
 from diffusion_lens.analysis.engine.answer import guided_copies
 from diffusion_lens.analysis.engine.batching import in_batches, rows_at_once
+from diffusion_lens.analysis.engine.cells import Measure
 from diffusion_lens.analysis.engine.kept_run import KeptRun, NetworkInput, keys_and_values
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, check_steps
 from diffusion_lens.denoising.canvas import Canvas
@@ -193,26 +194,23 @@ class _Grid:
             numbers[steps.index(step), self._on_canvas(step)] = torch.arange(len(corrupted))
             bar.update()
         restored_steps = [RestoredStep.of(run, corrupted, step) for step in revealing]
-        shares = can_share_beginnings(run)
-        bundles = [restored_steps] if shares and restored_steps else [[each] for each in restored_steps]
         # The logits of cells are completed by those of the corrupted runs, and guided.
         budget = self.max_bytes, run.proposal_bytes(copies=3)
-        for bundle in bundles:
-            canvases = [each.canvas for each in bundle]
-            for runs in run_canvases(run, canvases, self.settings, self.layers, budget):
-                members = bundle[runs.first : runs.first + len(runs.canvases)]
-                on_canvas = [self._on_canvas(each.step) for each in members]
+        for together in run_together(run, restored_steps):
+            for runs in run_canvases(run, together, self.settings, self.layers, budget):
+                on_canvas = [self._on_canvas(each.step) for each in runs.members]
                 cells = runs.cells([[self.positions[i] for i in chosen] for chosen in on_canvas])
-                begun = BegunBranches(branches, members, runs)
-                of_cells = dict(zip(cells, runs.restored.grid(cells, begun.measure, begun.unchanged), strict=True))
-                for i, (each, places, chosen) in enumerate(zip(members, runs.places, on_canvas, strict=True)):
+                unchanged = torch.arange(len(corrupted), dtype=torch.float64)[:, None].repeat(1, len(runs.members))
+                begin = begin_branches(branches, runs, unchanged)
+                of_cells = dict(zip(cells, runs.restored.grid(cells, begin, unchanged), strict=True))
+                for i, (each, places, chosen) in enumerate(zip(runs.members, runs.places, on_canvas, strict=True)):
                     for at in chosen:
                         of_cell = of_cells[places[self.positions[at]]][..., i]
                         numbers[steps.index(each.step), at] = of_cell.long()
-                        bar.update(len(members))
+                        bar.update(len(runs.members))
                 if run.model.cfg.is_autoregressive:
                     branches.finish(runs.restored.corrupted)
-                del runs, begun  # their activations are freed before the next runs
+                del runs, begin  # their activations are freed before the next runs
         branches.finish()
         reached = numbers >= 0
         texts = branches.texts(numbers[reached].tolist())[:, list(run.query.answer_positions)].cpu()
@@ -454,33 +452,23 @@ class RestoredStep:
         return guided_copies(logits, self.unconditional, self.scale, len(self.unconditional))
 
 
-@dataclass(frozen=True, eq=False)
-class BegunBranches:
-    """The branches of cells whose steps share runs, each by its number in `Branches`."""
+def begin_branches(
+    branches: Branches, runs: CanvasRuns[RestoredStep], unchanged: Float[Tensor, "sample step"]
+) -> Measure:
+    """The function that begins a branch for each sample of each cell at each step of the runs, and returns their
+    numbers, Float[cell sample step]; `unchanged` are those of the corrupted runs."""
 
-    branches: Branches
-    steps: Sequence[RestoredStep]
-    runs: CanvasRuns
-
-    @property
-    def unchanged(self) -> Float[Tensor, "sample step"]:
-        """The numbers without a restored state, those of the corrupted runs."""
-        samples = torch.arange(self.runs.restored.samples, dtype=torch.float64)
-        return samples[:, None].repeat(1, len(self.steps))
-
-    def measure(
-        self, logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]
-    ) -> Float[Tensor, "cell sample step"]:
-        """For each cell, sample and step, the number of the branch that begins with these logits."""
-        n_samples, corrupted = self.runs.restored.samples, self.runs.restored.corrupted.logits
-        numbers = self.unchanged.repeat(len(logits) // n_samples, 1, 1)
+    def begin(logits: Float[Tensor, "batch selected d_vocab_out"], computed: Int[Tensor, "selected"]) -> Tensor:
+        numbers = unchanged.repeat(len(logits) // len(unchanged), 1, 1)
         index = {column: i for i, column in enumerate(computed.tolist())}
-        for i, (step, columns) in enumerate(zip(self.steps, self.runs.columns, strict=True)):
+        for i, (step, columns) in enumerate(zip(runs.members, runs.columns, strict=True)):
             changed = [at for at, column in enumerate(columns) if column in index]
             if not changed:
                 continue
-            of_step = corrupted[:, list(columns)].repeat(len(numbers), 1, 1)
+            of_step = runs.restored.corrupted.logits[:, list(columns)].repeat(len(numbers), 1, 1)
             of_step[:, changed] = logits[:, [index[columns[at]] for at in changed]]
-            begun = self.branches.begin(step.step, step.guided(of_step), step.positions)
-            numbers[:, :, i] = torch.tensor(begun, dtype=numbers.dtype).view(-1, n_samples)
+            begun = branches.begin(step.step, step.guided(of_step), step.positions)
+            numbers[:, :, i] = torch.tensor(begun, dtype=numbers.dtype).view(-1, len(unchanged))
         return numbers
+
+    return begin

@@ -31,8 +31,8 @@ from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
 from diffusion_lens.analysis.causal_tracing.shared_canvases import (
     CanvasRuns,
     StepCanvas,
-    can_share_beginnings,
     run_canvases,
+    run_together,
 )
 from diffusion_lens.analysis.causal_tracing.trace import AnswerRuns, CausalTrace, record_of_trace
 from diffusion_lens.analysis.engine.answer import Answer
@@ -224,17 +224,15 @@ def trace_trajectory(
         told = run.trajectory.state_at(step).sigma if model.cfg.time_conditioning else None
         seen = (told, *run.seen(run.canvas(step)[None])[0].tolist())
         groups.setdefault(seen if can_share else step, []).append(step)
-    bundles = [list(groups.values())] if can_share_beginnings(run) else [[members] for members in groups.values()]
 
     # 3. Score every cell of each canvas.
     traced: dict[int, ScoredStep] = {}
     with tqdm(total=len(groups), desc=f"trace {settings.kind}", unit="canvas", disable=not progress) as bar:
-        for bundle in bundles:
-            canvases = [AnswerCanvas.of(run, members, free, settings.rows) for members in bundle]
-            inputs = [each.canvas for each in canvases]
-            for runs in run_canvases(run, inputs, settings, layers, (max_bytes, 0)):
-                traced |= scored_steps(run, runs, canvases[runs.first :], positions, free)
-                bar.update(len(runs.canvases))
+        for together in run_together(run, list(groups.values())):
+            canvases = [AnswerCanvas.of(run, members, free, settings.rows) for members in together]
+            for runs in run_canvases(run, canvases, settings, layers, (max_bytes, 0)):
+                traced |= scored_steps(run, runs, positions, free)
+                bar.update(len(runs.members))
                 del runs  # their activations are freed before the next runs
 
     # 4. Average over the samples.
@@ -342,18 +340,14 @@ class ScoredStep(NamedTuple):
 
 
 def scored_steps(
-    run: TracedTrajectory,
-    runs: CanvasRuns,
-    canvases: Sequence[AnswerCanvas],
-    positions: Sequence[int],
-    free: Trajectory | None,
+    run: TracedTrajectory, runs: CanvasRuns[AnswerCanvas], positions: Sequence[int], free: Trajectory | None
 ) -> dict[int, ScoredStep]:
-    """The probabilities of the canvases of `runs`, the first of `canvases`, at each of their steps."""
+    """The probabilities of the canvases of `runs`, at each of their steps."""
     # 1. Score the cells of all canvases.
-    canvases = canvases[: len(runs.canvases)]
+    canvases = runs.members
     on_canvas = {step: set(run.on_canvas(step)) for each in canvases for step in each.steps}
     reached = [[pos for pos in positions if any(pos in on_canvas[step] for step in each.steps)] for each in canvases]
-    tokens = [(canvases[index], canvases[index].open_tokens[row]) for index, row in runs.read]
+    tokens = [(canvas, canvas.open_tokens[row]) for canvas, row in runs.read]
     answers = AnswerRuns(
         runs.restored,
         clean_answer=_joined([(each.clean_answer, token) for each, token in tokens]),

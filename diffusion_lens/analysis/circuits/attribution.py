@@ -29,8 +29,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -49,8 +48,8 @@ from diffusion_lens.hooks.names import Hook, shared_out
 from diffusion_lens.model.hook_points import is_hooked, listens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import PicturedResult, Table, as_dataclass, load_result, provenance, save_result
-from diffusion_lens.settings import Whole, at_least, whole_number
+from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
+from diffusion_lens.settings import Whole, at_least, one_of, whole_number
 
 _TENSORS = ("scores", "clean", "corrupted")
 
@@ -58,7 +57,7 @@ S = TypeVar("S", bound="AttributionScores")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttributionScores(PicturedResult):
+class AttributionScores(PicturedResult, Saved):
     """What the scores of edges and of nodes have in common."""
 
     scores: Float[Tensor, "*rest"]
@@ -66,8 +65,6 @@ class AttributionScores(PicturedResult):
     corrupted: Float[Tensor, "*step"]
     graph: Graph
     record: dict[str, Any]
-
-    KIND: ClassVar[str]
 
     @property
     def writers(self) -> tuple[str, ...]:
@@ -83,17 +80,6 @@ class AttributionScores(PicturedResult):
         parts = {name: getattr(self, name)[index] for name in _TENSORS}
         tokens = {name: [self.record[name][index]] for name in ("clean_tokens", "corrupted_tokens")}
         return replace(self, **parts, record={**self.record, **tokens, "steps": None, "step": step})
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        return save_result(path, self.KIND, tensors, {"graph": asdict(self.graph), "record": self.record})
-
-    @classmethod
-    def load(cls: type[S], path: str | Path) -> S:
-        """Read what `save` wrote."""
-        tensors, record = load_result(path, cls.KIND)
-        return as_dataclass(cls, {**tensors, **record, "graph": Graph(**record["graph"])})
 
     def _picture(self) -> Any:
         """The first step, where there are several."""
@@ -336,8 +322,7 @@ class IntegrationPath:
 
     def __post_init__(self) -> None:
         vars(self)["n_runs"] = at_least(1, "ig_steps", self.n_runs)
-        if self.kind not in ("inputs", "nodes"):
-            raise ValueError(f"path={self.kind!r}; it must be 'inputs' or 'nodes'")
+        one_of("inputs", "nodes")("path", self.kind)
 
     def runs(self, points: Mapping[str, range]) -> Iterator["MovedRun"]:
         """The runs for these writers."""

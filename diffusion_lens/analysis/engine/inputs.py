@@ -34,7 +34,7 @@ from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
-from diffusion_lens.settings import Whole, pick_indices, whole_numbers
+from diffusion_lens.settings import Whole, one_of, pick_indices, whole_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -390,8 +390,7 @@ class Inputs:
 
     def at(self, step: int | None, branch: str = "conditional") -> Iterator[ForwardPass]:
         """The passes of one step in a branch of guidance, or without trajectories, all passes."""
-        if branch not in ("conditional", "unconditional"):
-            raise ValueError(f"branch={branch!r}; it must be 'conditional' or 'unconditional'")
+        one_of("conditional", "unconditional")("branch", branch)
         if branch == "unconditional" and not (
             self.trajectories and all(run.record["cfg_scale"] for run in self.trajectories)
         ):

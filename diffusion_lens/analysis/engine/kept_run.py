@@ -108,15 +108,11 @@ class NetworkInput:
         cfg = self.model.cfg.sizes
         return self.n_rows * self.n_pos * cfg.d_model * cfg.dtype.itemsize
 
-    @property
-    def logits_bytes(self) -> int:
-        """Bytes of the logits that are read."""
-        cfg = self.model.cfg
-        return self.n_rows * len(self.read_rows) * cfg.d_vocab_out * cfg.dtype.itemsize
-
     def kept_bytes(self, n_streams: int) -> int:
         """Bytes of so many residual streams, and of the logits that are read."""
-        return n_streams * self.stream_bytes + self.logits_bytes
+        cfg = self.model.cfg.sizes
+        by_row = n_streams * self.n_pos * cfg.d_model + len(self.read_rows) * cfg.d_vocab_out
+        return self.n_rows * by_row * cfg.dtype.itemsize
 
     def stored_bytes(self, names: Iterable[str]) -> int:
         """Bytes of the activations at these hook points of the network."""

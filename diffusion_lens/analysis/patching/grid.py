@@ -40,7 +40,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import Whole, at_least, pick_indices, whole_numbers
+from diffusion_lens.settings import Whole, at_least, one_of, pick_indices, whole_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +55,7 @@ class PatchSettings:
     check: int
 
     def __post_init__(self) -> None:
-        if self.method not in ("exact", "attribution"):
-            raise ValueError(f"unknown method {self.method!r}; it must be one of exact, attribution")
+        one_of("exact", "attribution")("method", self.method)
         if self.heads is not None and not any(site.heads for site in self.sites):
             raise ValueError(f"heads={self.heads}, but {', '.join(site.name for site in self.sites)} has no heads")
 

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -12,10 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffusion_lens import plots
-from diffusion_lens.records.results import PicturedResult, Table, as_dataclass, load_result, save_result, shaped
+from diffusion_lens.records.results import PicturedResult, Saved, Table, shaped
 
-_TENSORS = ("scores", "clean", "corrupted")
-_ERROR_TENSORS = ("cells", "estimated", "exact")
 _TITLE = "Effect of patching a clean state"
 
 
@@ -64,7 +61,7 @@ class EstimateError:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PatchGrid(PicturedResult):
+class PatchGrid(PicturedResult, Saved):
     """The scores of one site.
 
     Columns of the data frame: those of step, layer, pos and head that are axes of the grid, score, effect; with pos
@@ -89,6 +86,8 @@ class PatchGrid(PicturedResult):
             corrupted canvases.
     """
 
+    KIND: ClassVar[str] = "patch grid"
+
     scores: Float[Tensor, "*rest"]
     axes: tuple[str, ...]
     site: str
@@ -104,21 +103,6 @@ class PatchGrid(PicturedResult):
         """Change of the metric by the patch: scores - corrupted."""
         n_cell_axes = self.scores.dim() - self.corrupted.dim()
         return self.scores - self.corrupted.view(*self.corrupted.shape, *[1] * n_cell_axes)
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        if self.error is not None:
-            tensors |= {f"error.{name}": getattr(self.error, name) for name in _ERROR_TENSORS}
-        record = {name: value for name, value in vars(self).items() if name not in (*_TENSORS, "error")}
-        return save_result(path, "patch grid", tensors, record)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "PatchGrid":
-        """Read what `save` wrote."""
-        tensors, record = load_result(path, "patch grid")
-        error = {name.removeprefix("error."): tensors.pop(name) for name in list(tensors) if name.startswith("error.")}
-        return as_dataclass(cls, {**tensors, **record, "error": EstimateError(**error) if error else None})
 
     def plot(
         self,

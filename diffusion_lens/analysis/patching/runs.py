@@ -146,7 +146,7 @@ def cell_budgets(
     of each, or for the backward pass of "attribution"."""
     given = corrupted.input
     points, names = _stored_points(given.past_points, sweeps, method)
-    kept_bytes = clean.input.stored_bytes(points) + given.stored_bytes(names) + given.logits_bytes
+    kept_bytes = clean.input.stored_bytes(points) + given.stored_bytes(names) + given.kept_bytes(0)
     kept_bytes += given.stored_bytes(points) if method == "attribution" else 0  # gradients
     kept_bytes += given.stream_bytes * max(len(s.layers) * s.site.moves_to_block_end for s in sweeps)
     budgets = {s.site.name: CellBudget.of(given, kept_bytes, max_bytes, explicit=s.site.heads_first) for s in sweeps}

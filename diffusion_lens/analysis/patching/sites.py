@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from diffusion_lens.hooks.names import nearest
 from diffusion_lens.model.config import DiffusionConfig
-from diffusion_lens.settings import Whole, pick_indices
+from diffusion_lens.settings import Whole, one_of, pick_indices
 
 PositionOrPair = Whole | tuple[Whole, Whole]
 CellPositions = str | Iterable[PositionOrPair | list[Whole] | list[tuple[Whole, Whole]]] | None
@@ -148,15 +147,10 @@ class Sweep:
 
 def resolve_sites(sites: str | Sequence[str]) -> list[Site]:
     """The sites of these names."""
-    names, known = [sites] if isinstance(sites, str) else list(sites), ", ".join(PATCH_SITES)
+    names, check = [sites] if isinstance(sites, str) else list(sites), one_of(*PATCH_SITES)
     if not names:
-        raise ValueError(f"no site was given; they are {known}")
-    for name in names:
-        if name not in PATCH_SITES:
-            raise ValueError(
-                f"unknown site {name!r}, nearest is {nearest(name, PATCH_SITES, 1)}; it must be one of {known}"
-            )
-    return [PATCH_SITES[name] for name in names]
+        raise ValueError(f"no site was given; they are {', '.join(PATCH_SITES)}")
+    return [PATCH_SITES[check("site", name)] for name in names]
 
 
 def resolve_groups(positions: CellPositions, n_clean: int, n_corrupted: int) -> list[PositionPairs]:

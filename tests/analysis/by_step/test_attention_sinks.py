@@ -208,7 +208,7 @@ def test_saved_sinks_are_read_back(small, tmp_path):
 def test_what_does_not_fit_is_refused(small):
     run = small.denoise(PROMPTS, max_new_tokens=2, **({"steps": 2} if small.cfg.has_mask else {}))
     for inputs, settings, message in (
-        (run, {"heads": "all"}, "it must be 'each' or 'mean'"),
+        (run, {"heads": "all"}, "heads='all' is unknown; it must be one of each, mean"),
         (run, {"threshold": -1}, "threshold=-1"),
         (run, {"layers": [7]}, "layers="),
         (run, {"steps": [5]}, r"steps=\[5\]; give numbers from 0 to 1"),

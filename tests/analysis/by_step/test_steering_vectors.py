@@ -220,9 +220,6 @@ def test_cosines_and_norms(small):
     vectors = difference_of_means(small, *runs, NAME)
     opposite = difference_of_means(small, *runs[::-1], NAME)
     assert_close(vectors.cosine(opposite)[NAME], -torch.ones(4))
-    between = vectors.cosine_between_steps(NAME)
-    assert_close(between.diag(), torch.ones(4))
-    assert_close(between[0, 2], torch.cosine_similarity(vectors[NAME][0], vectors[NAME][2], dim=0))
     assert_close(vectors.norm[NAME][1], vectors[NAME][1].norm())
     with pytest.raises(ValueError, match="compare vectors of the same steps"):
         vectors.cosine(difference_of_means(small, *runs, NAME, steps=[0]))
@@ -299,8 +296,6 @@ def test_what_does_not_fit_is_refused(small):
             vectors.hooks(**settings)
     with pytest.raises(KeyError, match="no vector of"):
         vectors.hooks(names=OTHER)
-    with pytest.raises(ValueError, match="have no steps"):
-        difference_of_means(small, "Gustav", "Tilda", NAME).cosine_between_steps(NAME)
 
 
 def test_by_step_calls_the_function_of_each_step():

@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_refused(small):
     texts = ["Gustav is", "Tilda is", "Ada is"]
     for inputs, settings, message in (
         (run, {}, "there are 2 texts .* at least 3"),
-        (texts, {"rows": "mean"}, "it must be 'position' or 'canvas'"),
+        (texts, {"rows": "mean"}, "rows='mean' is unknown; it must be one of position, canvas"),
         (texts, {"max_bytes": 1000}, r"the sums of 3 hook points take \d+,\d+ bytes"),
         (["Gustav [MASK]"] * 3, {}, r"text 0 contains \[MASK\]"),
         (texts, {"samples": 0}, "samples=0"),

@@ -193,7 +193,7 @@ def test_scores_come_back_from_their_file(either, tmp_path):
 def test_what_cannot_be_attributed_is_refused(either):
     model, tokens = either.model, either.tokens[:1, :6]
     refused = {
-        "path='embeddings'; it must be 'inputs' or 'nodes'": dict(path="embeddings"),
+        "path='embeddings' is unknown; it must be one of inputs, nodes": dict(path="embeddings"),
         "ig_steps=0; it must be at least 1": dict(ig_steps=0),
     }
     for message, options in refused.items():
