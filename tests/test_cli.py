@@ -447,14 +447,14 @@ def test_without_a_command_the_commands_are_shown() -> None:
 
 
 def test_the_demo_shows_the_reversal_curse_and_both_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an eighth of its people; the build of the site runs it on all."""
+    """On a sixteenth of its people; the build of the site runs it on all."""
     from matplotlib.image import imread
 
     average = analysis.average_indirect_effect
     monkeypatch.setattr(
         analysis,
         "average_indirect_effect",
-        lambda model, facts, *kind, **more: average(model, facts[::8], *kind, **more),
+        lambda model, facts, *kind, **more: average(model, facts[::16], *kind, **more),
     )
     with blank_figures(drawn="two_sites.png"):
         result = done("demo", "--out", str(tmp_path / "pictures"))
