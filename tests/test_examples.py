@@ -19,17 +19,24 @@ pytestmark = pytest.mark.usefixtures("undrawn_figures")
 EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py"))}
 # `make docs` runs every example for the gallery and fails where `check` does; these take longest.
 RUN_BY_THE_BUILD = {
+    "03_another_order",
     "04_steer_at_chosen_steps",
+    "05_your_own_hook",
+    "06_recall_by_steps",
     "07_trace_both_ways",
     "08_average_effect",
+    "09_patch_forward_into_reverse",
     "10_keys_and_values",
     "11_logit_lens_by_step",
     "12_sparse_dictionary",
     "13_probe_of_time",
+    "14_attention_sinks",
+    "15_circuits",
     "16_three_signatures",
     "17_one_layer",
     "18_two_sites",
     "19_edit_facts",
+    "20_kinds_of_diffusion",
     "reproduce_blog",
 }
 
@@ -62,7 +69,10 @@ def test_people_of_your_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     person, answers = ["Mondall Rorrick", "guard of Rurholm"], {"forward": "p(guard)", "reverse": "p(Mondall)"}
-    for name, quickly in (("07_trace_both_ways", ["--samples", "1"]), ("05_your_own_hook", [])):
+    for name, quickly in (
+        ("07_trace_both_ways", ["--samples", "1", "--length", "12"]),
+        ("05_your_own_hook", []),
+    ):
         load(name).main(["--model", "site-ar", "--person", *person, *quickly])
         printed = capsys.readouterr().out
         assert all(answer in printed for answer in answers.values())

@@ -69,16 +69,16 @@ def test_recall_shows_the_reversal_curse(
     shipped: HookedDiffusionTransformer, recorded: dict[str, Any], world: site_facts.SiteFacts
 ) -> None:
     require_recall(recorded["recall"], shipped.cfg.model_name)
-    some = measures.recall(shipped, replace(world, people=world.people[::9]))
+    some = measures.recall(shipped, replace(world, people=world.people[::12]))
     for cell, share in some.items():
-        # Another machine rounds differently, and a ninth of the people differs from all.
+        # Another machine rounds differently, and a twelfth of the people differs from all.
         assert share == pytest.approx(recorded["recall"][cell], abs=0.08), cell
 
 
 def test_traces_show_two_sites(shipped: HookedDiffusionTransformer, recorded: dict[str, Any], facts: Any) -> None:
     assert recorded["effects"]["facts"] == measures.N_TRACED
     require_two_sites(recorded["effects"], shipped.cfg.model_name)
-    require_two_sites(measures.effects(shipped, facts[:3]), shipped.cfg.model_name)
+    require_two_sites(measures.effects(shipped, facts[:2]), shipped.cfg.model_name)
 
 
 def test_v_star_brings_a_corrupted_fact_back(
@@ -137,6 +137,6 @@ def test_the_card_shows_every_recipe_world_and_seed_that_was_trained() -> None:
 def test_an_edit_changes_one_fact(
     shipped: HookedDiffusionTransformer, recorded: dict[str, Any], world: site_facts.SiteFacts, facts: Any
 ) -> None:
-    for edits in (recorded["edits"], measures.edits(shipped, world, facts[:3])):
+    for edits in (recorded["edits"], measures.edits(shipped, world, facts)):
         after = {group: score["after"] for group, score in edits.items()}
         assert min(after[group] for group in ("efficacy", "paraphrase", "neighbourhood", "shared_name")) >= 0.95

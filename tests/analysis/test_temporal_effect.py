@@ -87,11 +87,13 @@ def test_each_cell_of_a_network_with_times_or_experts_is_a_free_branch(in_words,
 
 
 @pytest.mark.parametrize(
-    ("tiny", "by_row"),
-    [("tiny-mdm", False), ("tiny-mdm", True), ("tiny-ar", False), ("tiny-block", False), ("tiny-uniform", False)],
+    ("tiny", "by_row", "severed"),
+    [
+        *[("tiny-mdm", False, "mlp"), ("tiny-mdm", True, "mlp"), ("tiny-mdm", True, "attn"), ("tiny-ar", False, "mlp")],
+        *[("tiny-ar", False, "attn"), ("tiny-block", False, "attn"), ("tiny-uniform", False, "mlp")],
+    ],
     indirect=["tiny", "by_row"],
 )
-@pytest.mark.parametrize("severed", ["mlp", "attn"])
 def test_severed_outputs_keep_their_corrupted_values(tiny, query, run, by_row, severed):
     """By ordinary hooks too: above the restored state, in its position and its step only."""
     run = denoised(tiny, query, cfg_scale=4.0) if by_row else run

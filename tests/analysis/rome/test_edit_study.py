@@ -97,7 +97,8 @@ def test_every_request_is_edited_as_alone(tiny, whole, moment):
     assert all(torch.equal(weight, weights[name]) for name, weight in tiny.state_dict().items())
 
 
-def test_the_table_by_hand(whole):
+@on_one_model
+def test_the_table_by_hand(tiny, whole):
     table = whole.table(level=0.9, seed=3)
     assert list(table) == GROUPS
     for group, score in table.items():
@@ -122,7 +123,8 @@ def test_the_table_by_hand(whole):
     assert list(whole.by_request("neighbourhood")) == [REQUESTS[i].id for i in (0, 1, 3, 4)]
 
 
-def test_the_harmonic_score_by_hand(whole):
+@on_one_model
+def test_the_harmonic_score_by_hand(tiny, whole):
     rng = np.random.RandomState(0)
     wins = torch.from_numpy(rng.rand(*whole.wins.shape)).float()
     random = replace(whole, wins=wins)
@@ -221,7 +223,8 @@ def test_saved_loaded_and_described(tiny, whole, moment, tmp_path):
     assert edit_study(tiny, REQUESTS[:1], replace(SETTINGS, layer=-3)).record["covariance"] is None
 
 
-def test_the_picture(whole):
+@on_one_model
+def test_the_picture(tiny, whole):
     ax = whole.plot()
     assert [label.get_text().replace("\n", "_") for label in ax.get_xticklabels()] == GROUPS
     table = whole.table()

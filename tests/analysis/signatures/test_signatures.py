@@ -114,8 +114,8 @@ def test_the_small_step_is_a_step_of_the_weights(every):
     assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
 
 
-def test_some_parameters_only_and_frozen_ones(every):
-    model, pairs = every.model, random_pairs(every.model)
+def test_some_parameters_only_and_frozen_ones(several):
+    model, pairs = several.model, random_pairs(several.model)
     whole, names = alignment_of(model), ["blocks.1.attn.k.weight", "embed.weight"]
     copied = copy.deepcopy(model).requires_grad_(False)
     copied.clock.time = model.clock.time

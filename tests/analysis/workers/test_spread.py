@@ -56,7 +56,7 @@ STUDIES: dict[str, Callable[..., Any]] = {
     "keys and values": lambda model, **more: key_value_study(model, FACTS, [0], search=SEARCH, batch_size=2, **more),
     "recall": lambda model, **more: recall_by_steps(model, FACTS, [1, 3], temperature=0.7, batch_size=2, **more),
     "signatures": lambda model, **more: reversal_signatures(
-        model, PEOPLE.taught_pairs(model)[:6], batch_size=2, **more
+        model, PEOPLE.taught_pairs(model)[:4], batch_size=2, **more
     ),
     "edits": lambda model, **more: edit_study(
         model, REQUESTS, EditSettings(1, SEARCH, layout=CanvasLayout(14), batch_size=2), **more
