@@ -24,6 +24,7 @@ from diffusion_lens.hooks.step import OpenBlock
 from diffusion_lens.model.config import UNREACHED, reached
 from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
 from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.model.text import tokenize
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import warn_user, whole_number
 from weight_conversion import Context, Variant
@@ -230,7 +231,7 @@ def lay_out(
             raise ValueError(
                 "attention_mask is for token prompts only; leave it out, because the padding of texts is known"
             )
-        tokens, padded = model.tokenize(prompt, prepend_bos)
+        tokens, padded = tokenize(model, prompt, prepend_bos)
         ends = padded.sum(dim=1).cpu()
 
     # 2. Number of positions of each row.

@@ -454,7 +454,7 @@ class Trajectory(Saved, Result):
     def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":
         """Take the steps of a replay, and record what it replays."""
         model = run.model
-        with run_of(model, fwd_hooks):
+        with run_of(model, fwd_hooks, edits=False):
             record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
             record |= {"replay": canvas, "replayed_from": self.first_step, "trajectory": canvas_provenance(self.record)}
             return Trajectory.of(run, {**self.record, **run.describe(), **record})

@@ -22,7 +22,6 @@ from diffusion_lens.hooks.names import ByHookPoint, NamesFilter, loop_hook, mlp_
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.hook_points import (
     StepHookPoint,
-    anything_listens,
     hooked_modules,
     lend_clock,
     listens,
@@ -130,7 +129,7 @@ def refuse_hooks_that_would_stop(model: Any, flags: Iterable[str]) -> None:
     """Raise a `ValueError` if a hook is at a hook point that passes only under one of these flags."""
     stopping = set(flags)
     for name, point in model.hook_dict.items():
-        if FLAGS.get(name.rpartition(".")[2]) in stopping and anything_listens(point):
+        if FLAGS.get(name.rpartition(".")[2]) in stopping and hooked_modules(point):
             raise ValueError(f"the hook at {name!r} would not be called here: remove it first")
 
 
@@ -182,7 +181,7 @@ def why_silent(model: Any, name: str, in_loop: bool = False) -> str | None:
 
 def loop_is_hooked(model: Any) -> bool:
     """Whether a hook is attached to the loop's own hook points."""
-    return anything_listens(model.loop_hooks)
+    return bool(hooked_modules(model.loop_hooks))
 
 
 def has_module_hooks(model: Any) -> bool:

@@ -390,7 +390,7 @@ class _Corrupted(Predictor):
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         model, scale = self.run.model, self.run.trajectory.record["cfg_scale"]
-        batch, rows = Conditional(model, self.canvas).located(state, positions, None)
+        batch, rows = model.readout.locate(positions, block=state.block)
         extent = self.canvas.extent((batch, rows))
         tokens = model.cfg.readable(state.tokens)[:, :extent]
         logits: Tensor = model(self._embedded(tokens), start_at_layer=0, logits_at=(batch, rows))

@@ -8,8 +8,7 @@ from torch.testing import assert_close
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import Translators, fit_translators, logit_lens
-from diffusion_lens.analysis.lens import tuned as fitting
-from diffusion_lens.analysis.lens.readings import states_of
+from diffusion_lens.analysis.engine.inputs import ForwardPass
 from diffusion_lens.data import toy_facts
 from diffusion_lens.interventions import zero_ablate
 
@@ -148,13 +147,15 @@ def read_in_fits(model, data, monkeypatch, **settings):
     """What each row of some updates contains: tokens, flags of real positions, and the rows that are read."""
     seen = []
 
-    def spy(network_input, entries, layers):
+    states = ForwardPass.states
+
+    def spy(network_input, names, entries):
         tokens, real = network_input.tokens.tolist(), network_input.real.tolist()
         read = [sorted(entries[1][entries[0] == row].tolist()) for row in range(len(tokens))]
         seen.extend(zip(tokens, real, read, strict=True))
-        return states_of(network_input, entries, layers)
+        return states(network_input, names, entries)
 
-    monkeypatch.setattr(fitting, "states_of", spy)
+    monkeypatch.setattr(ForwardPass, "states", spy)
     fitted = fit_translators(model, data, layers=[0], iterations=3, batch_size=4, **settings)
     assert (fitted.biases != 0).any()
     return seen, fitted.record["canvases"]
