@@ -26,7 +26,7 @@ from diffusion_lens.model.inputs import check_attention_mask, check_length, chec
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.text import tokenize
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import warn_user, whole_number
+from diffusion_lens.settings import at_least, warn_user, whole_number
 from weight_conversion import Context, Variant
 
 Prompt = str | Sequence[str] | Tensor
@@ -253,9 +253,7 @@ def lay_out(
             raise ValueError(f"length={length} counts the prompt too, and the prompt alone has {longest} tokens")
         totals = torch.full_like(ends, length)
     elif max_new_tokens is not None:
-        if (max_new_tokens := whole_number("max_new_tokens", max_new_tokens)) < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
-        totals = ends + max_new_tokens
+        totals = ends + at_least(0, "max_new_tokens", max_new_tokens)
     n_pos = int(totals.max())
     check_length(n_pos, cfg)
     if trained is not None and n_pos > trained:

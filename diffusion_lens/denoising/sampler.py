@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.noise import Absorbing, Head, Noise, Schedule
 from diffusion_lens.model.shapes import PosMask, Tokens
-from diffusion_lens.settings import own_seed, whole_number
+from diffusion_lens.settings import at_least, one_of, own_seed, whole_number
 from weight_conversion import NoiseSchedule, Variant
 
 SCORES = ("probability", "margin", "entropy")
@@ -71,16 +71,13 @@ class Proposal:
     crosses: bool = True
 
     def __post_init__(self) -> None:
-        if self.score not in SCORES:
-            raise ValueError(f"score={self.score!r}; it must be one of {', '.join(SCORES)}")
-        if self.first not in ("top_p", "top_k"):
-            raise ValueError(f"first={self.first!r}; it must be 'top_p' or 'top_k'")
-        if self.scored_on not in ("model", "sampled"):
-            raise ValueError(f"scored_on={self.scored_on!r}; it must be 'model' or 'sampled'")
+        one_of(*SCORES)("score", self.score)
+        one_of("top_p", "top_k")("first", self.first)
+        one_of("model", "sampled")("scored_on", self.scored_on)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; it must be a probability above 0, or None to keep all tokens")
-        if self.top_k is not None and whole_number("top_k", self.top_k) < 1:
-            raise ValueError(f"top_k={self.top_k}; it must be a whole number, at least 1, or None to keep all tokens")
+        if self.top_k is not None:
+            at_least(1, "top_k", self.top_k, "a token is sampled, and None keeps all")
 
     @property
     def is_plain(self) -> bool:

@@ -35,7 +35,7 @@ from diffusion_lens.records.results import (
     shown_model,
     texts_of,
 )
-from diffusion_lens.settings import suggest_keywords, whole_number
+from diffusion_lens.settings import at_least, one_of, suggest_keywords, whole_number
 from weight_conversion import Architecture, NoiseSchedule, Variant
 
 _TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given", "real")
@@ -195,10 +195,7 @@ class Trajectory(Saved, Result):
 
     def repeat(self, n: SupportsIndex) -> "Trajectory":
         """`n` copies of the batch, one after the other, with the same seeds, to be replayed under hooks by row."""
-        n = whole_number("n", n)
-        if n < 1:
-            raise ValueError(f"n={n}; the number of copies of each row must be at least 1")
-        return self._at([*range(len(self))] * n)
+        return self._at([*range(len(self))] * at_least(1, "n", n))
 
     def row(self, index: int) -> "Trajectory":
         """One row of a batch as a trajectory of its own; forward passes and seconds are still those of the batch."""
@@ -296,8 +293,7 @@ class Trajectory(Saved, Result):
         Raises:
             ValueError: The model is not the recorded one, or the sampler is unknown.
         """
-        if canvas not in ("forced", "free"):
-            raise ValueError(f"canvas={canvas!r}; it must be 'forced' (the recorded canvases) or 'free' (new ones)")
+        one_of("forced", "free")("canvas", canvas)
         run = self.started(model, sampler, seeds, forced=canvas == "forced")
         return self._finish(run, canvas, fwd_hooks, progress)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock, get_ident
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Int
@@ -14,6 +14,7 @@ from torch import Tensor
 from diffusion_lens.model.shapes import PosMask, Tokens
 
 Branch = Literal["conditional", "unconditional"]
+BRANCHES = get_args(Branch)
 
 
 class RunIdentity:

@@ -40,7 +40,7 @@ from diffusion_lens.hooks.names import FwdHooks, resid_entering
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shaped, shown_model, texts_of
-from diffusion_lens.settings import Whole, at_least, pick_indices, suggest_keywords, whole_number, whole_numbers
+from diffusion_lens.settings import Whole, at_least, one_of, pick_indices, suggest_keywords, whole_number, whole_numbers
 
 # Name of each table, its last axis if it has one after [step layer batch selected], and whether it contains integers.
 TABLES = {
@@ -182,8 +182,7 @@ class LogitLens(PicturedResult, Saved):
         Raises:
             ValueError: The step or the position was not read, or the choice is not unique.
         """
-        if show not in SHOWN:
-            raise ValueError(f"show={show!r}; it must be one of {', '.join(SHOWN)}")
+        one_of(*SHOWN)("show", show)
         if self.steps is not None and (position is None) == (step is None):
             raise ValueError("the lens has several steps: give either step=, or position= to draw it at every step")
         if step is not None:

@@ -40,7 +40,7 @@ from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices, whole_number, whole_numbers
+from diffusion_lens.settings import Whole, at_least, not_negative, one_of, pick_indices, whole_number, whole_numbers
 
 
 @begins_run
@@ -86,8 +86,7 @@ def fit_translators(
             given inside `model.at_time`.
     """
     cfg = model.cfg
-    if mask not in ("masked", "all"):
-        raise ValueError(f"mask={mask!r}; it must be 'masked' or 'all'")
+    one_of("masked", "all")("mask", mask)
     picked = pick_indices("layers", None if layers is None else whole_numbers("layers", layers), cfg.n_layers)
     n_iterations, n_rows = at_least(1, "iterations", iterations), at_least(1, "batch_size", batch_size)
     rate, seed = not_negative("learning_rate", learning_rate), whole_number("seed", seed)
