@@ -348,15 +348,12 @@ class Trajectory(Saved, Result):
                 "the sampler reads the confidence of every revealed token, and a run that remasks does not record it "
                 "for tokens that were rewritten later: replay it freely from its start, or forced from any step"
             )
-        settings = DenoiseSettings.recorded(self.record, sampler, seeds)
         device = model.cfg.device
         before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
-        run = Run(
-            model=model,
+        run = self._run(
+            model,
+            DenoiseSettings.recorded(self.record, sampler, seeds),
             canvas=self._canvas(self.canvases[0].to(device), model.cfg),
-            settings=settings.on(model.cfg, model.cfg.model_name),
-            seeds=row_seeds(settings.seed, self.canvases.shape[1]),
-            times=list(self.record["times"]),
             revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
             confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
             script=self.canvases.to(device) if forced else None,
@@ -370,15 +367,8 @@ class Trajectory(Saved, Result):
     def resume(self, model: DiffusionTransformer, rows: LoopRows) -> Run:
         """A free run of these rows with the settings of this trajectory, whose given positions are those of row 0."""
         settings = DenoiseSettings.recorded(self.record, None, rows.seeds)
-        run = Run(
-            model=model,
-            canvas=self.row(0).repeat(len(rows))._canvas(rows.tokens, model.cfg),
-            settings=settings.on(model.cfg, model.cfg.model_name),
-            seeds=rows.seeds,
-            times=list(self.record["times"]),
-            revealed_at=rows.revealed_at,
-            confidence=rows.confidence,
-        )
+        canvas = self.row(0).repeat(len(rows))._canvas(rows.tokens, model.cfg)
+        run = self._run(model, settings, canvas=canvas, revealed_at=rows.revealed_at, confidence=rows.confidence)
         run.kept = rows.kept
         return run
 
@@ -454,6 +444,11 @@ class Trajectory(Saved, Result):
             record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
             record |= {"replay": canvas, "replayed_from": self.first_step, "trajectory": canvas_provenance(self.record)}
             return Trajectory.of(run, {**self.record, **run.describe(), **record})
+
+    def _run(self, model: DiffusionTransformer, settings: DenoiseSettings, *, canvas: Canvas, **state: Any) -> Run:
+        """A run with the times of this trajectory, before it takes its first step."""
+        settings, seeds = settings.on(model.cfg, model.cfg.model_name), row_seeds(settings.seed, len(canvas.tokens))
+        return Run(model, canvas, settings, seeds, list(self.record["times"]), **state)
 
     def _sigma(self, step: int, architecture: Architecture) -> float | tuple[float, ...] | None:
         """The noise at a step; `None` for a model of next tokens."""

@@ -195,16 +195,6 @@ class StepClock:
                 self._busy = False
 
     @contextmanager
-    def one_branch_at_a_time(self) -> Iterator[tuple[StepState, ...]]:
-        """The states of the branches, to be set one after the other; nested hook points see the current one only."""
-        before = self.step, self.branches
-        self.branches = None
-        try:
-            yield before[1] or ()
-        finally:
-            self.step, self.branches = before
-
-    @contextmanager
     def at(
         self, step: StepState | None, copies: int = 1, origins: Int[Tensor, "batch"] | None = None
     ) -> Iterator[None]:

@@ -83,11 +83,10 @@ class StepHookPoint(HookPoint):
 
     def _hooked(self, x: Tensor) -> Tensor:
         """What passes the hooks, of each branch of guidance by itself."""
-        if self.clock.branches is None:
+        if (branches := self.clock.branches) is None:
             return self._of_torch(x)
-        halves = x.chunk(2)
-        results = []
-        with self.clock.one_branch_at_a_time() as branches:
+        halves, results = x.chunk(2), []
+        with self.clock.at(None):  # nested hook points see the branch that is set here, and no other
             for state, half in zip(branches, halves, strict=True):
                 self.clock.step = state
                 results.append(self._of_torch(half))
