@@ -42,7 +42,7 @@ class Canvases:
         """The canvases of a trajectory, or the single one of any other input."""
         trajectory, picked, cfg = inputs.trajectory, inputs.pick_steps(steps), inputs.model.cfg
         canvases: list[ForwardPass] = []
-        for step in picked or [None]:
+        for step in [None] if picked is None else picked:
             canvases += inputs.at(step, branch)
         final = canvases[0].tokens if trajectory is None else trajectory.tokens.to(cfg.device)
         known = final.masked_fill(~(canvases[0].real & cfg.writable(final)), NOTHING)
