@@ -232,7 +232,7 @@ def test_maps_of_other_weights_are_refused(tiny, fitted, tmp_path):
 def test_what_cannot_be_fitted_is_refused(tiny):
     for data, arguments, message in (
         ([], {}, "there is no text"),
-        (PROMPT, {"mask": "unmasked"}, "mask='unmasked'; it must be 'masked' or 'all'"),
+        (PROMPT, {"mask": "unmasked"}, "mask='unmasked' is unknown.*one of masked, all"),
         (PROMPT, {"iterations": 0}, "iterations=0"),
         (PROMPT, {"learning_rate": -1.0}, "learning_rate=-1.0"),
         (PROMPT, {"layers": [4]}, r"layers=\[4\]; give numbers from 0 to 3"),
