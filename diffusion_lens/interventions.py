@@ -44,14 +44,14 @@ from transformer_lens import ActivationCache
 
 from diffusion_lens.hooks.names import Hook as Hook
 from diffusion_lens.hooks.names import nearest
-from diffusion_lens.hooks.step import RunIdentity, StepState
+from diffusion_lens.hooks.step import BRANCHES, RunIdentity, StepState
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.readout import READOUTS
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import NamedHook, name_of, names_its_hook, value_in_words
 from diffusion_lens.records.identity import named as named
-from diffusion_lens.settings import whole_number, whole_numbers
+from diffusion_lens.settings import one_of, whole_number, whole_numbers
 
 Indices = int | slice | Sequence[int] | Tensor | None
 OneRun = ActivationCache | Mapping[str, Tensor]
@@ -245,8 +245,7 @@ def by_step(hooks: Mapping[int, Hook], n_steps: SupportsIndex) -> Hook:
 
 def on_branch(hook_fn: Hook, branch: str) -> Hook:
     """Act in one branch of guidance only, "conditional" or "unconditional"; a run without guidance is "conditional"."""
-    if branch not in ("conditional", "unconditional"):
-        raise ValueError(f"branch={branch!r}; it must be 'conditional' or 'unconditional'")
+    one_of(*BRANCHES)("branch", branch)
     return _when(hook_fn, lambda step: step.branch == branch, f"on the {branch} branch")
 
 
@@ -270,8 +269,7 @@ def while_predicting(hook_fn: Hook, readout: str) -> Hook:
     Args:
         readout: "in_place" or "shifted", as in `model.cfg.readout`.
     """
-    if readout not in READOUTS:
-        raise ValueError(f"readout={readout!r}; it must be one of {', '.join(map(repr, READOUTS))}")
+    one_of(*READOUTS)("readout", readout)
 
     def rows(step: StepState) -> PosMask:
         chosen = torch.zeros_like(step.masked)

@@ -16,11 +16,12 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.hooks.names import NamesFilter, loop_hook, select_names
+from diffusion_lens.hooks.step import BRANCHES
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.hooking import AliasedCache, PosSlice, count_positions, select_positions, why_silent
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import Result, Table, open_result, save_result
-from diffusion_lens.settings import whole_numbers
+from diffusion_lens.settings import one_of, whole_numbers
 
 _SEPARATOR = "/"
 _CANVASES = "canvases"
@@ -140,8 +141,7 @@ class CacheFilter:
                 "names_filter is required: name the activations to keep, because all of them at every step seldom fit "
                 "in memory"
             )
-        if self.branch not in ("conditional", "unconditional"):
-            raise ValueError(f"branch={self.branch!r}; it must be 'conditional' or 'unconditional'")
+        one_of(*BRANCHES)("branch", self.branch)
 
     def on(self, model: DiffusionTransformer, n_steps: int, *, guided: bool) -> "CacheRequest":
         """The hook points and steps that the filter selects in a run of one model.

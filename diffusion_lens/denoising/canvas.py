@@ -24,8 +24,9 @@ from diffusion_lens.hooks.step import OpenBlock
 from diffusion_lens.model.config import UNREACHED, reached
 from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
 from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.model.text import tokenize
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import warn_user, whole_number
+from diffusion_lens.settings import at_least, warn_user, whole_number
 from weight_conversion import Context, Variant
 
 Prompt = str | Sequence[str] | Tensor
@@ -230,7 +231,7 @@ def lay_out(
             raise ValueError(
                 "attention_mask is for token prompts only; leave it out, because the padding of texts is known"
             )
-        tokens, padded = model.tokenize(prompt, prepend_bos)
+        tokens, padded = tokenize(model, prompt, prepend_bos)
         ends = padded.sum(dim=1).cpu()
 
     # 2. Number of positions of each row.
@@ -252,9 +253,7 @@ def lay_out(
             raise ValueError(f"length={length} counts the prompt too, and the prompt alone has {longest} tokens")
         totals = torch.full_like(ends, length)
     elif max_new_tokens is not None:
-        if (max_new_tokens := whole_number("max_new_tokens", max_new_tokens)) < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
-        totals = ends + max_new_tokens
+        totals = ends + at_least(0, "max_new_tokens", max_new_tokens)
     n_pos = int(totals.max())
     check_length(n_pos, cfg)
     if trained is not None and n_pos > trained:

@@ -26,7 +26,7 @@ def denoise(
     progress: bool = False,
 ) -> Trajectory:
     """`HookedDiffusionTransformer.denoise`, from the canvas of `lay_out` and with the settings as one object."""
-    with run_of(model, fwd_hooks):
+    with run_of(model, fwd_hooks, edits=False):
         run = prepare(model, canvas, settings)
         record = run_loop(run, fwd_hooks=fwd_hooks, progress=progress)
         return Trajectory.of(run, {**run.describe(), **record})
@@ -53,7 +53,7 @@ def denoise_with_cache(
         # returned, and steps that are not cached cost nothing extra.
         return model.hooks(fwd_hooks=request.hooks(cached)) if step in request.steps else nullcontext()
 
-    with run_of(model, fwd_hooks):
+    with run_of(model, fwd_hooks, edits=False):
         record = run_loop(run, fwd_hooks=fwd_hooks, around=around, progress=progress)
         trajectory = Trajectory.of(run, {**run.describe(), **record})
         return trajectory, TrajectoryCache(cached, n_steps, model, trajectory.canvases)

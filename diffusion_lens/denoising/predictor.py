@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Canvas
@@ -60,7 +60,7 @@ class Conditional(Predictor):
         """Logits of `positions`, with `state` as `hook.step`; on `tokens` in place of the step's, padded as `real`."""
         if tokens is None:
             tokens, real = state.tokens, self.canvas.real
-        batch, rows = self.located(state, positions, real)
+        batch, rows = self.model.readout.locate(positions, real, state.block)
         if self.canvas.reach is not None:
             # Nothing behind the block of the last row that is read changes it. A hook sees the whole canvas all the
             # same.
@@ -72,13 +72,6 @@ class Conditional(Predictor):
         logits: Tensor = self.model(tokens, attention_mask=real, logits_at=(batch, rows))
         self.passes += 1
         return logits
-
-    def located(
-        self, state: StepState, positions: PosMask, real: PosMask | None
-    ) -> tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]:
-        """Row of the batch and row of the logits that predict each position, in reading order."""
-        batch, rows = self.model.readout.locate(positions, real)
-        return batch, rows if state.block is None else state.block.rows(rows, positions.nonzero()[:, 1], batch)
 
 
 @dataclass
@@ -148,7 +141,7 @@ class Cached(Predictor):
             return self.inner(state, positions)
 
         # 1. Keep what is cached of the tokens with which the canvas still begins, as far as the rows that are read.
-        batch, rows = self.inner.located(state, positions, None)
+        batch, rows = model.readout.locate(positions, block=state.block)
         size = model.cfg.final_together or 1
         n_cached = min(self._cache.n_pos, int(rows.min()) // size * size)
         if not torch.equal(state.tokens[:, :n_cached], self._tokens[:, :n_cached]):

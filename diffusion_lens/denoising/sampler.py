@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.noise import Absorbing, Head, Noise, Schedule
 from diffusion_lens.model.shapes import PosMask, Tokens
-from diffusion_lens.settings import own_seed, whole_number
+from diffusion_lens.settings import at_least, one_of, own_seed, whole_number
 from weight_conversion import NoiseSchedule, Variant
 
 SCORES = ("probability", "margin", "entropy")
@@ -71,16 +71,13 @@ class Proposal:
     crosses: bool = True
 
     def __post_init__(self) -> None:
-        if self.score not in SCORES:
-            raise ValueError(f"score={self.score!r}; it must be one of {', '.join(SCORES)}")
-        if self.first not in ("top_p", "top_k"):
-            raise ValueError(f"first={self.first!r}; it must be 'top_p' or 'top_k'")
-        if self.scored_on not in ("model", "sampled"):
-            raise ValueError(f"scored_on={self.scored_on!r}; it must be 'model' or 'sampled'")
+        one_of(*SCORES)("score", self.score)
+        one_of("top_p", "top_k")("first", self.first)
+        one_of("model", "sampled")("scored_on", self.scored_on)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; it must be a probability above 0, or None to keep all tokens")
-        if self.top_k is not None and whole_number("top_k", self.top_k) < 1:
-            raise ValueError(f"top_k={self.top_k}; it must be a whole number, at least 1, or None to keep all tokens")
+        if self.top_k is not None:
+            at_least(1, "top_k", self.top_k, "a token is sampled, and None keeps all")
 
     @property
     def is_plain(self) -> bool:
@@ -121,7 +118,7 @@ class Proposal:
         allowed = self._writable(logits, mask_id)
         if not self.filters:
             return allowed
-        likely = self._likeliest(logits / temperature)
+        likely = self.likeliest(logits / temperature)
         # The best allowed token is always in, also where [MASK] alone reaches top_p.
         likely.scatter_(1, allowed.argmax(dim=-1, keepdim=True), True)
         return allowed.masked_fill(~likely, float("-inf"))
@@ -133,7 +130,7 @@ class Proposal:
         if self.scored_on == "sampled":
             logits = logits.double() / (temperature or 1.0)
             if self.filters:
-                logits = logits.masked_fill(~self._likeliest(logits), float("-inf"))
+                logits = logits.masked_fill(~self.likeliest(logits), float("-inf"))
         if self.score == "probability":
             return confidence_of(logits, tokens)
         probabilities = logits.double().softmax(dim=-1)
@@ -142,9 +139,27 @@ class Proposal:
             return first - second
         return (probabilities * (probabilities + 1e-10).log()).sum(dim=-1)
 
-    def _likeliest(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Bool[Tensor, "selected d_vocab_out"]:
-        top_k = None if self.top_k is None else whole_number("top_k", self.top_k)
-        return likeliest(logits, self.top_p, top_k, self.first, self.crosses)
+    def likeliest(self, logits: Float[Tensor, "selected d_vocab_out"]) -> Bool[Tensor, "selected d_vocab_out"]:
+        """The tokens that are sampled from: the likeliest that together have more than `top_p`, and of these the
+        `top_k` likeliest, or in the other order (`first`).
+
+        Tokens that tie with the last of the `top_k` are included, and at least one token is. Source: DreamLM/Dream
+        `generation_utils.py`, `top_p_logits` and `top_k_logits`; transformers has the other order.
+        """
+        likely = torch.ones_like(logits, dtype=torch.bool)
+        for name in ("top_p", "top_k") if self.first == "top_p" else ("top_k", "top_p"):
+            remaining = logits.masked_fill(~likely, float("-inf"))
+            if name == "top_p" and self.top_p is not None:
+                # A token is in if the likelier tokens together do not exceed top_p yet.
+                ordered, index = remaining.double().sort(dim=-1, descending=True, stable=True)
+                mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+                mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
+                inside = mass_before <= self.top_p if self.crosses else (mass <= self.top_p) | (mass_before == 0)
+                likely &= torch.zeros_like(likely).scatter_(1, index, inside)
+            elif name == "top_k" and self.top_k is not None:
+                n_kept = min(whole_number("top_k", self.top_k), remaining.shape[-1])
+                likely &= remaining >= remaining.topk(n_kept, dim=-1).values[:, -1:]
+        return likely
 
     def _writable(
         self, logits: Float[Tensor, "selected d_vocab_out"], mask_id: int | None
@@ -161,38 +176,6 @@ def confidence_of(
     writable = tokens < logits.shape[-1]
     chosen = torch.softmax(logits.double(), dim=-1).gather(1, tokens.clamp(max=logits.shape[-1] - 1)[:, None])[:, 0]
     return chosen * writable
-
-
-def likeliest(
-    logits: Float[Tensor, "selected d_vocab_out"],
-    top_p: float | None,
-    top_k: int | None,
-    first: str = "top_p",
-    crosses: bool = True,
-) -> Bool[Tensor, "selected d_vocab_out"]:
-    """The likeliest tokens that together have more than `top_p`, and of these the `top_k` likeliest.
-
-    Tokens that tie with the last of the `top_k` are included, and at least one token is. Source: DreamLM/Dream
-    `generation_utils.py`, `top_p_logits` and `top_k_logits`, in this order.
-
-    Args:
-        first: "top_k" takes the `top_k` likeliest tokens first, and of these those that together have more than
-            `top_p`, as transformers does.
-        crosses: Whether the token with which they have it is included, too.
-    """
-    likely = torch.ones_like(logits, dtype=torch.bool)
-    for name in ("top_p", "top_k") if first == "top_p" else ("top_k", "top_p"):
-        remaining = logits.masked_fill(~likely, float("-inf"))
-        if name == "top_p" and top_p is not None:
-            # A token is in if the likelier tokens together do not exceed top_p yet.
-            ordered, index = remaining.double().sort(dim=-1, descending=True, stable=True)
-            mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-            mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
-            inside = mass_before <= top_p if crosses else (mass <= top_p) | (mass_before == 0)
-            likely &= torch.zeros_like(likely).scatter_(1, index, inside)
-        elif name == "top_k" and top_k is not None:
-            likely &= remaining >= remaining.topk(min(top_k, remaining.shape[-1]), dim=-1).values[:, -1:]
-    return likely
 
 
 class PositionNoise:

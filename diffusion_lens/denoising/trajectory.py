@@ -35,7 +35,7 @@ from diffusion_lens.records.results import (
     shown_model,
     texts_of,
 )
-from diffusion_lens.settings import suggest_keywords, whole_number
+from diffusion_lens.settings import at_least, one_of, suggest_keywords, whole_number
 from weight_conversion import Architecture, NoiseSchedule, Variant
 
 _TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given", "real")
@@ -195,10 +195,7 @@ class Trajectory(Saved, Result):
 
     def repeat(self, n: SupportsIndex) -> "Trajectory":
         """`n` copies of the batch, one after the other, with the same seeds, to be replayed under hooks by row."""
-        n = whole_number("n", n)
-        if n < 1:
-            raise ValueError(f"n={n}; the number of copies of each row must be at least 1")
-        return self._at([*range(len(self))] * n)
+        return self._at([*range(len(self))] * at_least(1, "n", n))
 
     def row(self, index: int) -> "Trajectory":
         """One row of a batch as a trajectory of its own; forward passes and seconds are still those of the batch."""
@@ -296,8 +293,7 @@ class Trajectory(Saved, Result):
         Raises:
             ValueError: The model is not the recorded one, or the sampler is unknown.
         """
-        if canvas not in ("forced", "free"):
-            raise ValueError(f"canvas={canvas!r}; it must be 'forced' (the recorded canvases) or 'free' (new ones)")
+        one_of("forced", "free")("canvas", canvas)
         run = self.started(model, sampler, seeds, forced=canvas == "forced")
         return self._finish(run, canvas, fwd_hooks, progress)
 
@@ -352,15 +348,12 @@ class Trajectory(Saved, Result):
                 "the sampler reads the confidence of every revealed token, and a run that remasks does not record it "
                 "for tokens that were rewritten later: replay it freely from its start, or forced from any step"
             )
-        settings = DenoiseSettings.recorded(self.record, sampler, seeds)
         device = model.cfg.device
         before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
-        run = Run(
-            model=model,
+        run = self._run(
+            model,
+            DenoiseSettings.recorded(self.record, sampler, seeds),
             canvas=self._canvas(self.canvases[0].to(device), model.cfg),
-            settings=settings.on(model.cfg, model.cfg.model_name),
-            seeds=row_seeds(settings.seed, self.canvases.shape[1]),
-            times=list(self.record["times"]),
             revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
             confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
             script=self.canvases.to(device) if forced else None,
@@ -374,15 +367,8 @@ class Trajectory(Saved, Result):
     def resume(self, model: DiffusionTransformer, rows: LoopRows) -> Run:
         """A free run of these rows with the settings of this trajectory, whose given positions are those of row 0."""
         settings = DenoiseSettings.recorded(self.record, None, rows.seeds)
-        run = Run(
-            model=model,
-            canvas=self.row(0).repeat(len(rows))._canvas(rows.tokens, model.cfg),
-            settings=settings.on(model.cfg, model.cfg.model_name),
-            seeds=rows.seeds,
-            times=list(self.record["times"]),
-            revealed_at=rows.revealed_at,
-            confidence=rows.confidence,
-        )
+        canvas = self.row(0).repeat(len(rows))._canvas(rows.tokens, model.cfg)
+        run = self._run(model, settings, canvas=canvas, revealed_at=rows.revealed_at, confidence=rows.confidence)
         run.kept = rows.kept
         return run
 
@@ -454,10 +440,15 @@ class Trajectory(Saved, Result):
     def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":
         """Take the steps of a replay, and record what it replays."""
         model = run.model
-        with run_of(model, fwd_hooks):
+        with run_of(model, fwd_hooks, edits=False):
             record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
             record |= {"replay": canvas, "replayed_from": self.first_step, "trajectory": canvas_provenance(self.record)}
             return Trajectory.of(run, {**self.record, **run.describe(), **record})
+
+    def _run(self, model: DiffusionTransformer, settings: DenoiseSettings, *, canvas: Canvas, **state: Any) -> Run:
+        """A run with the times of this trajectory, before it takes its first step."""
+        settings, seeds = settings.on(model.cfg, model.cfg.model_name), row_seeds(settings.seed, len(canvas.tokens))
+        return Run(model, canvas, settings, seeds, list(self.record["times"]), **state)
 
     def _sigma(self, step: int, architecture: Architecture) -> float | tuple[float, ...] | None:
         """The noise at a step; `None` for a model of next tokens."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock, get_ident
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Int
@@ -14,6 +14,7 @@ from torch import Tensor
 from diffusion_lens.model.shapes import PosMask, Tokens
 
 Branch = Literal["conditional", "unconditional"]
+BRANCHES = get_args(Branch)
 
 
 class RunIdentity:
@@ -192,16 +193,6 @@ class StepClock:
             finally:
                 self.step = self.branches = None
                 self._busy = False
-
-    @contextmanager
-    def one_branch_at_a_time(self) -> Iterator[tuple[StepState, ...]]:
-        """The states of the branches, to be set one after the other; nested hook points see the current one only."""
-        before = self.step, self.branches
-        self.branches = None
-        try:
-            yield before[1] or ()
-        finally:
-            self.step, self.branches = before
 
     @contextmanager
     def at(

@@ -22,7 +22,6 @@ from diffusion_lens.hooks.names import ByHookPoint, NamesFilter, loop_hook, mlp_
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.hook_points import (
     StepHookPoint,
-    anything_listens,
     hooked_modules,
     lend_clock,
     listens,
@@ -135,7 +134,7 @@ def refuse_hooks_that_would_stop(model: Any, flags: Iterable[str]) -> None:
     """Raise a `ValueError` if a hook is at a hook point that passes only under one of these flags."""
     stopping = set(flags)
     for name, point in model.hook_dict.items():
-        if FLAGS.get(name.rpartition(".")[2]) in stopping and anything_listens(point):
+        if FLAGS.get(name.rpartition(".")[2]) in stopping and hooked_modules(point):
             raise ValueError(f"the hook at {name!r} would not be called here: remove it first")
 
 

@@ -272,7 +272,7 @@ class MixtureOfExperts(nn.Module):
         counts = choice.flatten().bincount(minlength=len(self.experts)).tolist()
         outputs = [rows[:0]]
         for expert, entries in zip(self.experts, by_expert.split(counts), strict=True):
-            hooked = list(hooked_modules(expert))
+            hooked = hooked_modules(expert)
             index = entries // n_chosen
             if any(not isinstance(module, StepHookPoint) for module in hooked):
                 # Torch's hooks on modules have no positions, so that they are given all of them.

@@ -421,7 +421,8 @@ class Geometric(Schedule):
 
 def schedule_of(described: NoiseSchedule | None) -> Schedule:
     """The schedule of a description; where a checkpoint says nothing of it, the log-linear one."""
-    described = described or NoiseSchedule()
+    if described is None:
+        return LogLinear()
     if described.kind == "geometric":
         return Geometric(float(described.sigma_min), float(described.sigma_max))
     return {"log_linear": LogLinear, "linear": Linear}[described.kind](float(described.eps))

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.model.attention import AttentionContext, AttentionPattern, LayerKeyValues, Visibility
-from diffusion_lens.model.hook_points import anything_listens
+from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.model.inputs import LogitRows, columns_of
 from diffusion_lens.model.positions import PassPositions, Positions, ScoreBias, Tables
 from diffusion_lens.model.shapes import PosMask, Resid
@@ -133,7 +133,7 @@ def is_plain(model: DiffusionTransformer, first_block: int) -> bool:
         parts += [model.time_embed, model.final_modulation, model.hook_time, model.hook_final_modulation]
     classes = {type(module).__module__ for module in chain.from_iterable(part.modules() for part in parts)}
     own = all(name.startswith(("diffusion_lens.model.", "torch.nn.")) for name in classes)
-    return own and not any(map(anything_listens, parts))
+    return own and not any(map(hooked_modules, parts))
 
 
 def run_blocks(

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from diffusion_lens.hooks.step import OpenBlock
 from diffusion_lens.model.shapes import PosMask
 
 
@@ -21,17 +22,20 @@ class Readout(ABC):
         """The row that predicts the token at each position."""
 
     def locate(
-        self, positions: PosMask, real: PosMask | None = None
+        self, positions: PosMask, real: PosMask | None = None, block: OpenBlock | None = None
     ) -> tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]:
         """Row of the batch and row of the logits that predict each marked position, in reading order.
 
         Args:
             positions: Bool[batch pos], true at the positions to predict.
             real: Bool[batch pos], false at padding, whose rows predict nothing; `None` without padding.
+            block: The block that each row of the canvas writes, whose first token may be read in another row.
         """
         batch, pos = positions.nonzero(as_tuple=True)
         rows = self.rows(pos)
-        return batch, rows if real is None else torch.where(real[batch, rows], rows, pos)
+        if real is not None:
+            rows = torch.where(real[batch, rows], rows, pos)
+        return batch, rows if block is None else block.rows(rows, pos, batch)
 
 
 class InPlace(Readout):

@@ -22,7 +22,7 @@ from diffusion_lens.model import text as texts
 from diffusion_lens.model.attention import AttentionContext, AttentionPattern, FromPrompt, KeyValueCache, LayerKeyValues
 from diffusion_lens.model.build import DeviceMap, Placement
 from diffusion_lens.model.config import DTYPES, DiffusionConfig, as_device, as_dtype, reached
-from diffusion_lens.model.hook_points import StepHookPoint, anything_listens
+from diffusion_lens.model.hook_points import StepHookPoint, hooked_modules
 from diffusion_lens.model.hooking import (
     LoopHooks,
     OptionalHooks,
@@ -235,7 +235,7 @@ class DiffusionTransformer(HookedRootModule):
             if logits_at is not None and stop_at_layer is None:
                 rows = LogitRows.parse(logits_at, resid.shape[0], n_read, resid.device)
                 last_parts = (self.blocks[-1], self.ln_final, self.unembed)
-                in_last_block = rows.saves_work and not any(map(anything_listens, last_parts))
+                in_last_block = rows.saves_work and not any(map(hooked_modules, last_parts))
             # 3. Place the positions: after those of a cache, without padding, and those of both texts alike.
             n_past = 0
             past: Sequence[LayerKeyValues | None] = [None] * (stop - start)
@@ -279,7 +279,7 @@ class DiffusionTransformer(HookedRootModule):
             normalized = normed(self.ln_final, resid, final)
             if not unembed:
                 return None
-            if rows is None or anything_listens(self.unembed):
+            if rows is None or hooked_modules(self.unembed):
                 all_logits: Tensor = self.unembed(normalized)
                 return all_logits[:, :n_read] if rows is None else rows.without_padding(rows.gather(all_logits))
             if not in_last_block:
@@ -432,7 +432,7 @@ class DiffusionTransformer(HookedRootModule):
 
         A hook of torch on a module, `model.blocks[0].mlp.register_forward_hook(...)`, counts as one at a hook point.
         """
-        return anything_listens(self, skip=self.loop_hooks)
+        return bool(hooked_modules(self, skip=self.loop_hooks))
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Compute each head's result Float[batch pos head d_model] at `attn.hook_result`, as in TransformerLens.

@@ -150,19 +150,20 @@ def identity_of(model: nn.Module) -> Identity:
 
 
 @contextmanager
-def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), at_once: bool = True) -> Iterator[None]:
+def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), edits: bool = True) -> Iterator[None]:
     """Record the model's identity, with the caller's hooks that this call is going to attach, until the block ends.
 
     Inside another call with the same model nothing is recorded: the outer record stays.
 
     Args:
-        at_once: Whether it is recorded now, and not when it is first asked for. That is enough for a call which asks
-            only while its own hooks are off and the weights are as it found them.
+        edits: Whether the call itself may change the model. Otherwise only hooks can, and without any the identity is
+            recorded when it is first asked for, as the result is made.
     """
     recorded = _RECORDED.get()
     if id(model) in recorded:
         yield
         return
+    at_once = edits or fwd_hooks or hooked_modules(model)
     token = _RECORDED.set({**recorded, id(model): _identify(model, fwd_hooks) if at_once else None})
     try:
         yield

@@ -195,8 +195,8 @@ def test_settings_that_do_not_fit_are_refused(told: Any) -> None:
 
 
 def test_nucleus_leaves_out_the_token_that_crosses() -> None:
-    from diffusion_lens.denoising.sampler import likeliest
+    from diffusion_lens.denoising.sampler import Proposal
 
     logits = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]).log()
-    assert likeliest(logits, 0.7, None).tolist() == [[True, True, False], [False, True, False]]
-    assert likeliest(logits, 0.7, None, crosses=False).tolist() == [[True, False, False], [False, True, False]]
+    assert Proposal(top_p=0.7).likeliest(logits).tolist() == [[True, True, False], [False, True, False]]
+    assert Proposal(top_p=0.7, crosses=False).likeliest(logits).tolist() == [[True, False, False], [False, True, False]]

@@ -272,7 +272,7 @@ def test_names_and_records(model):
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        (dict(alg="margin"), "alg='margin'; it must be one of origin, maskgit_plus, topk_margin, entropy"),
+        (dict(alg="margin"), "alg='margin' is unknown.*; it must be one of origin, maskgit_plus, topk_margin, entropy"),
         (dict(alg="origin", alg_temp=0.1), "ranks none"),
         (dict(alg="entropy", alg_temp=-1.0), "choice_temperature=-1.0"),
         (dict(top_p=0.0), "top_p=0.0"),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusion_lens.denoising.sampler import Proposal, likeliest
+from diffusion_lens.denoising.sampler import Proposal
 
 relaxed = settings(max_examples=40, deadline=None)
 
@@ -30,7 +30,7 @@ def slow_filter(logits, top_p, top_k):
 )
 def test_the_likeliest_stay(logits, top_p, top_k):
     logits = [each / 10 for each in logits]
-    kept = likeliest(torch.tensor([logits]), top_p, top_k)
+    kept = Proposal(top_p=top_p, top_k=top_k).likeliest(torch.tensor([logits]))
     assert kept[0].nonzero().flatten().tolist() == slow_filter(logits, top_p, top_k)
 
 

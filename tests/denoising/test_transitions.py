@@ -62,9 +62,9 @@ def test_step_that_changed_nothing_is_not_predicted_again(either: Any) -> None:
     ("make", "message"),
     [
         (lambda s: s.Posterior(chance="sigma"), "must be one of schedule, time"),
-        (lambda s: s.Score("tau"), "'analytic' or 'euler'"),
-        (lambda s: s.mdlm("tau"), "'ddpm', 'ddpm_cache' or 'analytic'"),
-        (lambda s: s.radd("ordered"), "'direct' or 'sampled'"),
+        (lambda s: s.Score("tau"), "step='tau' .*one of analytic, euler"),
+        (lambda s: s.mdlm("tau"), "predictor='tau' .*one of ddpm, ddpm_cache, analytic"),
+        (lambda s: s.radd("ordered"), "strategy='ordered' .*one of direct, sampled"),
         (lambda s: s.radd(top_p=0.9), "need strategy='sampled'"),
     ],
 )

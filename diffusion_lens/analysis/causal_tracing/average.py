@@ -235,7 +235,7 @@ def average_indirect_effect(
     Warns:
         UserWarning: The rule leaves out all facts, so that nothing is averaged.
     """
-    with run_of(model, at_once=False):
+    with run_of(model, edits=False):
         return plan(model, facts, settings, max_bytes).collect(AverageEffect, out, shard, progress, executor)
 
 

@@ -50,7 +50,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.attention import LayerKeyValues
-from diffusion_lens.model.hook_points import anything_listens
+from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
@@ -151,7 +151,7 @@ def temporal_effect(
     shape = len(selected_steps), len(positions), len(layers), settings.rows, len(run.query.answer_tokens)
     grid = _Grid(run, settings, positions, layers, max_bytes, torch.full(shape, torch.nan))
     with tqdm(total=len(selected_steps), desc="temporal effect", unit="step", disable=not progress) as bar:
-        if anything_listens(model):
+        if hooked_modules(model):
             # Hooks may act by row of the batch and see every step, so each branch is a run of its own.
             grid.fill_by_replays(corrupted, selected_steps, bar)
         else:
@@ -388,7 +388,7 @@ class _Corrupted(Predictor):
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         model, scale = self.run.model, self.run.trajectory.record["cfg_scale"]
-        batch, rows = Conditional(model, self.canvas).located(state, positions, None)
+        batch, rows = model.readout.locate(positions, block=state.block)
         extent = self.canvas.extent((batch, rows))
         tokens = model.cfg.readable(state.tokens)[:, :extent]
         logits: Tensor = model(self._embedded(tokens), start_at_layer=0, logits_at=(batch, rows))

@@ -43,7 +43,7 @@ from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.interventions import Hook, on_branch
-from diffusion_lens.model.hook_points import anything_listens
+from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
@@ -279,7 +279,7 @@ def corrupted_run(run: TracedTrajectory, settings: TraceSettings) -> Trajectory:
     assert written_by.sampler is not None
     sampler, copies = written_by.sampler.by_row(model.cfg), trajectory.repeat(settings.rows)
     prompt = trajectory.given[0].logical_not().nonzero().flatten().min()
-    if model.cfg.is_autoregressive and query.subject[1] <= prompt and not anything_listens(model):
+    if model.cfg.is_autoregressive and query.subject[1] <= prompt and not hooked_modules(model):
         return copies.replay_with_first(model, settings.hooks(model, query))
     return copies.replay(model, canvas="free", fwd_hooks=conditional_hooks(settings, run), sampler=sampler)
 

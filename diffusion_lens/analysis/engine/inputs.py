@@ -88,19 +88,13 @@ class ForwardPass:
         """Bool[batch pos], the rows whose logits predict a [MASK], or where the text grows, the next token."""
         present = self.present
         if not self.model.cfg.is_autoregressive:
-            located = torch.zeros_like(present)
-            located[self.located(self.masked, self.real)] = True
+            block, located = None if self.step is None else self.step.block, torch.zeros_like(present)
+            located[self.model.readout.locate(self.masked, self.real, block)] = True
             return located & present
         last = present & (present.flip(1).cumsum(dim=1).flip(1) == 1)
         if self.step is None:
             return last
         return last & self.step.masked.any(dim=1, keepdim=True)
-
-    def located(self, positions: PosMask, real: PosMask) -> tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]:
-        """Row of the batch and row of the logits that predict each marked position, as the loop reads it."""
-        batch, rows = self.model.readout.locate(positions, real)
-        block = None if self.step is None else self.step.block
-        return batch, rows if block is None else block.rows(rows, positions.nonzero()[:, 1], batch)
 
     @property
     def answer_rows(self) -> PosMask:

@@ -35,13 +35,12 @@ from diffusion_lens.analysis.lens.readings import (
     divergence,
     logits_of,
     require_plain_readout,
-    states_of,
 )
-from diffusion_lens.hooks.names import FwdHooks
+from diffusion_lens.hooks.names import FwdHooks, resid_entering
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shaped, shown_model, texts_of
-from diffusion_lens.settings import Whole, at_least, pick_indices, suggest_keywords, whole_number, whole_numbers
+from diffusion_lens.settings import Whole, at_least, one_of, pick_indices, suggest_keywords, whole_number, whole_numbers
 
 # Name of each table, its last axis if it has one after [step layer batch selected], and whether it contains integers.
 TABLES = {
@@ -183,8 +182,7 @@ class LogitLens(PicturedResult, Saved):
         Raises:
             ValueError: The step or the position was not read, or the choice is not unique.
         """
-        if show not in SHOWN:
-            raise ValueError(f"show={show!r}; it must be one of {', '.join(SHOWN)}")
+        one_of(*SHOWN)("show", show)
         if self.steps is not None and (position is None) == (step is None):
             raise ValueError("the lens has several steps: give either step=, or position= to draw it at every step")
         if step is not None:
@@ -330,8 +328,7 @@ def logit_lens(
     """
     given = Inputs.of(model, inputs, attention_mask=attention_mask, fwd_hooks=fwd_hooks)
     is_hooked = model.is_hooked or bool(fwd_hooks)
-    # Only hooks can change the model, or remove themselves, before the record asks for its identity at the end.
-    with run_of(model, fwd_hooks, at_once=is_hooked):
+    with run_of(model, fwd_hooks, edits=False):
         if is_hooked:
             require_plain_readout(model, fwd_hooks)
         canvases = Canvases.of(given, steps, branch)
@@ -342,7 +339,8 @@ def logit_lens(
         if translators is not None:
             translators.require_for(model, picked)
         n_top = min(at_least(1, "top_k", top_k), int(model.cfg.writable(torch.arange(model.cfg.d_vocab_out)).sum()))
-        tables = _Tables(model, canvases, selected, picked, _targets(canvases, targets, selected), n_top, translators)
+        rows, chosen = canvases.rows(selected), _targets(canvases, targets, selected)
+        tables = _Tables(model, canvases, selected, rows, picked, chosen, n_top, translators)
         tables.fill(fwd_hooks, is_hooked, max_bytes, progress)
         record = {
             "branch": branch,
@@ -391,6 +389,7 @@ class _Tables:
     model: DiffusionTransformer
     canvases: Canvases
     positions: list[int]
+    rows: Int[Tensor, "canvas batch selected"]  # at which the positions are read
     layers: list[int]
     targets: Int[Tensor, "batch selected target"]
     top_k: int
@@ -409,23 +408,21 @@ class _Tables:
             self.tables[name] = torch.full((*shape, *axes[axis]), absent, dtype=dtype)
             left -= self.tables[name].nbytes
         shared = shared_passes(self.canvases.canvases, is_hooked)
-        rows_of, n_pos, n_read = [], 1, 1
+        n_pos, n_read = 1, int((self.rows != NOTHING).sum(dim=(1, 2)).max())
         for one in shared:
-            rows = self.canvases.rows(next(iter(one.served)), self.positions)
-            rows_of.append(rows)
-            n_pos, n_read = max(n_pos, one.read.tokens.shape[1]), max(n_read, int((rows != NOTHING).sum()))
-        budget = Budget.of(cfg, len({*self.layers, cfg.n_layers}), (len(self.targets), n_pos), left, n_read)
-        for one, rows in zip(tqdm(shared, desc="logit lens", unit="pass", disable=not progress), rows_of, strict=True):
-            batch, selected = (rows != NOTHING).nonzero(as_tuple=True)
+            n_pos = max(n_pos, one.read.tokens.shape[1])
+        budget = Budget.of(cfg, len({*self.layers, cfg.n_layers}), (len(self.targets), n_pos), left, max(n_read, 1))
+        for one in tqdm(shared, desc="logit lens", unit="pass", disable=not progress):
+            batch, selected = (self.rows[next(iter(one.served))] != NOTHING).nonzero(as_tuple=True)
             for block in torch.arange(len(batch)).split(budget.entries_per_pass) if len(batch) else ():
-                self._fill_from(one, rows, (batch[block], selected[block]), budget, fwd_hooks)
+                self._fill_from(one, (batch[block], selected[block]), budget, fwd_hooks)
 
-    def _fill_from(
-        self, one: SharedPass, rows: Tensor, entries: tuple[Tensor, Tensor], budget: Budget, fwd_hooks: FwdHooks
-    ) -> None:
+    def _fill_from(self, one: SharedPass, entries: tuple[Tensor, Tensor], budget: Budget, fwd_hooks: FwdHooks) -> None:
         """Fill some entries from one forward pass."""
-        batch, selected = entries
-        states = states_of(one.read, (batch, rows[entries]), [*self.layers, self.model.cfg.n_layers], fwd_hooks)
+        (batch, selected), n_layers = entries, self.model.cfg.n_layers
+        rows = self.rows[next(iter(one.served))][entries]
+        points = {layer: resid_entering(layer, n_layers) for layer in (*self.layers, n_layers)}
+        states = one.read.states(points.values(), (batch, rows), fwd_hooks)
         self.forward_passes += 1
         for block in torch.arange(len(batch), device=batch.device).split(budget.entries_at_once):
             at = (batch[block], selected[block])
@@ -433,9 +430,11 @@ class _Tables:
             if self.model.head.needs_canvas:
                 present = one.read.tokens[at[0], torch.tensor(self.positions, device=batch.device)[at[1]]]
             with self.model.clock.at(one.read.step):
-                by_layer = self._read({layer: x[block] for layer, x in states.items()}, self.targets[at], present)
+                by_layer = self._read(
+                    {layer: states[name][block] for layer, name in points.items()}, self.targets[at], present
+                )
             for index in one.served:
-                is_read = self.canvases.rows(index, self.positions)[at] != NOTHING
+                is_read = self.rows[index][at] != NOTHING
                 b, p, kept = at[0][is_read].cpu(), at[1][is_read].cpu(), is_read.cpu()
                 for name, table in self.tables.items():
                     table[index][:, b, p] = by_layer[name][:, kept]
@@ -472,7 +471,7 @@ class _Tables:
         """The finished result."""
         canvases, n_layers = self.canvases, self.model.cfg.n_layers
         tables, tokens = self.tables, canvases.on_canvas(self.positions).cpu()
-        rows = torch.stack([canvases.rows(index, self.positions) for index in range(len(canvases.canvases))]).cpu()
+        rows = self.rows.cpu()
         if canvases.steps is None:
             tables, tokens, rows = {name: table[0] for name, table in tables.items()}, tokens[0], rows[0]
         ids = torch.cat([x.flatten().cpu() for x in (tables["top_tokens"], tokens, self.targets)]).unique().tolist()

@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 
 from diffusion_lens.analysis.engine.batching import CPU_LOGITS_BYTES, reserved, row_bytes
 from diffusion_lens.analysis.engine.inputs import ForwardPass, Inputs
-from diffusion_lens.hooks.names import FwdHooks, resid_entering, resid_post
+from diffusion_lens.hooks.names import FwdHooks, resid_post
 from diffusion_lens.model.config import UNREACHED, DiffusionConfig
-from diffusion_lens.model.hook_points import anything_listens
+from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import identity_of
 from diffusion_lens.records.results import Result, Saved, Table, shown_model
@@ -41,8 +41,9 @@ class Canvases:
     def of(cls, inputs: Inputs, steps: Iterable[Whole] | None = None, branch: str = "conditional") -> "Canvases":
         """The canvases of a trajectory, or the single one of any other input."""
         trajectory, picked, cfg = inputs.trajectory, inputs.pick_steps(steps), inputs.model.cfg
-        each: Sequence[int | None] = [None] if picked is None else picked
-        canvases = [read for step in each for read in inputs.at(step, branch)]
+        canvases: list[ForwardPass] = []
+        for step in [None] if picked is None else picked:
+            canvases += inputs.at(step, branch)
         final = canvases[0].tokens if trajectory is None else trajectory.tokens.to(cfg.device)
         known = final.masked_fill(~(canvases[0].real & cfg.writable(final)), NOTHING)
         if trajectory is None and cfg.is_autoregressive:
@@ -67,18 +68,22 @@ class Canvases:
             raise ValueError(f"nothing precedes position {unread[0]}, so a causal model has no prediction there")
         return picked
 
-    def rows(self, index: int, positions: list[int]) -> Int[Tensor, "batch selected"]:
-        """Row that predicts the token at each position of one canvas; -1 at padding and where no text is before it."""
-        canvas, width = self.canvases[index], self.known.shape[1]
-        model, present = canvas.model, canvas.present
-        selected = torch.tensor(positions, device=present.device)
-        predicted = present.new_zeros(len(present), width)
-        # A text that grows is predicted from the tokens before it, all other canvases from the whole canvas.
-        predicted[:, selected] = present[:, model.readout.rows(selected) if model.cfg.is_autoregressive else selected]
-        _, rows = canvas.located(predicted, pad(canvas.real, (0, width - present.shape[1])))
-        table = torch.full(predicted.shape, NOTHING, device=present.device)
-        table[predicted] = rows
-        return table[:, selected]
+    def rows(self, positions: list[int]) -> Int[Tensor, "canvas batch selected"]:
+        """Row that predicts the token at each position of every canvas; -1 at padding and where no text is before."""
+        readout, width = self.canvases[0].model.readout, self.known.shape[1]
+        selected = torch.tensor(positions, device=self.known.device)
+        tables = torch.full((len(self.canvases), *self.known.shape), NOTHING, device=self.known.device)
+        for canvas, table in zip(self.canvases, tables, strict=True):
+            present, predicted = canvas.present, table > NOTHING
+            # A text that grows is predicted from the tokens before it, all other canvases from the whole canvas.
+            grows = canvas.model.cfg.is_autoregressive
+            predicted[:, selected] = present[:, readout.rows(selected) if grows else selected]
+            real, block = (
+                pad(canvas.real, (0, width - present.shape[1])),
+                None if canvas.step is None else canvas.step.block,
+            )
+            table[predicted] = readout.locate(predicted, real, block)[1]
+        return tables[..., selected]
 
     def on_canvas(self, positions: list[int]) -> Int[Tensor, "step batch selected"]:
         """The token at each position of every canvas; -1 where there is none."""
@@ -154,24 +159,12 @@ def divergence(
 def require_plain_readout(model: DiffusionTransformer, fwd_hooks: FwdHooks = ()) -> None:
     """Raise a `ValueError` if a hook changes what the last norm or the unembedding does."""
     with model.hooks(fwd_hooks=list(fwd_hooks)):
-        if anything_listens(model.ln_final) or anything_listens(model.unembed):
+        if hooked_modules(model.ln_final) or hooked_modules(model.unembed):
             raise ValueError(
                 "a hook is attached to ln_final or unembed, through which the lens reads every layer, while the "
                 "network applies them to the last one only: remove it, or attach it to the stream after the last "
                 f"block, {resid_post(model.cfg.n_layers - 1)!r}"
             )
-
-
-def states_of(
-    network_input: ForwardPass,
-    entries: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]],
-    layers: Sequence[int],
-    fwd_hooks: FwdHooks = (),
-) -> dict[int, Float[Tensor, "entry d_model"]]:
-    """The state that enters each block, or of layer `n_layers` leaves the last one, at some rows of one pass."""
-    names = {layer: resid_entering(layer, network_input.model.cfg.n_layers) for layer in layers}
-    states = network_input.states(names.values(), entries, fwd_hooks)
-    return {layer: states[name] for layer, name in names.items()}
 
 
 def logits_of(

@@ -31,16 +31,16 @@ from diffusion_lens.analysis.lens.readings import (
     divergence,
     logits_of,
     require_plain_readout,
-    states_of,
     translated,
 )
+from diffusion_lens.hooks.names import resid_entering
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.loss import noised
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices, whole_number, whole_numbers
+from diffusion_lens.settings import Whole, at_least, not_negative, one_of, pick_indices, whole_number, whole_numbers
 
 
 @begins_run
@@ -86,8 +86,7 @@ def fit_translators(
             given inside `model.at_time`.
     """
     cfg = model.cfg
-    if mask not in ("masked", "all"):
-        raise ValueError(f"mask={mask!r}; it must be 'masked' or 'all'")
+    one_of("masked", "all")("mask", mask)
     picked = pick_indices("layers", None if layers is None else whole_numbers("layers", layers), cfg.n_layers)
     n_iterations, n_rows = at_least(1, "iterations", iterations), at_least(1, "batch_size", batch_size)
     rate, seed = not_negative("learning_rate", learning_rate), whole_number("seed", seed)
@@ -142,16 +141,17 @@ def _gradients(
     for parameter in (*maps[0], *maps[1]):
         parameter.grad = torch.zeros_like(parameter)
     losses, n = torch.zeros(len(layers), dtype=torch.float64), len(sample.rows)
+    *points, last_point = [resid_entering(layer, model.cfg.n_layers) for layer in (*layers, model.cfg.n_layers)]
     for stored in torch.arange(n).split(budget.entries_per_pass):
         rows = (sample.batch[stored], sample.rows[stored])
-        states = states_of(network_input, rows, [*layers, model.cfg.n_layers])
+        states = network_input.states([*points, last_point], rows)
         for block in torch.arange(len(stored)).split(budget.entries_at_once):
             present, batch = sample.present[stored[block]], sample.batch[stored[block]]
             sigma = None if network_input.sigma is None else network_input.sigma[batch]
-            last = _log_probabilities(model, states[model.cfg.n_layers][block], present, sigma)
-            for i, (layer, weight, bias) in enumerate(zip(layers, *maps, strict=True)):
+            last = _log_probabilities(model, states[last_point][block], present, sigma)
+            for i, (point, weight, bias) in enumerate(zip(points, *maps, strict=True)):
                 with torch.enable_grad():
-                    log_p = _log_probabilities(model, translated(states[layer][block], weight, bias), present, sigma)
+                    log_p = _log_probabilities(model, translated(states[point][block], weight, bias), present, sigma)
                     loss = divergence(last, log_p).sum() / n
                     # Only with respect to the maps: no parameter of the model gets a gradient.
                     gradients = torch.autograd.grad(loss, [weight, bias])
@@ -231,7 +231,7 @@ class _Data:
             )
             canvases = Canvases([read], None, known)
             positions = canvases.pick_positions(None)
-            rows = canvases.rows(0, positions)
+            rows = canvases.rows(positions)[0]
             is_read = rows != NOTHING
             if self.masked_only:
                 hidden = tokens == cfg.blank if cfg.has_mask else self.open[chosen]

@@ -11,7 +11,6 @@
   Its distribution is that of infinitely many steps.
 """
 
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from diffusion_lens.denoising.sampler import Plan, PositionNoise, Prediction, Proposal, Sampler
 from diffusion_lens.hooks.step import OpenBlock, StepState
 from diffusion_lens.model.shapes import PosMask
-from diffusion_lens.settings import whole_number
+from diffusion_lens.settings import at_least, not_negative, one_of
 from weight_conversion import NoiseSchedule, Variant
 
 ORDERS = ("confidence", "sequential")
@@ -57,15 +56,12 @@ class BlockConfidence(Sampler):
 
     def __post_init__(self) -> None:
         for name in ("steps_per_block", "block_length"):
-            value = getattr(self, name)
-            if value is not None and whole_number(name, value) < 1:
-                raise ValueError(f"{name}={value}; it must be a whole number, at least 1, or None")
-        if self.order not in ORDERS:
-            raise ValueError(f"order={self.order!r}; it must be one of {', '.join(ORDERS)}")
+            if (value := getattr(self, name)) is not None:
+                at_least(1, name, value)
         for name in ("threshold", "entropy_bound"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value}; it must be a finite number, 0 or more, or None")
+            if (value := getattr(self, name)) is not None:
+                not_negative(name, value)
+        one_of(*ORDERS)("order", self.order)
         if self.entropy_bound is not None and (self.threshold is not None or self.order != "confidence"):
             raise ValueError("entropy_bound says how many positions a step reveals: leave out threshold and order")
         if self.entropy_bound is not None and self.proposal.score != "entropy":
@@ -181,8 +177,8 @@ class BlockPosterior(_InBlock):
     may_change_nothing = True
 
     def __post_init__(self) -> None:
-        if self.steps_per_block is not None and whole_number("steps_per_block", self.steps_per_block) < 1:
-            raise ValueError(f"steps_per_block={self.steps_per_block}; it must be a whole number, at least 1, or None")
+        if self.steps_per_block is not None:
+            at_least(1, "steps_per_block", self.steps_per_block)
 
     def settled(self, variant: Variant) -> Sampler:
         return replace(self, steps_per_block=self.steps_per_block or STEPS)

@@ -24,7 +24,7 @@ from torch import Tensor
 from diffusion_lens.denoising.sampler import Plan, PositionNoise, Proposal, Sampler, check_eps
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.shapes import PosMask
-from diffusion_lens.settings import whole_number
+from diffusion_lens.settings import at_least, not_negative, one_of
 from weight_conversion import Variant
 
 
@@ -48,12 +48,8 @@ class Confidence(Sampler):
     reads_confidence = False
 
     def __post_init__(self) -> None:
-        if self.scope not in ("row", "batch", "mean"):
-            raise ValueError(f"scope={self.scope!r}; it must be 'row', 'batch' or 'mean'")
-        if not math.isfinite(self.choice_temperature) or self.choice_temperature < 0:
-            raise ValueError(
-                f"choice_temperature={self.choice_temperature}; it must be a finite number, 0 (no sampling) or more"
-            )
+        one_of("row", "batch", "mean")("scope", self.scope)
+        not_negative("choice_temperature", self.choice_temperature, "no sampling")
         check_eps(self.eps)
 
     def couples_rows(self, variant: Variant) -> bool:
@@ -129,8 +125,7 @@ class ReMDM(Sampler):
     name = "remdm"
 
     def __post_init__(self) -> None:
-        if self.strategy not in ETA:
-            raise ValueError(f"strategy={self.strategy!r}; it must be one of {', '.join(ETA)}")
+        one_of(*ETA)("strategy", self.strategy)
         if self.eta is not None and not 0 <= self.eta <= 1:
             raise ValueError(f"eta={self.eta}; it must be between 0 (never mask again) and 1")
         if not 0 < self.t_off < self.t_on < 1 or not 0 < self.alpha_on < 1:
@@ -214,14 +209,10 @@ class Blocks(Sampler):
     reads_confidence = False
 
     def __post_init__(self) -> None:
-        if self.block_length is not None and whole_number("block_length", self.block_length) < 1:
-            raise ValueError(
-                f"block_length={self.block_length}; it must be a whole number, at least 1, or None for one block"
-            )
-        if self.order not in ("confidence", "random"):
-            raise ValueError(f"order={self.order!r}; it must be 'confidence' or 'random'")
-        if self.masks_in_prompt not in ("counted", "uncounted"):
-            raise ValueError(f"masks_in_prompt={self.masks_in_prompt!r}; it must be 'counted' or 'uncounted'")
+        if self.block_length is not None:
+            at_least(1, "block_length", self.block_length)
+        one_of("confidence", "random")("order", self.order)
+        one_of("counted", "uncounted")("masks_in_prompt", self.masks_in_prompt)
 
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:
         """Number of steps of the run; by default one for each masked position of the row that has most.

@@ -14,6 +14,7 @@ from diffusion_lens.denoising.sampler import Proposal
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
 from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence
 from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
+from diffusion_lens.settings import one_of
 
 _ORDERS = {"low_confidence": "confidence", "random": "random"}
 _STRATEGIES = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")
@@ -50,11 +51,9 @@ def llada(block_length: int | None = None, remasking: str = "low_confidence", *,
         remasking: "low_confidence" reveals the positions of the highest confidence first, "random" any.
         as_published: Whether to follow the authors' code in the first two differences.
     """
-    if remasking not in _ORDERS:
-        raise ValueError(f"remasking={remasking!r}; it must be 'low_confidence' or 'random'")
     return Blocks(
         block_length,
-        _ORDERS[remasking],
+        _ORDERS[one_of(*_ORDERS)("remasking", remasking)],
         masks_in_prompt="uncounted" if as_published else "counted",
         proposal=Proposal(writes_mask=as_published),
     )
@@ -99,8 +98,7 @@ def dream(
         eps: Time at which the run ends.
         as_published: Whether to follow the authors' code in the first two differences.
     """
-    if alg != "origin" and alg not in _SCORES:
-        raise ValueError(f"alg={alg!r}; it must be one of origin, {', '.join(_SCORES)}")
+    one_of("origin", *_SCORES)("alg", alg)
     proposal = Proposal(_SCORES.get(alg, "probability"), "sampled", top_p, top_k, writes_mask=as_published)
     if alg == "origin":
         if alg_temp:
@@ -194,8 +192,7 @@ def sdar(
         top_p, top_k: Limits of the likeliest tokens that are sampled from. Confidence is read after temperature, top-p
             and top-k: with `top_k=1` every confidence is 1, so that "low_confidence_dynamic" reveals a block at once.
     """
-    if strategy not in _STRATEGIES:
-        raise ValueError(f"strategy={strategy!r}; it must be one of {', '.join(_STRATEGIES)}")
+    one_of(*_STRATEGIES)("strategy", strategy)
     if strategy == "low_confidence_dynamic" and threshold is None:
         raise ValueError("strategy='low_confidence_dynamic' needs a threshold; without one use 'low_confidence_static'")
     bounded = strategy == "entropy_bounded"
@@ -251,10 +248,8 @@ def mdlm(predictor: str = "ddpm_cache", eps: float = 1e-5) -> Posterior | Score:
         eps: Time at which the rest is removed.
     """
     chances = {"ddpm": "schedule", "ddpm_cache": "time"}
-    if predictor == "analytic":
+    if one_of(*chances, "analytic")("predictor", predictor) == "analytic":
         return Score(eps=eps)
-    if predictor not in chances:
-        raise ValueError(f"predictor={predictor!r}; it must be 'ddpm', 'ddpm_cache' or 'analytic'")
     return Posterior(chances[predictor], eps=eps)
 
 
@@ -332,10 +327,8 @@ def radd(
         top_p, top_k: Limits of the likeliest tokens, for "sampled".
         eps: Time at which the run ends.
     """
-    if strategy == "sampled":
+    if one_of("direct", "sampled")("strategy", strategy) == "sampled":
         return Ancestral(eps, Proposal(top_p=top_p, top_k=top_k, writes_mask=True))
-    if strategy != "direct":
-        raise ValueError(f"strategy={strategy!r}; it must be 'direct' or 'sampled'")
     if top_p is not None or top_k is not None:
         raise ValueError("top_p and top_k need strategy='sampled': 'direct' draws from all tokens")
     return Posterior(removes_rest=False, eps=eps)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from diffusion_lens.denoising.sampler import Plan, PositionNoise, Prediction, Proposal, Sampler, check_eps
 from diffusion_lens.hooks.step import StepState
+from diffusion_lens.settings import one_of
 from weight_conversion import NoiseSchedule
 
 CHANCES = ("schedule", "time")
@@ -70,8 +71,7 @@ class Posterior(_Transitions):
 
     def __post_init__(self) -> None:
         check_eps(self.eps)
-        if self.chance not in CHANCES:
-            raise ValueError(f"chance={self.chance!r}; it must be one of {', '.join(CHANCES)}")
+        one_of(*CHANCES)("chance", self.chance)
 
     def transition(self, step: StepState, prediction: Prediction) -> Float[Tensor, "selected d_vocab"]:
         p = prediction.p_clean
@@ -128,8 +128,7 @@ class Score(_Transitions):
 
     def __post_init__(self) -> None:
         check_eps(self.eps)
-        if self.step not in STEPS:
-            raise ValueError(f"step={self.step!r}; it must be 'analytic' or 'euler'")
+        one_of(*STEPS)("step", self.step)
 
     def transition(self, step: StepState, prediction: Prediction) -> Float[Tensor, "selected d_vocab"]:
         schedule, noise, present = prediction.schedule, prediction.noise, prediction.present

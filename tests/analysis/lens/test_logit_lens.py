@@ -426,7 +426,7 @@ def test_what_cannot_be_read_is_refused(tiny):
         (lambda: lens.at_step(9), "step 9 was not read"),
         (lambda: lens.plot(), "give either step="),
         (lambda: lens.plot(position=50), "position 50 is not"),
-        (lambda: lens.plot(step=0, show="logits"), "show='logits'; it must be one of"),
+        (lambda: lens.plot(step=0, show="logits"), "show='logits' is unknown; it must be one of"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

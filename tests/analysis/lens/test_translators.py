@@ -9,8 +9,7 @@ from torch.testing import assert_close
 from bundled_models.rows_and_blocks import toy_rows
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import Translators, fit_translators, logit_lens
-from diffusion_lens.analysis.lens import tuned as fitting
-from diffusion_lens.analysis.lens.readings import states_of
+from diffusion_lens.analysis.engine.inputs import ForwardPass
 from diffusion_lens.data import toy_facts
 from diffusion_lens.interventions import zero_ablate
 
@@ -149,13 +148,15 @@ def read_in_fits(model, data, monkeypatch, **settings):
     """What each row of some updates contains: tokens, flags of real positions, and the rows that are read."""
     seen = []
 
-    def spy(network_input, entries, layers):
+    states = ForwardPass.states
+
+    def spy(network_input, names, entries):
         tokens, real = network_input.tokens.tolist(), network_input.real.tolist()
         read = [sorted(entries[1][entries[0] == row].tolist()) for row in range(len(tokens))]
         seen.extend(zip(tokens, real, read, strict=True))
-        return states_of(network_input, entries, layers)
+        return states(network_input, names, entries)
 
-    monkeypatch.setattr(fitting, "states_of", spy)
+    monkeypatch.setattr(ForwardPass, "states", spy)
     fitted = fit_translators(model, data, layers=[0], iterations=3, batch_size=4, **settings)
     assert (fitted.biases != 0).any()
     return seen, fitted.record["canvases"]
@@ -232,7 +233,7 @@ def test_maps_of_other_weights_are_refused(tiny, fitted, tmp_path):
 def test_what_cannot_be_fitted_is_refused(tiny):
     for data, arguments, message in (
         ([], {}, "there is no text"),
-        (PROMPT, {"mask": "unmasked"}, "mask='unmasked'; it must be 'masked' or 'all'"),
+        (PROMPT, {"mask": "unmasked"}, "mask='unmasked' is unknown.*one of masked, all"),
         (PROMPT, {"iterations": 0}, "iterations=0"),
         (PROMPT, {"learning_rate": -1.0}, "learning_rate=-1.0"),
         (PROMPT, {"layers": [4]}, r"layers=\[4\]; give numbers from 0 to 3"),
