@@ -8,8 +8,8 @@ import typer
 
 from diffusion_lens.cli.load_model import LoadingOptions, ModelChoice, name_and_mode
 from diffusion_lens.cli.options import Model, command
-from diffusion_lens.cli.report import Report, positive
-from diffusion_lens.settings import setting
+from diffusion_lens.cli.report import Report
+from diffusion_lens.settings import positive, setting
 
 
 @command()

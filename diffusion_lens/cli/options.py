@@ -6,6 +6,7 @@
 - `name: type = setting(default, help, check)` is an option of this command; the default `...` makes it required.
 - An argument whose annotation is a dataclass, such as `ModelChoice`, is a group: its settings are options, and the
   command gets the object. An option that two groups have, or that the command declares too, is one option.
+  Classes of `diffusion_lens.shared_settings` are groups of settings that a function of the library has too.
 - `settings` stands for the options of the class that `command` names. It is imported, and torch with it, when the
   command or its help runs, because the help of the program should be fast.
 - What a setting cannot say is written as typer has it: `name: Annotated[type, typer.Option(...)] = default`.
@@ -30,6 +31,7 @@ from typer.models import ArgumentInfo
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.report import Report
 from diffusion_lens.settings import Settings, at_least, check_seed, fields_of, not_negative, setting
+from diffusion_lens.shared_settings import SAMPLER, TEMPERATURE, CanvasFields
 
 if TYPE_CHECKING:
     from diffusion_lens.facts.fact import Fact
@@ -45,7 +47,7 @@ Model = Annotated[
 ]
 # What stands for the options of a class until it is imported.
 Later = Annotated[Any, typer.Option(parser=str, hidden=True)]
-PLAIN = (bool, int, float, str, Path)
+PLAIN = (bool, float, int, str, Path)
 
 
 def command(source: str | None = None, **helps: str | None) -> Callable[[Command], Command]:
@@ -171,7 +173,8 @@ def _option(name: str, each: Any, help: str | None) -> Parameter:
     declare = partial(Parameter, name, Parameter.KEYWORD_ONLY, default=default)
     if get_origin(each.type) is Annotated:
         return declare(annotation=each.type)
-    option, help = f"--{name.replace('_', '-')}", help or each.metadata["help"]
+    spelt, help = each.metadata["option"], help or each.metadata["help"]
+    option = f"--{(spelt if isinstance(spelt, str) else name).replace('_', '-')}"
     kinds = {get_origin(kind) or kind for kind in (*get_args(each.type), each.type)}
     if list in kinds:
         return declare(annotation=Annotated[each.type, typer.Option(option, help=help)])
@@ -199,54 +202,35 @@ def _split_as(entry: Callable[[str], Any]) -> Callable[[Any, Any, Any], Any]:
     return split
 
 
-def _each_at_least(least: int, name: str, values: list[int]) -> list[int]:
-    return [at_least(least, name, value) for value in values]
-
-
-# Checks that every number of a list is at least 0 or 1.
-each_from_0, each_from_1 = partial(_each_at_least, 0), partial(_each_at_least, 1)
+def each_from_0(name: str, values: list[int]) -> list[int]:
+    """Numbers of which each is at least 0."""
+    return [at_least(0, name, value) for value in values]
 
 
 # Settings of several commands.
-LENGTH = setting(
-    None,
-    "Number of positions of the canvas, including the prompt. Default: the training length of the model, or the "
-    "length of prompt and answer.",
-    partial(at_least, 1),
-)
-LENGTH_OF_STUDY = setting(
-    None,
-    "Number of positions of the canvas, including the prompt. Default: that of the data set, or the training "
-    "length of the model if it is shorter.",
-    partial(at_least, 1),
+LENGTH = fields_of(CanvasFields)["length"]
+LENGTH_OF_STUDY = (
+    "Number of positions of the canvas, including the prompt. Default: that of the data set, or the training length of "
+    "the model if it is shorter."
 )
 SEED = setting(0, "Seed of the random number generator.", check_seed)
 
 
 @dataclasses.dataclass(frozen=True)
 class FactOptions(Settings):
-    """A fact and its layout on a canvas."""
+    """A fact."""
 
     prompt: str = setting(..., 'Text before the answer, e.g. "Gustav Geisser is the".')
     subject: str = setting(..., "Subject of the fact, a part of the prompt.")
     answer: str = setting(..., 'Answer with its leading space, e.g. " brave drummer of Rolsen.".')
-    length: int | None = copy(LENGTH)
-    first_tokens: int | None = setting(
-        None, "Score only this many first tokens of the answer. ROME uses 1.", partial(at_least, 1)
-    )
-    occurrence: int | None = setting(
-        None,
-        "Index of the mention of the subject, counted from 0, if the prompt contains several.",
-        partial(at_least, 0),
-    )
 
-    def fact(self, answer: str | None = None) -> "Fact":
-        """The fact, with another answer if one is given."""
+    def fact(self, occurrence: int | None, answer: str | None = None) -> "Fact":
+        """The fact, with another answer if one is given; `occurrence` says which mention of the subject is meant."""
         from diffusion_lens.facts.fact import Fact
 
         fact = Fact(self.prompt, self.subject, answer or self.answer)
-        start, _ = fact.subject_characters(self.occurrence)
-        return fact if self.occurrence is None else dataclasses.replace(fact, subject_start=start)
+        start, _ = fact.subject_characters(occurrence)
+        return fact if occurrence is None else dataclasses.replace(fact, subject_start=start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,15 +262,7 @@ class FactsOptions(Settings):
 class SamplerOptions(Settings):
     """How canvases are denoised."""
 
-    sampler: str | None = setting(
-        None,
-        "For a masked model: confidence (the default), ancestral, remdm, blocks, posterior, score, block_posterior, "
-        "first_hitting, left_to_right, or the preset smdm, llada, dream, diffullama, mdlm, bd3lm, sedd or radd. For "
-        "one that writes block after block: block_confidence (the default), block_posterior (the default of a network "
-        "with time conditioning), first_hitting, left_to_right, or the preset sdar, llada2, nemotron or bd3lm. For "
-        "uniform noise: uniform_posterior (the default), score, or the preset udlm or sedd. A causal model supports "
-        "only left_to_right.",
-    )
+    sampler: str | None = copy(SAMPLER)
     cfg_scale: float | None = setting(
         None,
         "Weight of classifier-free guidance. Default: 0, no guidance.",
@@ -299,11 +275,7 @@ class DenoiseOptions(SamplerOptions):
     """The settings of a denoising run."""
 
     steps: int = setting(32, "Number of denoising steps.", partial(at_least, 1))
-    temperature: float = setting(
-        0.0,
-        "Sampling temperature. 0 selects the likeliest token.",
-        partial(not_negative, zero="the likeliest token"),
-    )
+    temperature: float = copy(TEMPERATURE)
     seed: int = copy(SEED)
 
     def settings(self) -> Any:

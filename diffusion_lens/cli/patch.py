@@ -10,6 +10,7 @@ from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, d
 from diffusion_lens.cli.options import LENGTH, SEED, command
 from diffusion_lens.cli.report import FolderReport, progress, require, strongest
 from diffusion_lens.settings import setting
+from diffusion_lens.shared_settings import PatchFields
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis import PatchGrid
@@ -25,6 +26,7 @@ SHOWN = 5  # cells of a grid
     "reveals the first token of the answer in the corrupted run."
 )
 def patch(
+    given: PatchFields,
     loop: LoopOptions,
     chosen: ModelChoice,
     report: FolderReport,
@@ -43,11 +45,8 @@ def patch(
         "Activation to patch: resid_pre, resid_mid, resid_post, attn_out, mlp_out, or by head q, k, v, z, pattern. "
         "Repeat the option for several. Default: resid_pre.",
     ),
-    layer: list[int] | None = setting(None, "Layer to patch. Repeat the option for several. Default: all."),
     position: list[int] | None = setting(None, "Position to patch. Repeat the option for several. Default: each one."),
-    head: list[int] | None = setting(None, "Head to patch. Repeat the option for several. Default: each one."),
     together: bool = setting(False, "Patch the positions together, as one cell for each layer (and head)."),
-    method: str = setting("exact", "exact, or attribution: an estimate by gradients, with its largest cells checked."),
     length: int | None = LENGTH,
     seed: int = SEED,
 ) -> None:
@@ -64,19 +63,19 @@ def patch(
     from diffusion_lens.analysis.patching.grid import PatchSettings
     from diffusion_lens.analysis.patching.sites import resolve_sites
     from diffusion_lens.model.config import DiffusionConfig
-    from diffusion_lens.settings import unique_indices
+    from diffusion_lens.settings import pick_indices, unique_indices
 
     # 1. Check the settings before the model is loaded.
     run_settings = loop.settings(chosen, seed)
     sites = resolve_sites(site or ["resid_pre"])
     selected: Any = list(unique_indices("position", position) or ()) or None
     cells: Any = ([selected] if selected else "all") if together else selected
-    heads: Any = head
-    PatchSettings(sites, cells, layer or [], heads, method, check=8)
-    cost.check_layers(chosen, layer or [])
+    settings = PatchSettings(**vars(given), positions=cells)
+    settings.check_heads(sites)
     if (shape := chosen.known_shape()) is not None:
+        pick_indices("layers", settings.layers, shape.n_layers)
         cfg = DiffusionConfig.from_architecture(shape, device="cpu", dtype=chosen.dtype)
-        _ = [one.pick_heads(heads, cfg) for one in sites]
+        _ = [one.pick_heads(settings.heads, cfg) for one in sites]
     length = chosen.length(length)
     prompts = _Prompts(prompt, corrupted, answer, rival, CanvasLayout(length))
     report.note(site=[one.name for one in sites], length=length)
@@ -106,11 +105,8 @@ def patch(
                 metric,
                 [one.name for one in sites],
                 at,
-                positions=cells,
-                layers=layer,
-                heads=heads,
+                settings=settings,
                 logits_at=row,
-                method=method,
                 progress=progress() and not is_planned,
             )
         return grids

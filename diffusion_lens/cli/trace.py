@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, default_folder, denoised
-from diffusion_lens.cli.options import FactOptions, FactsOptions, command
+from diffusion_lens.cli.options import LENGTH_OF_STUDY, FactOptions, FactsOptions, command
 from diffusion_lens.cli.report import FolderReport, StudyReport, progress, require, strongest
 from diffusion_lens.cli.workers import FactStudy, WorkerChoice
 from diffusion_lens.settings import at_least, setting
+from diffusion_lens.shared_settings import CanvasFields
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis import AverageEffect, AverageTrajectoryEffect, CausalTrace, TrajectoryTrace
@@ -32,9 +33,11 @@ CANVAS = setting(
     "diffusion_lens.analysis:TraceSettings",
     at_step="Step to trace, counted from 0. Repeat the option for several. Default: from the step that reveals the "
     "first token of the answer to the one that reveals the last.",
+    n_masks=None,
 )
 def trace(
     fact: FactOptions,
+    layout: CanvasFields,
     settings: Any,
     loop: LoopOptions,
     chosen: ModelChoice,
@@ -63,15 +66,15 @@ def trace(
     if shape is not None:
         pick_indices("layers", settings.layers, shape.n_layers)
     run_settings = loop.settings(chosen, settings.seed, canvas=canvas)
-    asked, length = fact.fact(), chosen.length(fact.length)
-    layout = CanvasLayout(length, first_tokens=fact.first_tokens)
+    asked, length = fact.fact(layout.occurrence), chosen.length(layout.length)
+    laid_out = CanvasLayout(length, first_tokens=layout.first_tokens)
     report.note(length=length)
     if report.out is not None:
         require("pictures")
 
     def traced(loaded: "HookedDiffusionTransformer") -> Any:
         """The trace, and the run whose steps it traces, if there is one; measures the noise if none was given."""
-        query, shown = layout.query(loaded, asked), progress() and not report.dry_run
+        query, shown = laid_out.query(loaded, asked), progress() and not report.dry_run
         given = settings.with_noise(loaded, [query])
         if run_settings is None:
             return causal_trace(loaded, query, given, progress=shown), None
@@ -97,8 +100,7 @@ def trace(
 
 @command(
     "diffusion_lens.analysis:AverageTrajectorySettings",
-    length="Number of positions of the canvas, including the prompt. Default: that of the data set, or the training "
-    "length of the model if it is shorter.",
+    length=LENGTH_OF_STUDY,
     first_tokens="Score only this many first tokens of the answer. Default: 1, as in ROME; with --by-step all.",
     known="Facts to average: recalled (a denoising run writes the answer), one-canvas (the answer is the most likely "
     "one on the traced canvas), or all. Default: one-canvas with --first-tokens 1, otherwise recalled.",
