@@ -8,8 +8,8 @@ A setting is a field of a frozen dataclass: its name, type, default, help text a
 
 From the fields are made
 - the keywords, the signature and the `Args` of a public function: `@takes(TraceSettings)`;
-- the options of a command, with their help: `@command("module:TraceSettings")`, and one argument `settings` in the
-  command (`cli/options.py`);
+- the options of a command, with their help: an argument with the class as its annotation (`cli/options.py`); the
+  fields are then in `shared_settings.py`, which does not import torch;
 - the record of a result and of a study: `settings.describe()`;
 - whatever lists settings, such as the explorer: `fields_of(TraceSettings)`.
 

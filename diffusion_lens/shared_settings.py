@@ -6,6 +6,8 @@ imports torch. So each setting is declared here, and the settings object of the 
 | Fields | Settings of | Command |
 |---|---|---|
 | `CanvasFields` | `CanvasLayout`, of every analysis of facts | `trace`, `rome`, `compare` |
+| `TraceFields` | `TraceSettings`, of `causal_trace`, `trace_trajectory`, `temporal_effect` | `trace` |
+| `AverageFields` | `AverageSettings`, of the averages of traces | `aie` |
 | `RecallFields` | `recall_by_steps` | `recall` |
 | `ValueSettings` | `optimize_value` | `rome` |
 | `VectorFields` | `key_value_study` | `compare` |
@@ -35,6 +37,10 @@ from diffusion_lens.settings import (
 )
 
 Number = int | float  # Type checks in tests would refuse the integer 4 for a float.
+
+KINDS = ("resid", "mlp", "attn")
+NOISE = ("gaussian", "uniform", "replace")
+CORRUPTIONS = (*NOISE, "mask", "swap")
 
 # How an answer of several tokens is searched for on a masked diffusion model, and where an essence is read.
 STATES = ("masked", "partial")
@@ -92,6 +98,93 @@ class CanvasFields(Settings):
         super().__post_init__()
         if self.length is not None and self.n_masks is not None:
             raise ValueError(f"length={self.length} and n_masks={self.n_masks}; give one of them")
+
+
+@dataclass(frozen=True)
+class TraceFields(Settings):
+    """What a causal trace corrupts and restores."""
+
+    kind: str = setting(
+        "resid",
+        "State to restore: resid, the residual stream after a block; mlp or attn, the outputs of a window of blocks, "
+        "those of an MLP with its shared expert's.",
+        one_of(*KINDS),
+    )
+    window: int = setting(
+        10,
+        "Number of blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; not "
+        "used for resid.",
+        partial(at_least, 1),
+    )
+    noise: float | None = setting(
+        None,
+        "Scale of the noise. ROME's is 3 standard deviations of the embeddings of the subjects' tokens (noise_scale), "
+        "which averages and the command line measure themselves. For mask and swap there is none.",
+        not_negative,
+    )
+    samples: int = setting(10, "Number of samples of the noise.", partial(at_least, 1))
+    seed: int = setting(
+        1,
+        "Seed of the random numbers. A trace gives it to numpy.random.RandomState, as ROME's code does, so that "
+        "published traces are reproduced exactly.",
+        check_seed,
+    )
+    corruption: str = setting(
+        "gaussian", "Corruption of the subject: gaussian, uniform or replace noise, mask or swap.", one_of(*CORRUPTIONS)
+    )
+    swap: str | Any | None = setting(
+        None,
+        "For the corruption swap, another subject with as many tokens: its text (with the space before it, if the "
+        "subject has one), its tokens, or a query, whose subject is taken.",
+    )
+    severed: str | None = setting(
+        None,
+        "mlp or attn, outputs of the restored position that keep their corrupted values in the blocks above, which "
+        "shows the path that the effect takes. With the kind resid only.",
+        one_of("mlp", "attn"),
+    )
+    positions: Iterable[Whole] | None = setting(
+        None, "Positions to restore, negative ones from the end; by default all.", unique_indices
+    )
+    layers: Iterable[Whole] | None = setting(
+        None, "Layers to restore, negative ones from the end; by default all.", unique_indices
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.severed and self.kind != "resid":
+            raise ValueError(f"severed={self.severed!r} requires kind='resid'; kind is {self.kind!r}")
+        if (self.swap is not None) != (self.corruption == "swap"):
+            raise ValueError(
+                "corruption='swap' requires swap=, another subject's tokens; no other corruption takes swap="
+            )
+
+
+def _refuse_positions(name: str, value: Any) -> None:
+    raise ValueError(
+        f"{name}={value!r} has no meaning in an average, whose facts differ in length: choose roles= instead"
+    )
+
+
+@dataclass(frozen=True)
+class AverageFields(CanvasFields, TraceFields):
+    """How every fact of an average is traced."""
+
+    positions: Iterable[int] | None = setting(
+        None, "Not for averages, because facts differ in length: choose roles instead.", _refuse_positions
+    )
+    roles: Sequence[str] | None = setting(
+        None,
+        "Roles of the tokens whose states are restored; by default all. On a long canvas of masks most of the work is "
+        "in other_masks.",
+    )
+    known: str | Any | None = setting(
+        None,
+        "Facts to average: recalled, whose answer the loop writes; one_canvas, whose answer's tokens are the likeliest "
+        "at all its positions at once; all; or in Python the ids of facts, such as those that both models of a pair "
+        "recall (recalled_facts). Default: recalled, but for the first token alone on one canvas one_canvas, since one "
+        "canvas answers that question.",
+    )
 
 
 def _step_columns(name: str, steps: Sequence[int]) -> tuple[int, ...]:

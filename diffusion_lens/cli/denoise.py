@@ -8,7 +8,7 @@ import typer
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import ModelChoice, changed_canvases, default_folder
 from diffusion_lens.cli.options import LENGTH_OF_STUDY, DenoiseOptions, FactsOptions, command
-from diffusion_lens.cli.report import EXTRAS, FolderReport, StudyReport, progress, require
+from diffusion_lens.cli.report import EXTRAS, PictureReport, StudyReport, progress, require
 from diffusion_lens.cli.workers import FactStudy, WorkerChoice
 from diffusion_lens.settings import at_least, setting
 from diffusion_lens.shared_settings import RecallFields
@@ -23,7 +23,7 @@ def denoise(
     chosen: ModelChoice,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
     run: DenoiseOptions,
-    report: FolderReport,
+    report: PictureReport,
     length: int | None = setting(
         None,
         "Number of positions of the canvas, including the prompt. Default: the training length, or 52 if it is "
@@ -55,8 +55,6 @@ def denoise(
     if (shape := chosen.known_shape()) is not None:
         settings.on(shape, chosen.model)
     report.note(length=length, cfg_scale=settings.cfg_scale)
-    if report.out is not None:
-        require("pictures")
 
     # 2. For a dry run, print the cost.
     def written(loaded: "HookedDiffusionTransformer") -> "Trajectory":

@@ -1,31 +1,26 @@
 """Options of commands: each is declared once, as a setting (`diffusion_lens.settings`) with its help and its check.
 
-    @command("diffusion_lens.analysis:TraceSettings")
-    def trace(fact: FactOptions, settings: Any, chosen: ModelChoice, report: FolderReport) -> None:
+    @command()
+    def trace(fact: FactOptions, given: TraceFields, chosen: ModelChoice, report: FolderReport) -> None:
 
 - `name: type = setting(default, help, check)` is an option of this command; the default `...` makes it required.
 - An argument whose annotation is a dataclass, such as `ModelChoice`, is a group: its settings are options, and the
-  command gets the object. An option that two groups have, or that the command declares too, is one option.
-  Classes of `diffusion_lens.shared_settings` are groups of settings that a function of the library has too.
-- `settings` stands for the options of the class that `command` names. It is imported, and torch with it, when the
-  command or its help runs, because the help of the program should be fast.
+  command gets the object. An option that two groups have, or that the command declares too, is one option. The groups
+  of `diffusion_lens.shared_settings` are the settings of functions of the library.
 - What a setting cannot say is written as typer has it: `name: Annotated[type, typer.Option(...)] = default`.
 
 Groups that several commands share, and checks of their own, are at the end.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from functools import partial, wraps
-from importlib import import_module
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, SupportsIndex, get_args, get_origin
 
 import typer
-import typer.main
-from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
 from diffusion_lens.cli.app import app
@@ -45,17 +40,14 @@ Model = Annotated[
         "(owner/name). NAME@MODE is one mode of a checkpoint that is several models, as --mode.",
     ),
 ]
-# What stands for the options of a class until it is imported.
-Later = Annotated[Any, typer.Option(parser=str, hidden=True)]
 PLAIN = (bool, float, int, str, Path)
 
 
-def command(source: str | None = None, **helps: str | None) -> Callable[[Command], Command]:
+def command(**helps: str | None) -> Callable[[Command], Command]:
     """Register a function as a command.
 
     Args:
-        source: The class of the argument `settings`, "module:name".
-        helps: Other help texts for options of groups and of settings; `None` leaves an option out.
+        helps: Other help texts for options of groups; `None` leaves an option out.
     """
 
     def register(function: Command) -> Command:
@@ -78,9 +70,6 @@ def command(source: str | None = None, **helps: str | None) -> Callable[[Command
                 if check is not None and given[name] is not None:
                     given[name] = check(name, given[name])
             values: dict[str, Any] = {name: given[name] for name in own}
-            if (settings := given.pop("settings", None)) is not None:
-                of_class = fields_of(type(settings)).items()
-                given |= {name: getattr(settings, name) for name, each in of_class if _is_option(each)}
             for name, group in groups.items():
                 names = {each.name for each in dataclasses.fields(group) if each.init}
                 values[name] = group(**{each: given[each] for each in given.keys() & names})
@@ -95,62 +84,11 @@ def command(source: str | None = None, **helps: str | None) -> Callable[[Command
             return 0 if is_argument else 1 if option.name in own else 2
 
         options.sort(key=place)
-        _declare(called, options)
-        return app.command(cls=None if source is None else _settings_command(source, helps))(called)
+        vars(called)["__signature__"] = Signature(options)
+        called.__annotations__ = {each.name: each.annotation for each in options}
+        return app.command()(called)
 
     return register
-
-
-def _settings_command(source: str, helps: Mapping[str, str | None]) -> type[TyperCommand]:
-    """The class of a command with an option for each setting of a dataclass, made when it or its help runs.
-
-    The command gets an object of the dataclass, whose checks have passed before the command begins.
-    """
-    module, _, class_name = source.partition(":")
-
-    class SettingsCommand(TyperCommand):
-        @property
-        def params(self) -> list[Any]:
-            """The command's own parameters, with the options in the place of `settings`."""
-            if "made" not in vars(self):
-                self.kind = getattr(import_module(module), class_name)
-                options = [
-                    _option(name, each, helps.get(name))
-                    for name, each in fields_of(self.kind).items()
-                    if _is_option(each) and helps.get(name, "") is not None
-                ]
-                self.annotations = {each.name: each.annotation for each in options}
-                self.made = _parameters(options)
-                place = next(i for i, parameter in enumerate(self._own) if parameter.name == "settings")
-                self._shown = [*self._own[:place], *self.made, *self._own[place + 1 :]]
-            return self._shown
-
-        @params.setter
-        def params(self, params: list[Any]) -> None:
-            self._own = params
-
-        def invoke(self, ctx: Any) -> Any:
-            given = {parameter.name: ctx.params.pop(parameter.name) for parameter in self.made}
-            ctx.params["settings"] = self.kind(**given)
-            return super().invoke(ctx)
-
-    return SettingsCommand
-
-
-def _parameters(options: list[Parameter]) -> list[Any]:
-    """Options as typer makes them for a function that has them as arguments."""
-
-    def stub(**settings: Any) -> None: ...
-
-    _declare(stub, options)
-    app = typer.Typer(add_completion=False)
-    app.command()(stub)
-    return list(typer.main.get_command(app).params)
-
-
-def _declare(function: Command, options: list[Parameter]) -> None:
-    vars(function)["__signature__"] = Signature(options)
-    function.__annotations__ = {each.name: each.annotation for each in options}
 
 
 def _declared(argument: Parameter) -> Any:
@@ -158,8 +96,6 @@ def _declared(argument: Parameter) -> Any:
     default = ... if argument.default is Parameter.empty else argument.default
     each: Any = copy(default) if isinstance(default, dataclasses.Field) else dataclasses.field(default=default)
     each.name, each.type = argument.name, argument.annotation
-    if argument.name == "settings":
-        each.default, each.type = None, Later
     return each
 
 

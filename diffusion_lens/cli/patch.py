@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, denoised, unnamed_subject
 from diffusion_lens.cli.options import LENGTH, SEED, command
-from diffusion_lens.cli.report import FolderReport, progress, require, strongest
+from diffusion_lens.cli.report import PictureReport, progress, strongest
 from diffusion_lens.settings import setting
 from diffusion_lens.shared_settings import PatchFields
 
@@ -29,7 +29,7 @@ def patch(
     given: PatchFields,
     loop: LoopOptions,
     chosen: ModelChoice,
-    report: FolderReport,
+    report: PictureReport,
     prompt: str = setting(..., 'Clean prompt, e.g. "Plerrick Baupling plays".'),
     corrupted: str = setting(
         ..., "Corrupted prompt, which has as many tokens. Its activations are replaced by those of --prompt."
@@ -79,8 +79,6 @@ def patch(
     length = chosen.length(length)
     prompts = _Prompts(prompt, corrupted, answer, rival, CanvasLayout(length))
     report.note(site=[one.name for one in sites], length=length)
-    if report.out is not None:
-        require("pictures")
 
     def patched(loaded: "HookedDiffusionTransformer", prompts: _Prompts, is_planned: bool = False) -> Any:
         """Lay out both prompts or denoise them, and patch. The plan of a run does not know the steps that it reads."""
@@ -92,11 +90,8 @@ def patch(
             inputs = [denoised(loaded, canvas_of(loaded, query), run_settings) for query in (clean, other)]
             reading = TracedTrajectory.of(loaded, other, inputs[1])
             last = reading.revealed_at[0] if rival else reading.last_step
-            steps = [loop.at_step or list(range(reading.trajectory.first_step, reading.answered_from + 1))]
-            if is_planned:
-                steps = [[min(step, last)] for step in steps[0]]
-            else:
-                loop.check_masked(last)
+            written = list(range(reading.trajectory.first_step, reading.answered_from + 1))
+            steps = loop.reads(last, written, is_planned)
         for at in steps:
             grids = patch_grid(
                 loaded,
@@ -122,7 +117,7 @@ def patch(
     report.finish(_numbers(grids), next(iter(grids.values())).record)
 
 
-def _say(report: FolderReport, grids: "Mapping[str, PatchGrid]", metric: str) -> None:
+def _say(report: PictureReport, grids: "Mapping[str, PatchGrid]", metric: str) -> None:
     """Print the metric of both runs, and the cells of each site with the largest effects."""
     grid = next(iter(grids.values()))
     for step, clean, corrupted in zip(_steps(grid), grid.clean.view(-1), grid.corrupted.view(-1), strict=True):
@@ -152,7 +147,7 @@ def _numbers(grids: "Mapping[str, PatchGrid]") -> dict[str, Any]:
     }
 
 
-def _save(report: FolderReport, grids: "Mapping[str, PatchGrid]") -> None:
+def _save(report: PictureReport, grids: "Mapping[str, PatchGrid]") -> None:
     """Write each grid, and the figure of the step and head with its largest effect."""
     from diffusion_lens.records.results import shown_model
 

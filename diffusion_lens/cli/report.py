@@ -121,6 +121,16 @@ class FolderReport(Report):
 
 
 @dataclass
+class PictureReport(FolderReport):
+    """The output of a command that draws figures if it has a folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out is not None:
+            require("pictures")
+
+
+@dataclass
 class StudyReport(FolderReport):
     """The output of a study over facts, which always has a folder."""
 

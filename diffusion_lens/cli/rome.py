@@ -18,10 +18,9 @@ from diffusion_lens.cli.load_model import (
 )
 from diffusion_lens.cli.options import LENGTH_OF_STUDY, SEED, FactOptions, FactsOptions, command
 from diffusion_lens.cli.report import (
-    FolderReport,
+    PictureReport,
     StudyReport,
     progress,
-    require,
     require_folder,
 )
 from diffusion_lens.cli.workers import FactStudy, WorkerChoice
@@ -38,7 +37,7 @@ def rome(
     layout: CanvasFields,
     search: ValueSettings,
     chosen: ModelChoice,
-    report: FolderReport,
+    report: PictureReport,
     layer: int = setting(..., "Layer whose MLP is read or edited."),
     target: str | None = setting(None, "New answer to write with an edit, e.g. ' famous miner of Tanmoor.'."),
     prefixes: int = setting(
@@ -73,8 +72,6 @@ def rome(
         require_folder(export, "--export")
     laid_out = CanvasLayout(length, first_tokens=layout.first_tokens)
     report.note(length=length)
-    if report.out is not None:
-        require("pictures")
 
     def searched(loaded: "HookedDiffusionTransformer", prefix_texts: Sequence[str]) -> Any:
         """Lay out the request, and compute key and value; with a target, also the probe of both answers."""
