@@ -63,6 +63,9 @@ def command(**helps: str | None) -> Callable[[Command], Command]:
         left_out = {name for name, help in helps.items() if help is None} - own.keys()
         options = [_option(name, each, helps.get(name)) for name, each in declared.items() if name not in left_out]
 
+        names_of = ((name, each.metadata.get("option")) for name, each in declared.items())
+        spelt = {name: option for name, option in names_of if isinstance(option, str)}
+
         @wraps(function)
         def called(**given: Any) -> None:
             for name, each in own.items():
@@ -75,7 +78,7 @@ def command(**helps: str | None) -> Callable[[Command], Command]:
                 values[name] = group(**{each: given[each] for each in given.keys() & names})
                 if isinstance(values[name], Report):
                     values[name].command = function.__name__
-                    values[name].settings = given
+                    values[name].settings = {spelt.get(each, each): value for each, value in given.items()}
             function(**values)
 
         def place(option: Parameter) -> int:

@@ -170,10 +170,6 @@ class AverageTrajectorySettings(AverageSettings):
         one_of(*CANVASES),
     )
 
-    def on_one_canvas(self) -> AverageSettings:
-        """The same settings for traces of one canvas of each fact."""
-        return AverageSettings(**{name: getattr(self, name) for name in fields_of(AverageSettings)})
-
 
 @takes(AverageSettings)
 def average_indirect_effect(
