@@ -147,7 +147,7 @@ def each_from_0(name: str, values: list[int]) -> list[int]:
 
 
 # Settings of several commands.
-LENGTH = fields_of(CanvasFields)["length"]
+LENGTH: Any = fields_of(CanvasFields)["length"]
 LENGTH_OF_STUDY = (
     "Number of positions of the canvas, including the prompt. Default: that of the data set, or the training length of "
     "the model if it is shorter."

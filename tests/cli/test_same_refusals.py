@@ -34,6 +34,8 @@ WRONG = {
     "--canvas": "foo",
     "--severed": "foo",
     "--layers": "foo",
+    "--heads": "foo",
+    "--steps": "foo",
     "--positions": "foo",
     "--roles": "foo",
     "--site": "foo",
