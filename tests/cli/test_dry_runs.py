@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 from huggingface_hub import constants
+from typed_commands import complaint
 from typer.testing import CliRunner
 
 from diffusion_lens.cli import app
