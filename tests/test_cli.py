@@ -232,7 +232,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a layer of a dry run": (["rome", "tiny-mdm", *ASK, "--layer", "9", "--dry-run"], "--layer 9"),
     "a layer to compare": (
         ["compare", *QUICK["compare"], "--layer", "99", "--dry-run", "--out", "out"],
-        "--layers [99]",
+        "--layers [3, 99]",
     ),
     "a statistic": (["compare", *QUICK["compare"], "--statistic", "cca", "--out", "out"], "cca"),
     "resamples": (["compare", *QUICK["compare"], "--resamples", "0", "--out", "out"], "--resamples 0"),
