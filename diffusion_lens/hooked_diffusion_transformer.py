@@ -19,7 +19,6 @@ from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
 from diffusion_lens.denoising.canvas import Prompt, lay_out
 from diffusion_lens.denoising.denoise import denoise, denoise_with_cache
 from diffusion_lens.denoising.sampler import Sampler, Seed
-from diffusion_lens.denoising.samplers import lists_samplers
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.names import ByHookPoint, FwdHooks, NamesFilter, hook_pairs
@@ -519,7 +518,6 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Denoise and generate
 
-    @lists_samplers
     @suggest_keywords
     def denoise(
         self,
@@ -548,8 +546,11 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             max_new_tokens: Number of positions to write after the prompt, instead of `length`.
             steps: Number of denoising steps; by default 32, for "llada" one per masked position. `left_to_right` always
                 takes one step per token.
-            sampler: A `Sampler`, or the name of one or of a preset of the authors' code ("confidence" is SMDM's
-                "greedy", "ancestral" its "origin"). {samplers}.
+            sampler: A `Sampler`, or the name of one or of a preset of the authors' code; `fitting_samplers(model.cfg)`
+                (`diffusion_lens.denoising.samplers`) lists those that fit. By default "confidence" (SMDM's "greedy";
+                "ancestral" is its "origin") for a masked model, "block_confidence" for one that writes block after
+                block ("block_posterior" with time conditioning), "uniform_posterior" under uniform noise, and
+                "left_to_right" for a causal model, which supports no other.
             cfg_scale: Weight w of unsupervised classifier-free guidance; 0 for no guidance.
             temperature: Temperature of the Gumbel noise, in float64; 0 takes the likeliest token. Samplers by
                 transitions draw at any temperature when a position changes; their authors' is 1.

@@ -236,7 +236,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         "lit_config.json",
     ),
     "a layer of a dry run": (["rome", "tiny-mdm", *ASK, "--layer", "9", "--dry-run"], "--layer 9"),
-    "a layer to compare": (["compare", *QUICK["compare"], "--layer", "99", "--dry-run", "--out", "out"], "--layer 99"),
+    "a layer to compare": (
+        ["compare", *QUICK["compare"], "--layer", "99", "--dry-run", "--out", "out"],
+        "--layers [3, 99]",
+    ),
     "a statistic": (["compare", *QUICK["compare"], "--statistic", "cca", "--out", "out"], "cca"),
     "resamples": (["compare", *QUICK["compare"], "--resamples", "0", "--out", "out"], "--resamples 0"),
     "few persons": (["compare", "tiny-mdm", "--limit", "1", "--layer", "1", "--out", "out"], "3 people"),

@@ -26,6 +26,7 @@ ROOMS = (
     "weight_conversion",
     "diffusion_lens.model.shapes",
     "diffusion_lens.settings",
+    "diffusion_lens.settings.shared",
     "diffusion_lens.hooks",
     "diffusion_lens.model.config",
     "diffusion_lens.model.readout",
@@ -76,7 +77,7 @@ FAMILY_CARRIED = (
     "diffusion_lens.explorer.server",  # the address family of a socket
 )
 # Help texts that list what a user can choose, and descriptions that cite whose metric it is.
-FAMILIES_IN_PROSE = ("diffusion_lens.cli", "diffusion_lens.evaluation.scores")
+FAMILIES_IN_PROSE = ("diffusion_lens.cli", "diffusion_lens.settings.shared", "diffusion_lens.evaluation.scores")
 IMPORTED = re.compile(r"(?:^\s*(?:from|import) |import_module\(\s*[\"'])([\w.]+)", re.MULTILINE)
 BENCHMARKS = re.compile(r"[\"'](?:[^\"'\n]*/)?benchmarks(?:/[^\"'\n]*)?[\"']")  # a string, as opposed to prose
 RECIPES = {"smdm_reverse"}

@@ -33,7 +33,5 @@ def complaint(*arguments: str) -> str:
 
 
 def annotations_of(registered: Any) -> dict[str, Any]:
-    """Those of a command, and those of options that are made from settings."""
-    command = COMMANDS[registered.callback.__name__.replace("_", "-")]
-    _ = command.params
-    return {**get_annotations(registered.callback), **getattr(command, "annotations", {})}
+    """The annotations of a command's options."""
+    return get_annotations(registered.callback)

@@ -37,13 +37,10 @@ REFUSED, FAILED = 2, 1
 
 # Options whose name differs from the library's argument, by argument. They apply if the command has the option.
 OPTION_OF_ARGUMENT = {
-    "mixed_precision": "precision",
     "max_bytes": "largest",
     "loop": "steps",
-    "steps": "iterations",
     "family": "to",
     "layers": "layer",
-    "heads": "head",
     "positions": "position",
 }
 # Advice of the library in Python (regular expression), and the same advice for the command line.

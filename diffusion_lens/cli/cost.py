@@ -140,22 +140,6 @@ def _measured(model: ModelChoice, work: "PlannedWork") -> float | None:
     return min(times) * passes
 
 
-def check_layers(model: ModelChoice, layers: Iterable[int]) -> None:
-    """Check layers without loading the model. A model that must be downloaded first is not checked."""
-    shape = model.known_shape()
-    if shape is None:
-        return
-    depth, seen = shape.n_layers, set()
-    for layer in layers:
-        if not -depth <= layer < depth:
-            raise ValueError(
-                f"layer={layer}; the blocks of {model.name} are 0 to {depth - 1}, or negative from the end"
-            )
-        if layer % depth in seen:
-            raise ValueError(f"layer={layer} names a block twice; name each once")
-        seen.add(layer % depth)
-
-
 def readable(seconds: float) -> str:
     """Seconds in a unit of a suitable size."""
     for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (1.5e5, "h", 3600)):

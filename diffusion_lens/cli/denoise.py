@@ -7,17 +7,11 @@ import typer
 
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import ModelChoice, changed_canvases, default_folder
-from diffusion_lens.cli.options import (
-    LENGTH_OF_STUDY,
-    DenoiseOptions,
-    FactsOptions,
-    SamplerOptions,
-    command,
-    each_from_1,
-)
-from diffusion_lens.cli.report import EXTRAS, FolderReport, StudyReport, progress, require
+from diffusion_lens.cli.options import LENGTH_OF_STUDY, DenoiseOptions, FactsOptions, command
+from diffusion_lens.cli.report import EXTRAS, PictureReport, StudyReport, progress, require
 from diffusion_lens.cli.workers import FactStudy, WorkerChoice
-from diffusion_lens.settings import at_least, check_seed, not_negative, setting
+from diffusion_lens.settings import at_least, setting
+from diffusion_lens.settings.shared import RecallFields
 
 if TYPE_CHECKING:
     from diffusion_lens.denoising.trajectory import Trajectory
@@ -29,7 +23,7 @@ def denoise(
     chosen: ModelChoice,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
     run: DenoiseOptions,
-    report: FolderReport,
+    report: PictureReport,
     length: int | None = setting(
         None,
         "Number of positions of the canvas, including the prompt. Default: the training length, or 52 if it is "
@@ -61,8 +55,6 @@ def denoise(
     if (shape := chosen.known_shape()) is not None:
         settings.on(shape, chosen.model)
     report.note(length=length, cfg_scale=settings.cfg_scale)
-    if report.out is not None:
-        require("pictures")
 
     # 2. For a dry run, print the cost.
     def written(loaded: "HookedDiffusionTransformer") -> "Trajectory":
@@ -83,24 +75,14 @@ def denoise(
     report.finish({"text": trajectory.text[0], "revealed_at": trajectory.revealed_at[0].tolist()}, trajectory.record)
 
 
-@command()
+@command(length=LENGTH_OF_STUDY)
 def recall(
     given: FactsOptions,
-    sampling: SamplerOptions,
+    asked: RecallFields,
     spread: WorkerChoice,
     chosen: ModelChoice,
     report: StudyReport,
-    steps: list[int] | None = setting(
-        None,
-        "Number of denoising steps. Repeat the option for several. Default: those of the data set.",
-        each_from_1,
-    ),
-    length: int | None = LENGTH_OF_STUDY,
-    temperature: float = setting(
-        0.0, "Sampling temperature. 0 selects the likeliest token.", partial(not_negative, zero="the likeliest token")
-    ),
     score: str = setting("contained", "Score of the table: contained (SMDM's), exact, character_bleu or word_bleu."),
-    seed: int = setting(1234, "Seed of the random number generator.", check_seed),
 ) -> None:
     """Measure recall in both directions at several numbers of denoising steps, next to the published numbers.
 
@@ -121,10 +103,11 @@ def recall(
     chosen, out = spread.placed(chosen), report.folder(default_folder("recall", [chosen.label]))
     source = given.source(chosen.model, report.dry_run)
     facts = source.pick(given.trained, given.asked, given.limit)
-    length = chosen.length(length, source.length) or STUDY_LENGTH
-    cfg_scale = source.cfg_scale if sampling.cfg_scale is None else sampling.cfg_scale
-    settings = RecallSettings(steps or source.steps, length, cfg_scale, sampling.sampler, temperature, seed)
-    report.note(data=source.name, facts=len(facts), steps=list(settings.steps), length=length, cfg_scale=cfg_scale)
+    length = chosen.length(asked.length, source.length) or STUDY_LENGTH
+    cfg_scale = source.cfg_scale if asked.cfg_scale is None else asked.cfg_scale
+    own = {"steps": asked.steps or source.steps, "length": length, "cfg_scale": cfg_scale}
+    settings = RecallSettings(**{**vars(asked), **own})
+    report.note(data=source.name, facts=len(facts), **own)
 
     # 2. Refuse a folder that holds another study; for a dry run, print the cost.
     study = FactStudy(

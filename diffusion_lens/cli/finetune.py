@@ -9,8 +9,9 @@ from typing import Any
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.cli.options import command
-from diffusion_lens.cli.report import FolderReport, positive, progress
-from diffusion_lens.settings import at_least, check_seed, setting
+from diffusion_lens.cli.report import FolderReport, progress
+from diffusion_lens.settings import at_least, check_seed, positive, setting
+from diffusion_lens.settings.shared import ACCUMULATE, MIXED_PRECISION
 
 
 @command(dtype=None)
@@ -26,10 +27,8 @@ def finetune(
     epochs: float = setting(10, "Passes over the data.", positive),
     batch_size: int = setting(32, "Rows per update, over all devices.", partial(at_least, 1)),
     lr: float | None = setting(None, "Highest learning rate. Default: SMDM's 2e-4.", positive),
-    accumulate: int = setting(
-        1, "Number of parts of a batch that are processed one after another, to save memory.", partial(at_least, 1)
-    ),
-    precision: str = setting("no", "Autocast: no, bf16 or fp16. The weights stay float32."),
+    accumulate: int = ACCUMULATE,
+    mixed_precision: str = MIXED_PRECISION,
     checkpoint_every: int = setting(500, "Number of updates between checkpoints.", partial(at_least, 1)),
     ask: int = setting(
         0,
@@ -59,7 +58,7 @@ def finetune(
 
     # 1. Check the folder and the device.
     require_own_folder(out.expanduser())
-    require_gpu(precision, kind_of_device(chosen.device) == "cpu")
+    require_gpu(mixed_precision, kind_of_device(chosen.device) == "cpu")
 
     # 2. Find the texts to train on, and the questions that measure recall in between.
     rows: Any
@@ -82,7 +81,7 @@ def finetune(
 
     # 3. Make the recipe, and refuse a folder of another one; for a dry run, print the cost.
     count = len(read_completions(rows))
-    recipe = smdm_reverse(count, epochs, batch_size, accumulate=accumulate, mixed_precision=precision, seed=seed)
+    recipe = smdm_reverse(count, epochs, batch_size, accumulate=accumulate, mixed_precision=mixed_precision, seed=seed)
     if lr is not None:
         recipe = replace(recipe, lr=lr, lr_end=lr / 10)
     recipe = replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, denoised, unnamed_subject
 from diffusion_lens.cli.options import SEED, command
-from diffusion_lens.cli.report import FolderReport, progress, require
+from diffusion_lens.cli.report import PictureReport, progress
 from diffusion_lens.settings import at_least, setting
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LONGEST_WORD = 12  # characters
 def lens(
     loop: LoopOptions,
     chosen: ModelChoice,
-    report: FolderReport,
+    report: PictureReport,
     prompt: str = setting(..., 'Text before the answer, e.g. "Gustav Geisser is the".'),
     answer: str | None = setting(
         None,
@@ -80,8 +80,6 @@ def lens(
     fact = unnamed_subject(prompt, answer or "")
     layout = CanvasLayout(length)
     report.note(length=length)
-    if report.out is not None:
-        require("pictures")
 
     def read(loaded: "HookedDiffusionTransformer") -> Any:
         """The lens, and the run that it reads, if there is one."""
@@ -169,7 +167,7 @@ def _numbers(lens: "LogitLens") -> dict[str, Any]:
     }
 
 
-def _save(report: FolderReport, lens: "LogitLens", trajectory: "Trajectory | None") -> None:
+def _save(report: PictureReport, lens: "LogitLens", trajectory: "Trajectory | None") -> None:
     """Write the lens and its run, and a figure: of each step, or a single one if there is one position or no step."""
     report.save("lens", lens)
     if trajectory is not None and report.out is not None:

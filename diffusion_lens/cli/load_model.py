@@ -274,17 +274,22 @@ class LoopOptions(SamplerOptions):
             raise ValueError(f"--at-step {beyond[0]}, but the steps of this run are 0 to {self.steps - 1}")
         return settings
 
-    def check_masked(self, last: int) -> None:
-        """Check that a part of the answer is still masked at the steps to read.
+    def reads(self, last: int, default: list[int] | None, is_planned: bool) -> list[list[int] | None]:
+        """The steps to read together. A plan reads each alone, because it does not know when a run reveals the answer.
 
         Args:
-            last: Step that reveals the last token of the answer.
+            last: Step that reveals the last token of the answer, up to which a part of it is masked.
+            default: Steps that are read without `--at-step`; `None` leaves them to the analysis.
         """
+        steps = self.at_step or default
+        if is_planned:
+            return [None] if steps is None else [[min(step, last)] for step in steps]
         if late := [step for step in self.at_step or () if step > last]:
             raise ValueError(
                 f"--at-step {late[0]}: the run reveals the answer's last token at step {last}, after which there is "
                 "nothing to read"
             )
+        return [steps]
 
 
 def canvas_of(model: "HookedDiffusionTransformer", prompt: "str | Query", length: int | None = None) -> "Canvas":

@@ -8,8 +8,8 @@ import typer
 
 from diffusion_lens.cli.load_model import LoadingOptions, ModelChoice, name_and_mode
 from diffusion_lens.cli.options import Model, command
-from diffusion_lens.cli.report import Report, positive
-from diffusion_lens.settings import setting
+from diffusion_lens.cli.report import Report
+from diffusion_lens.settings import positive, setting
 
 
 @command()
@@ -117,7 +117,8 @@ def convert(
     report: Report,
     to: str | None = setting(
         None,
-        "Format: {weight_conversion.registry:NAMES}. Default: the source's.",
+        "Format, by the name of a family, such as lit_gpt, llada or diffusion_lens; an unknown name is refused with "
+        "the list of all. Default: the source's.",
     ),
     dry_run: bool = setting(False, "Describe SOURCE and the memory it needs, and write nothing."),
 ) -> None:

@@ -1,36 +1,32 @@
 """Options of commands: each is declared once, as a setting (`diffusion_lens.settings`) with its help and its check.
 
-    @command("diffusion_lens.analysis:TraceSettings")
-    def trace(fact: FactOptions, settings: Any, chosen: ModelChoice, report: FolderReport) -> None:
+    @command()
+    def trace(fact: FactOptions, given: TraceFields, chosen: ModelChoice, report: FolderReport) -> None:
 
 - `name: type = setting(default, help, check)` is an option of this command; the default `...` makes it required.
 - An argument whose annotation is a dataclass, such as `ModelChoice`, is a group: its settings are options, and the
-  command gets the object. An option that two groups have, or that the command declares too, is one option.
-- `settings` stands for the options of the class that `command` names. It is imported, and torch with it, when the
-  command or its help runs, because the help of the program should be fast.
+  command gets the object. An option that two groups have, or that the command declares too, is one option. The groups
+  of `diffusion_lens.settings.shared` are the settings of functions of the library.
 - What a setting cannot say is written as typer has it: `name: Annotated[type, typer.Option(...)] = default`.
 
 Groups that several commands share, and checks of their own, are at the end.
 """
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from functools import partial, wraps
-from importlib import import_module
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, SupportsIndex, get_args, get_origin
 
 import typer
-import typer.main
-from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.report import Report
 from diffusion_lens.settings import Settings, at_least, check_seed, fields_of, not_negative, setting
+from diffusion_lens.settings.shared import SAMPLER, TEMPERATURE, CanvasFields
 
 if TYPE_CHECKING:
     from diffusion_lens.facts.fact import Fact
@@ -44,17 +40,14 @@ Model = Annotated[
         "(owner/name). NAME@MODE is one mode of a checkpoint that is several models, as --mode.",
     ),
 ]
-# What stands for the options of a class until it is imported.
-Later = Annotated[Any, typer.Option(parser=str, hidden=True)]
-PLAIN = (bool, int, float, str, Path)
+PLAIN = (bool, float, int, str, Path)
 
 
-def command(source: str | None = None, **helps: str | None) -> Callable[[Command], Command]:
+def command(**helps: str | None) -> Callable[[Command], Command]:
     """Register a function as a command.
 
     Args:
-        source: The class of the argument `settings`, "module:name".
-        helps: Other help texts for options of groups and of settings; `None` leaves an option out.
+        helps: Other help texts for options of groups; `None` leaves an option out.
     """
 
     def register(function: Command) -> Command:
@@ -70,6 +63,9 @@ def command(source: str | None = None, **helps: str | None) -> Callable[[Command
         left_out = {name for name, help in helps.items() if help is None} - own.keys()
         options = [_option(name, each, helps.get(name)) for name, each in declared.items() if name not in left_out]
 
+        names_of = ((name, each.metadata.get("option")) for name, each in declared.items())
+        spelt = {name: option for name, option in names_of if isinstance(option, str)}
+
         @wraps(function)
         def called(**given: Any) -> None:
             for name, each in own.items():
@@ -77,15 +73,12 @@ def command(source: str | None = None, **helps: str | None) -> Callable[[Command
                 if check is not None and given[name] is not None:
                     given[name] = check(name, given[name])
             values: dict[str, Any] = {name: given[name] for name in own}
-            if (settings := given.pop("settings", None)) is not None:
-                of_class = fields_of(type(settings)).items()
-                given |= {name: getattr(settings, name) for name, each in of_class if _is_option(each)}
             for name, group in groups.items():
                 names = {each.name for each in dataclasses.fields(group) if each.init}
                 values[name] = group(**{each: given[each] for each in given.keys() & names})
                 if isinstance(values[name], Report):
                     values[name].command = function.__name__
-                    values[name].settings = given
+                    values[name].settings = {spelt.get(each, each): value for each, value in given.items()}
             function(**values)
 
         def place(option: Parameter) -> int:
@@ -94,78 +87,11 @@ def command(source: str | None = None, **helps: str | None) -> Callable[[Command
             return 0 if is_argument else 1 if option.name in own else 2
 
         options.sort(key=place)
-        _declare(called, options)
-        return app.command(cls=_NamesInHelp if source is None else _settings_command(source, helps))(called)
+        vars(called)["__signature__"] = Signature(options)
+        called.__annotations__ = {each.name: each.annotation for each in options}
+        return app.command()(called)
 
     return register
-
-
-class _NamesInHelp(TyperCommand):
-    """A command whose help lists names from tables: "{module:name}" in a help text stands for a text of that module,
-    which is imported, and torch with it, when the help is shown."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        for parameter in self.params:
-            if isinstance(help := getattr(parameter, "help", None), str):
-                vars(parameter)["help"] = with_names(help)
-        super().format_help(ctx, formatter)
-
-
-def _settings_command(source: str, helps: Mapping[str, str | None]) -> type[TyperCommand]:
-    """The class of a command with an option for each setting of a dataclass, made when it or its help runs.
-
-    The command gets an object of the dataclass, whose checks have passed before the command begins.
-    """
-    module, _, class_name = source.partition(":")
-
-    class SettingsCommand(_NamesInHelp):
-        @property
-        def params(self) -> list[Any]:
-            """The command's own parameters, with the options in the place of `settings`."""
-            if "made" not in vars(self):
-                self.kind = getattr(import_module(module), class_name)
-                options = [
-                    _option(name, each, helps.get(name))
-                    for name, each in fields_of(self.kind).items()
-                    if _is_option(each) and helps.get(name, "") is not None
-                ]
-                self.annotations = {each.name: each.annotation for each in options}
-                self.made = _parameters(options)
-                place = next(i for i, parameter in enumerate(self._own) if parameter.name == "settings")
-                self._shown = [*self._own[:place], *self.made, *self._own[place + 1 :]]
-            return self._shown
-
-        @params.setter
-        def params(self, params: list[Any]) -> None:
-            self._own = params
-
-        def invoke(self, ctx: Any) -> Any:
-            given = {parameter.name: ctx.params.pop(parameter.name) for parameter in self.made}
-            ctx.params["settings"] = self.kind(**given)
-            return super().invoke(ctx)
-
-    return SettingsCommand
-
-
-def with_names(help: str) -> str:
-    """A help text with the names of tables in the place of "{module:name}"."""
-    return re.sub(r"\{([\w.]+):(\w+)\}", lambda found: str(vars(import_module(found[1]))[found[2]]), help)
-
-
-def _parameters(options: list[Parameter]) -> list[Any]:
-    """Options as typer makes them for a function that has them as arguments."""
-
-    def stub(**settings: Any) -> None: ...
-
-    _declare(stub, options)
-    app = typer.Typer(add_completion=False)
-    app.command()(stub)
-    return list(typer.main.get_command(app).params)
-
-
-def _declare(function: Command, options: list[Parameter]) -> None:
-    vars(function)["__signature__"] = Signature(options)
-    function.__annotations__ = {each.name: each.annotation for each in options}
 
 
 def _declared(argument: Parameter) -> Any:
@@ -173,8 +99,6 @@ def _declared(argument: Parameter) -> Any:
     default = ... if argument.default is Parameter.empty else argument.default
     each: Any = copy(default) if isinstance(default, dataclasses.Field) else dataclasses.field(default=default)
     each.name, each.type = argument.name, argument.annotation
-    if argument.name == "settings":
-        each.default, each.type = None, Later
     return each
 
 
@@ -188,7 +112,8 @@ def _option(name: str, each: Any, help: str | None) -> Parameter:
     declare = partial(Parameter, name, Parameter.KEYWORD_ONLY, default=default)
     if get_origin(each.type) is Annotated:
         return declare(annotation=each.type)
-    option, help = f"--{name.replace('_', '-')}", help or each.metadata["help"]
+    spelt, help = each.metadata["option"], help or each.metadata["help"]
+    option = f"--{(spelt if isinstance(spelt, str) else name).replace('_', '-')}"
     kinds = {get_origin(kind) or kind for kind in (*get_args(each.type), each.type)}
     if list in kinds:
         return declare(annotation=Annotated[each.type, typer.Option(option, help=help)])
@@ -216,54 +141,35 @@ def _split_as(entry: Callable[[str], Any]) -> Callable[[Any, Any, Any], Any]:
     return split
 
 
-def _each_at_least(least: int, name: str, values: list[int]) -> list[int]:
-    return [at_least(least, name, value) for value in values]
-
-
-# Checks that every number of a list is at least 0 or 1.
-each_from_0, each_from_1 = partial(_each_at_least, 0), partial(_each_at_least, 1)
+def each_from_0(name: str, values: list[int]) -> list[int]:
+    """Numbers of which each is at least 0."""
+    return [at_least(0, name, value) for value in values]
 
 
 # Settings of several commands.
-LENGTH = setting(
-    None,
-    "Number of positions of the canvas, including the prompt. Default: the training length of the model, or the "
-    "length of prompt and answer.",
-    partial(at_least, 1),
-)
-LENGTH_OF_STUDY = setting(
-    None,
-    "Number of positions of the canvas, including the prompt. Default: that of the data set, or the training "
-    "length of the model if it is shorter.",
-    partial(at_least, 1),
+LENGTH: Any = fields_of(CanvasFields)["length"]
+LENGTH_OF_STUDY = (
+    "Number of positions of the canvas, including the prompt. Default: that of the data set, or the training length of "
+    "the model if it is shorter."
 )
 SEED = setting(0, "Seed of the random number generator.", check_seed)
 
 
 @dataclasses.dataclass(frozen=True)
 class FactOptions(Settings):
-    """A fact and its layout on a canvas."""
+    """A fact."""
 
     prompt: str = setting(..., 'Text before the answer, e.g. "Gustav Geisser is the".')
     subject: str = setting(..., "Subject of the fact, a part of the prompt.")
     answer: str = setting(..., 'Answer with its leading space, e.g. " brave drummer of Rolsen.".')
-    length: int | None = copy(LENGTH)
-    first_tokens: int | None = setting(
-        None, "Score only this many first tokens of the answer. ROME uses 1.", partial(at_least, 1)
-    )
-    occurrence: int | None = setting(
-        None,
-        "Index of the mention of the subject, counted from 0, if the prompt contains several.",
-        partial(at_least, 0),
-    )
 
-    def fact(self, answer: str | None = None) -> "Fact":
-        """The fact, with another answer if one is given."""
+    def fact(self, occurrence: int | None, answer: str | None = None) -> "Fact":
+        """The fact, with another answer if one is given; `occurrence` says which mention of the subject is meant."""
         from diffusion_lens.facts.fact import Fact
 
         fact = Fact(self.prompt, self.subject, answer or self.answer)
-        start, _ = fact.subject_characters(self.occurrence)
-        return fact if self.occurrence is None else dataclasses.replace(fact, subject_start=start)
+        start, _ = fact.subject_characters(occurrence)
+        return fact if occurrence is None else dataclasses.replace(fact, subject_start=start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,10 +201,7 @@ class FactsOptions(Settings):
 class SamplerOptions(Settings):
     """How canvases are denoised."""
 
-    sampler: str | None = setting(
-        None,
-        "{diffusion_lens.denoising.samplers:BY_KIND}.",
-    )
+    sampler: str | None = copy(SAMPLER)
     cfg_scale: float | None = setting(
         None,
         "Weight of classifier-free guidance. Default: 0, no guidance.",
@@ -311,11 +214,7 @@ class DenoiseOptions(SamplerOptions):
     """The settings of a denoising run."""
 
     steps: int = setting(32, "Number of denoising steps.", partial(at_least, 1))
-    temperature: float = setting(
-        0.0,
-        "Sampling temperature. 0 selects the likeliest token.",
-        partial(not_negative, zero="the likeliest token"),
-    )
+    temperature: float = copy(TEMPERATURE)
     seed: int = copy(SEED)
 
     def settings(self) -> Any:

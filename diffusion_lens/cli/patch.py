@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, denoised, unnamed_subject
 from diffusion_lens.cli.options import LENGTH, SEED, command
-from diffusion_lens.cli.report import FolderReport, progress, require, strongest
+from diffusion_lens.cli.report import PictureReport, progress, strongest
 from diffusion_lens.settings import setting
+from diffusion_lens.settings.shared import PatchFields
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis import PatchGrid
@@ -25,9 +26,10 @@ SHOWN = 5  # cells of a grid
     "reveals the first token of the answer in the corrupted run."
 )
 def patch(
+    given: PatchFields,
     loop: LoopOptions,
     chosen: ModelChoice,
-    report: FolderReport,
+    report: PictureReport,
     prompt: str = setting(..., 'Clean prompt, e.g. "Plerrick Baupling plays".'),
     corrupted: str = setting(
         ..., "Corrupted prompt, which has as many tokens. Its activations are replaced by those of --prompt."
@@ -43,11 +45,8 @@ def patch(
         "Activation to patch: resid_pre, resid_mid, resid_post, attn_out, mlp_out, or by head q, k, v, z, pattern. "
         "Repeat the option for several. Default: resid_pre.",
     ),
-    layer: list[int] | None = setting(None, "Layer to patch. Repeat the option for several. Default: all."),
     position: list[int] | None = setting(None, "Position to patch. Repeat the option for several. Default: each one."),
-    head: list[int] | None = setting(None, "Head to patch. Repeat the option for several. Default: each one."),
     together: bool = setting(False, "Patch the positions together, as one cell for each layer (and head)."),
-    method: str = setting("exact", "exact, or attribution: an estimate by gradients, with its largest cells checked."),
     length: int | None = LENGTH,
     seed: int = SEED,
 ) -> None:
@@ -64,24 +63,22 @@ def patch(
     from diffusion_lens.analysis.patching.grid import PatchSettings
     from diffusion_lens.analysis.patching.sites import resolve_sites
     from diffusion_lens.model.config import DiffusionConfig
-    from diffusion_lens.settings import unique_indices
+    from diffusion_lens.settings import pick_indices, unique_indices
 
     # 1. Check the settings before the model is loaded.
     run_settings = loop.settings(chosen, seed)
     sites = resolve_sites(site or ["resid_pre"])
     selected: Any = list(unique_indices("position", position) or ()) or None
     cells: Any = ([selected] if selected else "all") if together else selected
-    heads: Any = head
-    PatchSettings(sites, cells, layer or [], heads, method, check=8)
-    cost.check_layers(chosen, layer or [])
+    settings = PatchSettings(**vars(given), positions=cells)
+    settings.check_heads(sites)
     if (shape := chosen.known_shape()) is not None:
+        pick_indices("layers", settings.layers, shape.n_layers)
         cfg = DiffusionConfig.from_architecture(shape, device="cpu", dtype=chosen.dtype)
-        _ = [one.pick_heads(heads, cfg) for one in sites]
+        _ = [one.pick_heads(settings.heads, cfg) for one in sites]
     length = chosen.length(length)
     prompts = _Prompts(prompt, corrupted, answer, rival, CanvasLayout(length))
     report.note(site=[one.name for one in sites], length=length)
-    if report.out is not None:
-        require("pictures")
 
     def patched(loaded: "HookedDiffusionTransformer", prompts: _Prompts, is_planned: bool = False) -> Any:
         """Lay out both prompts or denoise them, and patch. The plan of a run does not know the steps that it reads."""
@@ -93,11 +90,8 @@ def patch(
             inputs = [denoised(loaded, canvas_of(loaded, query), run_settings) for query in (clean, other)]
             reading = TracedTrajectory.of(loaded, other, inputs[1])
             last = reading.revealed_at[0] if rival else reading.last_step
-            steps = [loop.at_step or list(range(reading.trajectory.first_step, reading.answered_from + 1))]
-            if is_planned:
-                steps = [[min(step, last)] for step in steps[0]]
-            else:
-                loop.check_masked(last)
+            written = list(range(reading.trajectory.first_step, reading.answered_from + 1))
+            steps = loop.reads(last, written, is_planned)
         for at in steps:
             grids = patch_grid(
                 loaded,
@@ -106,11 +100,8 @@ def patch(
                 metric,
                 [one.name for one in sites],
                 at,
-                positions=cells,
-                layers=layer,
-                heads=heads,
+                settings=settings,
                 logits_at=row,
-                method=method,
                 progress=progress() and not is_planned,
             )
         return grids
@@ -126,7 +117,7 @@ def patch(
     report.finish(_numbers(grids), next(iter(grids.values())).record)
 
 
-def _say(report: FolderReport, grids: "Mapping[str, PatchGrid]", metric: str) -> None:
+def _say(report: PictureReport, grids: "Mapping[str, PatchGrid]", metric: str) -> None:
     """Print the metric of both runs, and the cells of each site with the largest effects."""
     grid = next(iter(grids.values()))
     for step, clean, corrupted in zip(_steps(grid), grid.clean.view(-1), grid.corrupted.view(-1), strict=True):
@@ -156,7 +147,7 @@ def _numbers(grids: "Mapping[str, PatchGrid]") -> dict[str, Any]:
     }
 
 
-def _save(report: FolderReport, grids: "Mapping[str, PatchGrid]") -> None:
+def _save(report: PictureReport, grids: "Mapping[str, PatchGrid]") -> None:
     """Write each grid, and the figure of the step and head with its largest effect."""
     from diffusion_lens.records.results import shown_model
 

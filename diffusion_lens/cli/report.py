@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from diffusion_lens.settings import Settings, setting
+from diffusion_lens.settings import Settings, positive, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,13 +30,6 @@ EXTRAS = {
     "Slurm": ("jobs of Slurm need submitit", "submitit", "cluster"),
     "word_bleu": ("BLEU on words needs sacrebleu", "sacrebleu", "eval"),
 }
-
-
-def positive(name: str, value: float) -> float:
-    """`value`; a `ValueError` unless it is finite and above 0."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value}; it must be a finite number above 0")
-    return value
 
 
 @dataclass
@@ -125,6 +118,16 @@ class FolderReport(Report):
         super().__post_init__()
         if self.out is not None:
             require_folder(self.out, "--out")
+
+
+@dataclass
+class PictureReport(FolderReport):
+    """The output of a command that draws figures if it has a folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out is not None:
+            require("pictures")
 
 
 @dataclass

@@ -18,37 +18,32 @@ from diffusion_lens.cli.load_model import (
 )
 from diffusion_lens.cli.options import LENGTH_OF_STUDY, SEED, FactOptions, FactsOptions, command
 from diffusion_lens.cli.report import (
-    FolderReport,
+    PictureReport,
     StudyReport,
-    positive,
     progress,
-    require,
     require_folder,
 )
 from diffusion_lens.cli.workers import FactStudy, WorkerChoice
-from diffusion_lens.settings import at_least, setting
+from diffusion_lens.settings import at_least, pick_indices, pick_layer, setting
+from diffusion_lens.settings.shared import CanvasFields, ValueSettings, VectorFields
 
 if TYPE_CHECKING:
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 
 
-@command()
+@command(n_masks=None)
 def rome(
     given: FactOptions,
+    layout: CanvasFields,
+    search: ValueSettings,
     chosen: ModelChoice,
-    report: FolderReport,
+    report: PictureReport,
     layer: int = setting(..., "Layer whose MLP is read or edited."),
     target: str | None = setting(None, "New answer to write with an edit, e.g. ' famous miner of Tanmoor.'."),
     prefixes: int = setting(
         0,
         "Number of short texts, written by the model, to put before the prompt and average over, as in ROME.",
         partial(at_least, 0),
-    ),
-    iterations: int = setting(20, "Number of iterations of the search for v*.", partial(at_least, 1)),
-    lr: float = setting(0.5, "Learning rate of the search (Adam).", positive),
-    over_states: str = setting(
-        "masked",
-        "masked searches with the whole answer masked; partial also with part of it revealed (masked diffusion only).",
     ),
     seed: int = SEED,
     export: Path | None = setting(None, "Folder for the edited model, with --target."),
@@ -65,27 +60,25 @@ def rome(
 
     from diffusion_lens.analysis import RankOneEdit, compute_key, edit_success
     from diffusion_lens.analysis.engine.layout import CanvasLayout
-    from diffusion_lens.analysis.rome import Probe, ValueSettings, lay_out_request, optimize_values, sample_prefixes
+    from diffusion_lens.analysis.rome import Probe, lay_out_request, optimize_values, sample_prefixes
 
     # 1. Check the settings before the model is loaded.
-    fact, length = given.fact(target), chosen.length(given.length)
-    cost.check_layers(chosen, [layer])
+    fact, length = given.fact(layout.occurrence, target), chosen.length(layout.length)
+    if (shape := chosen.known_shape()) is not None:
+        pick_layer(layer, shape.n_layers)
     if export is not None and target is None:
         raise ValueError("--export writes an edited model and needs --target; without it nothing is edited")
     if export is not None:
         require_folder(export, "--export")
-    search = ValueSettings(steps=iterations, lr=lr, over_states=over_states)
-    layout = CanvasLayout(length, first_tokens=given.first_tokens)
+    laid_out = CanvasLayout(length, first_tokens=layout.first_tokens)
     report.note(length=length)
-    if report.out is not None:
-        require("pictures")
 
     def searched(loaded: "HookedDiffusionTransformer", prefix_texts: Sequence[str]) -> Any:
         """Lay out the request, and compute key and value; with a target, also the probe of both answers."""
-        request = lay_out_request(loaded, fact, prefix_texts, layout)
+        request = lay_out_request(loaded, fact, prefix_texts, laid_out)
         probe = None
         if target is not None:
-            probe = Probe(request[0], lay_out_request(loaded, replace(fact, answer=given.answer), [], layout)[0])
+            probe = Probe(request[0], lay_out_request(loaded, replace(fact, answer=given.answer), [], laid_out)[0])
         if report.dry_run:  # The model has yet to write the texts before the prompt.
             request = [request[0]] * (1 + prefixes)
         at = layer % loaded.cfg.n_layers
@@ -133,7 +126,13 @@ def rome(
     report.finish(results, value.record)
 
 
-@command(asked=None)
+@command(
+    asked=None,
+    n_masks=None,
+    occurrence=None,
+    length=LENGTH_OF_STUDY,
+    first_tokens="Score only this many first tokens of the answer. Default: 1, as in ROME.",
+)
 def compare(
     models: Annotated[
         list[str],
@@ -144,13 +143,11 @@ def compare(
         ),
     ],
     given: FactsOptions,
+    layout: CanvasFields,
+    studied: VectorFields,
     spread: WorkerChoice,
     loading: LoadingOptions,
     report: StudyReport,
-    layers: Annotated[
-        list[int] | None,
-        typer.Option("--layer", help="Layer. Repeat the option for several. Default: all but the last."),
-    ] = None,
     vectors: str = setting("keys", "Vectors to compare: keys, values or outputs."),
     against: str | None = setting(None, "Vectors of the other direction: keys, values or outputs. Default: --vectors."),
     statistic: str = setting(
@@ -159,10 +156,6 @@ def compare(
         "retrieval or subspace.",
     ),
     resamples: int = setting(1000, "Number of random pairings and of random subsets of facts.", partial(at_least, 1)),
-    length: int | None = LENGTH_OF_STUDY,
-    first_tokens: int | None = setting(
-        1, "Score only this many first tokens of the answer. ROME uses 1.", partial(at_least, 1)
-    ),
 ) -> None:
     """Compare keys and values of both directions, paired by person. Are facts encoded symmetrically?
 
@@ -192,13 +185,13 @@ def compare(
         raise ValueError(
             f"statistic {statistic!r} is not computed of {vectors}; it must be one of {', '.join(available)}"
         )
-    for model in chosen:
-        cost.check_layers(model, layers or [])
+    for shape in filter(None, (model.known_shape() for model in chosen)):
+        pick_indices("layers", studied.layers, shape.n_layers)
 
     # 2. Read the facts, and lay out the study of each model.
     source = given.source(models[0], report.dry_run)
     facts = source.pick(given.trained, limit=given.limit)
-    lengths = [model.length(length, source.length) for model in chosen]
+    lengths = [model.length(layout.length, source.length) for model in chosen]
     forward, reverse = ({fact.person for fact in facts if fact.asked == asked} for asked in DIRECTIONS)
     if len(forward & reverse) < fewest_facts():
         raise ValueError(
@@ -210,7 +203,8 @@ def compare(
     # 3. Refuse a folder that holds another study; for a dry run, print the cost.
     studies = []
     for model, own_length in zip(chosen, lengths, strict=True):
-        settings = KeyValueSettings(layers=layers or None, length=own_length, first_tokens=first_tokens)
+        laid_out = {**vars(layout), "length": own_length, "first_tokens": layout.first_tokens or 1}
+        settings = KeyValueSettings(**laid_out, **vars(studied))
         compute = partial(key_value_study, facts=facts, settings=settings)
         studies.append(FactStudy(model, out / model.label, compute, facts, settings, settings.request))
     spread.plan(studies, report)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, default_folder, denoised
-from diffusion_lens.cli.options import FactOptions, FactsOptions, command
-from diffusion_lens.cli.report import FolderReport, StudyReport, progress, require, strongest
+from diffusion_lens.cli.options import LENGTH_OF_STUDY, FactOptions, FactsOptions, command
+from diffusion_lens.cli.report import PictureReport, StudyReport, progress, strongest
 from diffusion_lens.cli.workers import FactStudy, WorkerChoice
 from diffusion_lens.settings import at_least, setting
+from diffusion_lens.settings.shared import AverageFields, CanvasFields, TraceFields
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis import AverageEffect, AverageTrajectoryEffect, CausalTrace, TrajectoryTrace
@@ -29,16 +30,17 @@ CANVAS = setting(
 
 
 @command(
-    "diffusion_lens.analysis:TraceSettings",
     at_step="Step to trace, counted from 0. Repeat the option for several. Default: from the step that reveals the "
     "first token of the answer to the one that reveals the last.",
+    n_masks=None,
 )
 def trace(
     fact: FactOptions,
-    settings: Any,
+    layout: CanvasFields,
+    given: TraceFields,
     loop: LoopOptions,
     chosen: ModelChoice,
-    report: FolderReport,
+    report: PictureReport,
     canvas: str | None = CANVAS,
 ) -> None:
     """Trace one fact: corrupt the subject, restore one state at a time, and measure the probability of the answer.
@@ -49,11 +51,12 @@ def trace(
     Example: diffusion-lens trace site-mdm --prompt "Plerrick Baupling plays" --subject "Plerrick Baupling"
     --answer " bassoon" --length 16 --out trace
     """
-    from diffusion_lens.analysis import CanvasLayout, TracedTrajectory, causal_trace, trace_trajectory
+    from diffusion_lens.analysis import CanvasLayout, TracedTrajectory, TraceSettings, causal_trace, trace_trajectory
     from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES
     from diffusion_lens.settings import one_of, pick_indices
 
     # 1. Check the settings before the model is loaded.
+    settings = TraceSettings(**vars(given))
     shape, of_step = chosen.known_shape(), one_of(*CANVASES)("canvas", canvas or "forced")
     if settings.corruption == "mask" and shape is not None and not shape.has_mask:
         raise ValueError(
@@ -63,27 +66,20 @@ def trace(
     if shape is not None:
         pick_indices("layers", settings.layers, shape.n_layers)
     run_settings = loop.settings(chosen, settings.seed, canvas=canvas)
-    asked, length = fact.fact(), chosen.length(fact.length)
-    layout = CanvasLayout(length, first_tokens=fact.first_tokens)
+    asked, length = fact.fact(layout.occurrence), chosen.length(layout.length)
+    laid_out = CanvasLayout(length, first_tokens=layout.first_tokens)
     report.note(length=length)
-    if report.out is not None:
-        require("pictures")
 
     def traced(loaded: "HookedDiffusionTransformer") -> Any:
         """The trace, and the run whose steps it traces, if there is one; measures the noise if none was given."""
-        query, shown = layout.query(loaded, asked), progress() and not report.dry_run
-        given = settings.with_noise(loaded, [query])
+        query, shown = laid_out.query(loaded, asked), progress() and not report.dry_run
+        measured = settings.with_noise(loaded, [query])
         if run_settings is None:
-            return causal_trace(loaded, query, given, progress=shown), None
+            return causal_trace(loaded, query, measured, progress=shown), None
         run = denoised(loaded, canvas_of(loaded, query), run_settings)
         last = TracedTrajectory.of(loaded, query, run).last_step
-        steps: list[Any] = [loop.at_step]
-        if report.dry_run:  # Which steps reveal the answer is known afterwards.
-            steps = [[min(step, last)] for step in loop.at_step or ()] or steps
-        else:
-            loop.check_masked(last)
-        for at in steps:
-            result = trace_trajectory(loaded, query, at, of_step, trajectory=run, settings=given, progress=shown)
+        for at in loop.reads(last, None, report.dry_run):
+            result = trace_trajectory(loaded, query, at, of_step, trajectory=run, settings=measured, progress=shown)
         return result, run
 
     # 2. For a dry run, print the cost. Otherwise trace.
@@ -96,19 +92,16 @@ def trace(
 
 
 @command(
-    "diffusion_lens.analysis:AverageTrajectorySettings",
-    length="Number of positions of the canvas, including the prompt. Default: that of the data set, or the training "
-    "length of the model if it is shorter.",
+    length=LENGTH_OF_STUDY,
     first_tokens="Score only this many first tokens of the answer. Default: 1, as in ROME; with --by-step all.",
     known="Facts to average: recalled (a denoising run writes the answer), one-canvas (the answer is the most likely "
     "one on the traced canvas), or all. Default: one-canvas with --first-tokens 1, otherwise recalled.",
     occurrence=None,
     n_masks=None,
-    canvas=None,
 )
 def aie(
-    given: FactsOptions,
-    settings: Any,
+    chosen_facts: FactsOptions,
+    given: AverageFields,
     spread: WorkerChoice,
     chosen: ModelChoice,
     report: StudyReport,
@@ -139,19 +132,21 @@ def aie(
 
     # 1. Read the facts, and check the settings before the model is loaded.
     chosen, out = spread.placed(chosen), report.folder(default_folder("aie", [chosen.label]))
-    source = given.source(chosen.model, report.dry_run)
-    facts = source.pick(given.trained, given.asked, given.limit)
+    source = chosen_facts.source(chosen.model, report.dry_run)
+    facts = source.pick(chosen_facts.trained, chosen_facts.asked, chosen_facts.limit)
     of_step = one_of(*CANVASES)("canvas", canvas or "forced")
     if canvas is not None and not by_step:
         raise ValueError("--canvas is a setting of --by-step; without it, each fact is traced on one canvas")
-    settings = replace(
-        settings,
-        length=chosen.length(settings.length, source.length),
-        first_tokens=settings.first_tokens or (None if by_step else 1),
-        canvas=of_step,
-        loop=None if steps is None else analysis.LoopSettings(steps=steps),
+    own: dict[str, Any] = {
+        "length": chosen.length(given.length, source.length),
+        "first_tokens": given.first_tokens or (None if by_step else 1),
+        "loop": None if steps is None else analysis.LoopSettings(steps=steps),
+    }
+    settings: Any = (
+        analysis.AverageTrajectorySettings(**{**vars(given), **own}, canvas=of_step)
+        if by_step
+        else analysis.AverageSettings(**{**vars(given), **own})
     )
-    settings = settings if by_step else settings.on_one_canvas()
     average_effect: Any = analysis.average_trajectory_effect if by_step else analysis.average_indirect_effect
     result_type: Any = analysis.AverageTrajectoryEffect if by_step else analysis.AverageEffect
 
@@ -202,7 +197,7 @@ def aie(
     report.finish(results, average.record)
 
 
-def _finish_one_canvas(report: FolderReport, trace: "CausalTrace") -> None:
+def _finish_one_canvas(report: PictureReport, trace: "CausalTrace") -> None:
     """Print the strongest states of a trace, and write its files."""
     report.say(f"p(answer) {trace.clean:.3f}, with the subject corrupted {trace.corrupted:.3f}")
     for cell in strongest(trace.indirect_effect, 5):
@@ -213,7 +208,7 @@ def _finish_one_canvas(report: FolderReport, trace: "CausalTrace") -> None:
     report.finish({"clean": trace.clean, "corrupted": trace.corrupted, "indirect_effect": effects}, trace.record)
 
 
-def _finish_steps_of_a_run(report: FolderReport, trace: "TrajectoryTrace", run: "Trajectory") -> None:
+def _finish_steps_of_a_run(report: PictureReport, trace: "TrajectoryTrace", run: "Trajectory") -> None:
     """Print what each step reveals and its strongest state, and write an explorer page and figures."""
     from diffusion_lens.plots import readable
 

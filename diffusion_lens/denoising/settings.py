@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.denoising.sampler import OTHER_NOISE, Sampler, Seed, plain_seed
+from diffusion_lens.denoising.sampler import Sampler, Seed, plain_seed
 from diffusion_lens.denoising.samplers import SAMPLERS, describe_sampler, fitting_samplers, named_sampler, sampler_from
 from diffusion_lens.settings import Real, Whole, at_least, not_negative
 from weight_conversion import Variant
@@ -97,8 +97,7 @@ def resolve_sampler(sampler: Sampler | None, variant: Variant, steps: int | None
             name = "block_posterior" if variant.time_conditioning else "block_confidence"
         sampler = SAMPLERS[name]
     if problem := sampler.misfit(variant):
-        if problem in OTHER_NOISE.values():
-            fitting = (name for name in fitting_samplers(variant) if name in SAMPLERS)
-            problem += f"; use {', '.join(map(repr, fitting))}"
-        raise ValueError(f"the sampler {sampler.name!r} {problem}")
+        raise ValueError(
+            f"the sampler {sampler.name!r} {problem}. Samplers that fit: {', '.join(fitting_samplers(variant))}"
+        )
     return sampler.settled(variant) if steps is None else sampler

@@ -24,48 +24,24 @@ from diffusion_lens.analysis.over_facts.study import Compute, Study
 from diffusion_lens.data.fact_files import STUDY_LENGTH, STUDY_STEPS
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise, prepare
-from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.evaluation.recall import Recall, Reply, cell_name
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import Settings, at_least, setting, takes, whole_numbers
+from diffusion_lens.settings import takes
+from diffusion_lens.settings.shared import RecallFields
 from weight_conversion import Architecture, Variant
 
+CFG_SCALE = 0.8  # of SMDM's evaluation
 _LOOP = ("sampler", "cfg_scale", "temperature", "seed", "batch_size")
-
-
-def _step_columns(name: str, steps: Sequence[int]) -> tuple[int, ...]:
-    columns = whole_numbers(name, steps)
-    if not columns or min(columns) < 1 or len(set(columns)) < len(columns):
-        raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, each at least 1 and each once")
-    return tuple(columns)
+_OF_SHAPE = ("steps", "sampler", "cfg_scale", "batch_size")  # settings that depend on the kind of model
 
 
 @dataclass(frozen=True)
-class RecallSettings(Settings):
+class RecallSettings(RecallFields):
     """How a model writes the answers that are scored; see `recall_by_steps`."""
-
-    steps: Sequence[int] = setting(STUDY_STEPS, "Numbers of denoising steps, each once.", _step_columns)
-    length: int | None = setting(
-        None,
-        "Length of the canvas, the prompt included; by default the length that the model was trained on, or 52.",
-        partial(at_least, 1),
-    )
-    cfg_scale: float = setting(0.8, "Weight of guidance, as in model.denoise.")
-    sampler: str | Sampler | None = setting(None, "Sampler, as in model.denoise.")
-    temperature: float = setting(0.0, "Temperature, as in model.denoise.")
-    seed: int = setting(
-        1234,
-        "Seed of the study; each fact has its own seed, made of this one and its id, the same for all steps.",
-    )
-    batch_size: int = setting(
-        32,
-        "Largest number of prompts in one batch; on a causal model only prompts of equal length share one. A sampler "
-        "by which the runs of a batch depend on one another gets one prompt at a time, as in LoopSettings.",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,22 +50,20 @@ class RecallSettings(Settings):
     @cached_property
     def loop(self) -> LoopSettings:
         """The settings of the loop, without a number of steps; they are checked when they are made."""
-        return LoopSettings(**{name: getattr(self, name) for name in _LOOP})
+        cfg_scale = CFG_SCALE if self.cfg_scale is None else self.cfg_scale
+        return LoopSettings(None, self.sampler, cfg_scale, self.temperature, self.seed, self.batch_size)
 
     def columns(self, variant: Variant) -> list[int | None]:
         """Columns of the table for a model of this variant; `None` is from left to right, one step per token."""
-        return [None] if self.loop.writes_in_order(variant) else [*self.steps]
+        return [None] if self.loop.writes_in_order(variant) else [*(self.steps or STUDY_STEPS)]
 
     def describe_on(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
         """The settings for the record of a study, before the model is loaded without those that depend on its shape."""
+        described = self.describe()
         if shape is None:
-            return {"length": self.length, "temperature": self.temperature, "seed": self.seed}
-        return {
-            **self.loop.describe(shape),
-            "steps": self.columns(shape),
-            "length": self.length,
-            "batch_size": self.loop.facts_together(shape),
-        }
+            return {name: value for name, value in described.items() if name not in _OF_SHAPE}
+        together = {"steps": self.columns(shape), "batch_size": self.loop.facts_together(shape)}
+        return {**described, **self.loop.describe(shape), **together}
 
 
 @takes(RecallSettings)

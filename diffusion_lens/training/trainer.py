@@ -50,12 +50,12 @@ from diffusion_lens.records.results import (
     require_same_run,
     save_result,
 )
-from diffusion_lens.settings import Settings, at_least, not_negative, one_of, plain_number, setting, whole_number
+from diffusion_lens.settings import Settings, at_least, not_negative, plain_number, setting, whole_number
+from diffusion_lens.settings.shared import ACCUMULATE, MIXED_PRECISION
 from weight_conversion import as_json, write_json
 
 Accelerator = Any  # `accelerate.Accelerator`. The library is imported when training starts.
 Evaluate = Callable[[DiffusionTransformer], Mapping[str, float]]
-PRECISIONS = ("no", "bf16", "fp16")
 _CHECKPOINT = "training checkpoint"
 
 
@@ -86,16 +86,8 @@ class TrainingConfig(Settings):
         1, "Number of the first step in the warm-up: 1 starts at lr / warmup, 0 starts at 0.", whole_number
     )
     clip: float = setting(1.0, "Largest norm of the gradient.", _above_0)
-    accumulate: int = setting(
-        1,
-        "Number of parts into which each process divides its rows, to hold the activations of one part only.",
-        partial(at_least, 1),
-    )
-    mixed_precision: str = setting(
-        "no",
-        'Precision of autocast, "no", "bf16" or "fp16" (not on a CPU). The weights keep their dtype.',
-        one_of(*PRECISIONS),
-    )
+    accumulate: int = ACCUMULATE
+    mixed_precision: str = MIXED_PRECISION
     seed: int = setting(0, "Seed of the order of the rows and of the noise.", whole_number)
 
     def __post_init__(self) -> None:

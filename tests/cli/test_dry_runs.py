@@ -7,11 +7,10 @@ from typing import Any, NoReturn
 
 import pytest
 from huggingface_hub import constants
+from typed_commands import complaint
 from typer.testing import CliRunner
 
 from diffusion_lens.cli import app
-from diffusion_lens.cli.cost import check_layers
-from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.loading import shape_of
 
 ASK = ["--prompt", "Ada is the", "--subject", "Ada", "--answer", " pilot"]
@@ -97,9 +96,9 @@ def test_a_comparison_prices_each_model_by_its_own_size() -> None:
 
 
 def test_layers_of_a_model_that_is_still_to_be_fetched_are_not_refused() -> None:
-    check_layers(ModelChoice("owner/nowhere"), [40])
-    with pytest.raises(ValueError, match="layer=40"):
-        check_layers(ModelChoice("tiny-mdm"), [40])
+    ask = ["compare", "--data", "toy", "--limit", "4", "--dry-run", "--layer", "40"]
+    assert "--layers" in complaint(*ask, "tiny-mdm")
+    assert "--layers" not in CliRunner().invoke(app, [*ask, "owner/nowhere"]).stderr
 
 
 @pytest.mark.parametrize(("device", "reserve"), [("cpu", 3.0), ("cuda", 1.5)])

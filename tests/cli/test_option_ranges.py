@@ -38,8 +38,8 @@ WRONG = {
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
     "checkpoint-every max-bytes per-person block-size "
     "seeds depth workers",
-    ("-1",): "occurrence prefixes ask at-step step head attention mask-token-id",
-    ("-0.5", "nan", "inf"): "temperature cfg-scale noise",
+    ("-1",): "occurrence prefixes ask at-step step head attention mask-token-id check",
+    ("-0.5", "nan", "inf"): "temperature cfg-scale noise weight-decay clamp-norm-factor kl-factor stop-below",
     ("0", "-1", "nan", "inf"): "lr epochs flops largest",
     ("-1", str(2**64)): "seed",
     ("-1", str(2**16)): "port",

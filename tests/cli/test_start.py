@@ -24,7 +24,7 @@ HEAVY = ("torch", "transformers", "transformer_lens", "numpy", "scipy", "matplot
 
 def test_help_imports_nothing_heavy() -> None:
     program = "import sys\nfrom diffusion_lens.cli import app\n"
-    for arguments in (["--help"], ["--version"], ["models", "--help"]):
+    for arguments in (["--help"], ["--version"], *([name, "--help"] for name in ORDER)):
         program += (
             f"try:\n    app({arguments})\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
             f"assert not set({HEAVY}) & set(sys.modules), {arguments}\n"

@@ -25,7 +25,7 @@ The first step of a fact isolates the flow from the subject. p(answer) at a step
 that are still masked. Few facts have a step far from t2: `n_facts` counts them, and their answers are the longest.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -68,15 +68,10 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, name_of, run_of
 from diffusion_lens.records.results import provenance
 from diffusion_lens.settings import fields_of, one_of, pick_indices, setting, takes, whole_numbers
+from diffusion_lens.settings.shared import AverageFields
 from weight_conversion import Architecture
 
 _TRACED = tuple(fields_of(TraceSettings))
-
-
-def _refuse_positions(name: str, value: Any) -> None:
-    raise ValueError(
-        f"{name}={value!r} has no meaning in an average, whose facts differ in length: choose roles= instead"
-    )
 
 
 def _known(name: str, value: Any) -> "str | frozenset[str]":
@@ -86,7 +81,7 @@ def _known(name: str, value: Any) -> "str | frozenset[str]":
 
 
 @dataclass(frozen=True)
-class AverageSettings(CanvasLayout, TraceSettings):
+class AverageSettings(AverageFields, CanvasLayout, TraceSettings):
     """Settings with which every fact of an average is traced, on one canvas each.
 
     Each fact has its own seed, made of `seed` and its id. The swap has to fit: facts whose subject has another number
@@ -95,29 +90,14 @@ class AverageSettings(CanvasLayout, TraceSettings):
 
     BY_STEP: ClassVar[bool] = False
 
-    positions: Iterable[int] | None = setting(
-        None, "Not for averages, because facts differ in length: choose roles instead.", _refuse_positions
-    )
-    roles: Sequence[str] | None = setting(
-        None,
-        "Roles of the tokens whose states are restored; by default all. On a long canvas of masks most of the work is "
-        "in other_masks.",
-    )
-    known: str | Collection[str] | Known | None = setting(
-        None,
-        "Facts to average: recalled, whose answer the loop writes; one_canvas, whose answer's tokens are the likeliest "
-        "at all its positions at once; all; or in Python the ids of facts, such as those that both models of a pair "
-        "recall (recalled_facts). Default: recalled, but for the first token alone on one canvas one_canvas, since one "
-        "canvas answers that question.",
-        _known,
-    )
     loop: LoopSettings | None = setting(
         None, "Settings of the loop that writes the answers; by default those of `denoise`.", option=False
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        vars(self).update(roles=None if self.roles is None else tuple(self.selected_roles))
+        known = None if self.known is None else _known("known", self.known)
+        vars(self).update(known=known, roles=None if self.roles is None else tuple(self.selected_roles))
         if self.loop is not None and self.used_loop is None:
             raise ValueError(f"loop= requires known='recalled'; known={self.rule.rule!r} does not use the loop")
 
@@ -189,10 +169,6 @@ class AverageTrajectorySettings(AverageSettings):
         "corrupted run writes itself.",
         one_of(*CANVASES),
     )
-
-    def on_one_canvas(self) -> AverageSettings:
-        """The same settings for traces of one canvas of each fact."""
-        return AverageSettings(**{name: getattr(self, name) for name in fields_of(AverageSettings)})
 
 
 @takes(AverageSettings)

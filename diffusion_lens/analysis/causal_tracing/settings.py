@@ -14,9 +14,8 @@ on the embeddings: in the denoising loop the canvas keeps its subject.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,22 +29,10 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.text import check_known
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import (
-    Settings,
-    Whole,
-    at_least,
-    check_seed,
-    not_negative,
-    one_of,
-    setting,
-    suggest_keywords,
-    unique_indices,
-    whole_numbers,
-)
+from diffusion_lens.settings import at_least, suggest_keywords, whole_numbers
+from diffusion_lens.settings.shared import NOISE, TraceFields
 
 SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
-NOISE = ("gaussian", "uniform", "replace")
-CORRUPTIONS = (*NOISE, "mask", "swap")
 
 T = TypeVar("T", bound="TraceSettings")
 
@@ -59,64 +46,12 @@ def swap_of(name: str, value: Any) -> "str | tuple[int, ...]":
 
 
 @dataclass(frozen=True)
-class TraceSettings(Settings):
+class TraceSettings(TraceFields):
     """What a causal trace corrupts and restores."""
-
-    kind: str = setting(
-        "resid",
-        "State to restore: resid, the residual stream after a block; mlp or attn, the outputs of a window of blocks, "
-        "those of an MLP with its shared expert's.",
-        one_of(*SITES),
-    )
-    window: int = setting(
-        10,
-        "Number of blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; not "
-        "used for resid.",
-        partial(at_least, 1),
-    )
-    noise: float | None = setting(
-        None,
-        "Scale of the noise. ROME's is 3 standard deviations of the embeddings of the subjects' tokens (noise_scale), "
-        "which averages and the command line measure themselves. For mask and swap there is none.",
-        not_negative,
-    )
-    samples: int = setting(10, "Number of samples of the noise.", partial(at_least, 1))
-    seed: int = setting(
-        1,
-        "Seed of the random numbers. A trace gives it to numpy.random.RandomState, as ROME's code does, so that "
-        "published traces are reproduced exactly.",
-        check_seed,
-    )
-    corruption: str = setting(
-        "gaussian", "Corruption of the subject: gaussian, uniform or replace noise, mask or swap.", one_of(*CORRUPTIONS)
-    )
-    swap: str | Query | Iterable[Whole] | None = setting(
-        None,
-        "For the corruption swap, another subject with as many tokens: its text (with the space before it, if the "
-        "subject has one), its tokens, or a query, whose subject is taken.",
-        swap_of,
-    )
-    severed: str | None = setting(
-        None,
-        "mlp or attn, outputs of the restored position that keep their corrupted values in the blocks above, which "
-        "shows the path that the effect takes. With the kind resid only.",
-        one_of("mlp", "attn"),
-    )
-    positions: Iterable[Whole] | None = setting(
-        None, "Positions to restore, negative ones from the end; by default all.", unique_indices
-    )
-    layers: Iterable[Whole] | None = setting(
-        None, "Layers to restore, negative ones from the end; by default all.", unique_indices
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.severed and self.kind != "resid":
-            raise ValueError(f"severed={self.severed!r} requires kind='resid'; kind is {self.kind!r}")
-        if (self.swap is not None) != (self.corruption == "swap"):
-            raise ValueError(
-                "corruption='swap' requires swap=, another subject's tokens; no other corruption takes swap="
-            )
+        vars(self).update(swap=None if self.swap is None else swap_of("swap", self.swap))
 
     @property
     def is_noisy(self) -> bool:

@@ -9,43 +9,20 @@ a sentence may be longer than the canvas. A study leaves them out, and lists the
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from diffusion_lens.analysis.engine.answer import check_answer
 from diffusion_lens.analysis.over_facts.folder import content, name_facts
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import Settings, at_least, setting
+from diffusion_lens.settings.shared import CanvasFields
 
 L = TypeVar("L", bound="CanvasLayout")
 
 
 @dataclass(frozen=True)
-class CanvasLayout(Settings):
+class CanvasLayout(CanvasFields):
     """The settings by which facts are laid out."""
-
-    length: int | None = setting(
-        None,
-        "Number of positions of the canvas with the prompt, instead of n_masks. With neither, a masked diffusion model "
-        "gets the length that it was trained on, if it is known (cfg.trained_length), as in denoise; the record's "
-        "length says which. A fact that needs a longer canvas is set aside.",
-        partial(at_least, 1),
-    )
-    n_masks: int | None = setting(None, "Number of masked positions after the prompt.", partial(at_least, 1))
-    first_tokens: int | None = setting(
-        None, "Score only this many first tokens of the answer; by default all. ROME uses 1.", partial(at_least, 1)
-    )
-    occurrence: int | None = setting(
-        None,
-        "Index of the mention of the subject, counted from 0, if the prompt contains several.",
-        partial(at_least, 0),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.length is not None and self.n_masks is not None:
-            raise ValueError(f"length={self.length} and n_masks={self.n_masks}; give one of them")
 
     def on(self: L, model: DiffusionTransformer) -> L:
         """This layout with the length that applies to `model`. Where the trained length is unknown, and where the text

@@ -40,30 +40,26 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import Whole, at_least, one_of, pick_indices, whole_numbers
+from diffusion_lens.settings import Whole, pick_indices, setting, takes, whole_numbers
+from diffusion_lens.settings.shared import PatchFields
 
 
-@dataclass(frozen=True, eq=False)
-class PatchSettings:
-    """The states that are patched, and the method; as `patch_grid` takes them."""
+@dataclass(frozen=True)
+class PatchSettings(PatchFields):
+    """The cells of a sweep, and how they are computed."""
 
-    sites: list[Site]
-    positions: CellPositions
-    layers: list[int]
-    heads: list[Whole] | None
-    method: str
-    check: int
+    positions: CellPositions = setting(
+        None,
+        "None sweeps every position. all patches all positions at once, so the grid has no pos axis. Otherwise a list "
+        "with one entry per cell: a position, a (clean position, corrupted position) pair, or a list of these that are "
+        "patched together. Negative positions count from the end.",
+        option=False,
+    )
 
-    def __post_init__(self) -> None:
-        one_of("exact", "attribution")("method", self.method)
-        if self.heads is not None and not any(site.heads for site in self.sites):
-            raise ValueError(f"heads={self.heads}, but {', '.join(site.name for site in self.sites)} has no heads")
-
-    def sweeps(self, n_clean: int, n_corrupted: int, cfg: DiffusionConfig) -> list[Sweep]:
-        """One sweep per site, for runs with these numbers of positions."""
-        groups = resolve_groups(self.positions, n_clean, n_corrupted)
-        all_together = isinstance(self.positions, str)
-        return [Sweep(site, self.layers, groups, all_together, site.pick_heads(self.heads, cfg)) for site in self.sites]
+    def check_heads(self, sites: Sequence[Site]) -> None:
+        """Raise a `ValueError` if heads are selected and no site has any."""
+        if self.heads is not None and not any(site.heads for site in sites):
+            raise ValueError(f"heads={list(self.heads)}, but {', '.join(site.name for site in sites)} has no heads")
 
 
 Patchable = str | Sequence[str] | Tensor | Query | Trajectory
@@ -173,6 +169,7 @@ def answer_probability(model: DiffusionTransformer, query: Query) -> AnswerProba
     return AnswerProbability(query, Answer.of(model, query))
 
 
+@takes(PatchSettings)
 @begins_run
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -184,13 +181,9 @@ def patch_grid(
     sites: str | Sequence[str],
     steps: Iterable[Whole] | None = None,
     *,
-    positions: CellPositions = None,
-    layers: Iterable[Whole] | None = None,
-    heads: Iterable[Whole] | None = None,
+    settings: PatchSettings,
     logits_at: Sequence[int] | Tensor | None = None,
     source_model: DiffusionTransformer | None = None,
-    method: str = "exact",
-    check: Whole = 8,
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> Any:
@@ -207,15 +200,9 @@ def patch_grid(
             "pattern" [layer pos head].
         steps: Steps of the trajectories; the grid gets a step axis. On a causal model the canvas of a step ends with
             the last position reached. Under guidance, states are patched in the conditional branch.
-        positions: `None` sweeps every position. "all" patches all positions at once, so the grid has no pos axis.
-            Otherwise a list with one entry per cell: a position, a (clean position, corrupted position) pair, or a list
-            of these that are patched together. Negative positions count from the end.
-        layers, heads: Layers and heads to sweep, negative ones from the end; by default all.
+        settings: The cells, and how they are computed.
         logits_at: Rows of the logits to compute; the metric gets [batch selected d_vocab_out].
         source_model: Model that reads the clean input; by default `model`.
-        method: "exact", or "attribution" for an estimate by gradients.
-        check: With "attribution", number of cells of each site (and step) to patch exactly as well: those with the
-            largest estimates.
         max_bytes: Memory to use in addition to the weights.
         progress: Whether to show a progress bar.
 
@@ -238,29 +225,24 @@ def patch_grid(
     source = model if source_model is None else source_model
     reading = Reading.of(metric, logits_at)
     inputs = PatchInputs(source, clean, model, corrupted, plain_steps(steps))
-    settings = PatchSettings(
-        resolve_sites(sites),
-        positions,
-        inputs.pick_layers(layers),
-        None if heads is None else list(heads),
-        method,
-        at_least(0, "check", check),
-    )
+    swept_sites, layers = resolve_sites(sites), inputs.pick_layers(settings.layers)
+    settings.check_heads(swept_sites)
 
     # 1. Lay out the two sides of the grid, or of each step's grid, and the cells of each site.
     written_by, pairs = inputs.canvas_provenances(), inputs.sides(reading)
     n_clean, n_corrupted = (max(side.n_canvas for side in by_step) for by_step in zip(*pairs, strict=True))
-    sweeps = settings.sweeps(n_clean, n_corrupted, model.cfg)
+    groups, together = resolve_groups(settings.positions, n_clean, n_corrupted), isinstance(settings.positions, str)
+    sweeps = [Sweep(site, layers, groups, together, site.pick_heads(settings.heads, model.cfg)) for site in swept_sites]
 
     # 2. Refuse a budget that is too small, before anything is run.
-    budgets = [cell_budgets(*pair, sweeps, method, max_bytes) for pair in pairs]
+    budgets = [cell_budgets(*pair, sweeps, settings.method, max_bytes) for pair in pairs]
 
     # 3. Compute both sides once, then score every cell in the corrupted run.
     swept = [_swept(*pair, sweeps, settings, of_pair, progress) for pair, of_pair in zip(pairs, budgets, strict=True)]
 
     # 4. Join the steps and make one grid per site.
     record = {
-        "method": method,
+        "method": settings.method,
         **inputs.describe(reading, pairs, written_by),
         "cfg_scale": corrupted.record["cfg_scale"] if isinstance(corrupted, Trajectory) else 0.0,
         "source": None if source is model else provenance(source, source.cfg),

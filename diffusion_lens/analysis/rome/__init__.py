@@ -19,8 +19,9 @@ from diffusion_lens.analysis.rome.keys import (
     sample_prefixes,
 )
 from diffusion_lens.analysis.rome.memit import MemitEdit, MemitSettings, memit, memit_study
-from diffusion_lens.analysis.rome.values import ValueResult, ValueSettings, optimize_value, optimize_values
+from diffusion_lens.analysis.rome.values import ValueResult, optimize_value, optimize_values
 from diffusion_lens.facts.fact import Probe
+from diffusion_lens.settings.shared import ValueSettings
 
 __all__ = [
     "EditOutcome",

@@ -176,8 +176,6 @@ def assigned_rows(model: DiffusionTransformer, needed: PosMask) -> Int[Tensor, "
 
 ESSENCE = "{} is a"
 DISTRIBUTION = -1
-STATES = ("masked", "partial")
-ESSENCE_AT = ("readout", "subject_last")
 
 
 class Read(NamedTuple):

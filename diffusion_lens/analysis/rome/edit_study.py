@@ -41,8 +41,8 @@ from diffusion_lens.analysis.rome.covariance import (
     require_covariance_of,
 )
 from diffusion_lens.analysis.rome.edit import GROUPS, RankOneEdit, by_probe, edited_layers, judge
-from diffusion_lens.analysis.rome.keys import check_key_position, compute_keys, lay_out_request, pick_edited_layer
-from diffusion_lens.analysis.rome.values import ValueSettings, optimize_values
+from diffusion_lens.analysis.rome.keys import compute_keys, lay_out_request, pick_edited_layer
+from diffusion_lens.analysis.rome.values import optimize_values
 from diffusion_lens.analysis.rome.weight_edit import say_layers
 from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.facts.fact import Fact, Probe, Query
@@ -50,6 +50,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, one_line, provenance, shown_model
 from diffusion_lens.settings import Settings, Whole, at_least, setting
+from diffusion_lens.settings.shared import ValueSettings, check_key_position
 from weight_conversion import as_json
 
 SCORED = ("efficacy", "paraphrase", "neighbourhood")

@@ -11,7 +11,7 @@ computed in full, even to fill in one missing fact.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,14 +34,15 @@ from diffusion_lens.analysis.over_facts.study import (
     in_batches_of,
 )
 from diffusion_lens.analysis.representations import Comparisons, compare_along
-from diffusion_lens.analysis.rome.keys import check_key_position, compute_keys, lay_out_request
-from diffusion_lens.analysis.rome.values import ValueSettings, optimize_values
+from diffusion_lens.analysis.rome.keys import compute_keys, lay_out_request
+from diffusion_lens.analysis.rome.values import optimize_values
 from diffusion_lens.facts.fact import Direction, Fact, Query
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, network_of, one_line, provenance, shown_model
-from diffusion_lens.settings import Settings, Whole, at_least, one_of, pick_indices, setting, takes, unique_indices
+from diffusion_lens.settings import one_of, pick_indices, takes
+from diffusion_lens.settings.shared import VectorFields
 from weight_conversion import Architecture
 
 DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
@@ -268,25 +269,7 @@ def _no_rows(record: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class _VectorSettings(Settings):
-    layers: Iterable[Whole] | None = setting(
-        None,
-        "Blocks whose MLPs are studied, negative ones from the end; by default all but the last, whose output reaches "
-        "no other position.",
-        unique_indices,
-    )
-    prefixes: Sequence[str] = setting(
-        (),
-        "Short texts before every request (rome.sample_prefixes), over which k* and the loss are averaged.",
-        lambda _, prefixes: tuple(prefixes),
-    )
-    at: str = setting("subject_last", "Token at which the key is taken, as in compute_key.", check_key_position)
-    search: ValueSettings = setting(ValueSettings(), "Settings of the search for v*.", option=False)
-    batch_size: Whole = setting(32, "Number of facts searched together.", partial(at_least, 1))
-
-
-@dataclass(frozen=True)
-class KeyValueSettings(CanvasLayout, _VectorSettings):
+class KeyValueSettings(CanvasLayout, VectorFields):
     """Settings of a study of keys and values."""
 
     def blocks(self, shape: Architecture | DiffusionConfig) -> list[int]:
@@ -347,7 +330,7 @@ def key_value_study(
     settings = replace(settings.on(model), layers=settings.blocks(model.cfg))
     usable = UsableFacts.of(facts, lambda fact: settings.request(model, fact))
     record = {**settings.describe_on(model.cfg), **usable.describe(), **provenance(model, model.cfg)}
-    batches = in_batches_of(int(settings.batch_size), usable.prepared)
+    batches = in_batches_of(settings.batch_size, usable.prepared)
     study = Study(model, record, batches, FactsJob(usable.prepared, partial(find_vectors, settings=settings)))
     return study.collect(KeyValueStudy, out, shard, progress, executor)
 

@@ -33,7 +33,6 @@ from diffusion_lens.records.results import Result, Saved, Table, provenance
 from diffusion_lens.settings import (
     Whole,
     at_least,
-    one_of,
     own_seed,
     pick_indices,
     pick_layer,
@@ -41,13 +40,13 @@ from diffusion_lens.settings import (
     takes,
     whole_numbers,
 )
+from diffusion_lens.settings.shared import check_key_position
 
 Request = Query | Sequence[Query]
 KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
     "subject_last": lambda query: query.subject[1] - 1,
     "subject_first": lambda query: query.subject[0],
 }
-check_key_position = one_of(*KEY_POSITIONS)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

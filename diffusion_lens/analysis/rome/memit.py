@@ -47,7 +47,7 @@ from diffusion_lens.analysis.rome.covariance import (
 from diffusion_lens.analysis.rome.edit import judge
 from diffusion_lens.analysis.rome.edit_study import EditOutcome, EditStudy, RequestSettings
 from diffusion_lens.analysis.rome.keys import Request, as_request, compute_keys, pick_edited_layers, states_at
-from diffusion_lens.analysis.rome.values import Number, ValueSettings, search_together
+from diffusion_lens.analysis.rome.values import search_together
 from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before_gate
 from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.facts.fact import Query
@@ -56,6 +56,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import network_of, provenance
 from diffusion_lens.settings import Whole, plain_number, setting
+from diffusion_lens.settings.shared import Number, ValueSettings
 
 COV_WEIGHT = 15000.0
 SEARCH = ValueSettings(steps=25, clamp_norm_factor=0.75)  # The authors' for GPT-J.

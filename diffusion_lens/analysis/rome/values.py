@@ -25,7 +25,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -36,8 +35,6 @@ from tqdm.auto import tqdm
 from diffusion_lens import plots
 from diffusion_lens.analysis.engine.batching import in_batches
 from diffusion_lens.analysis.rome.canvases import (
-    ESSENCE_AT,
-    STATES,
     Canvases,
     ReadCanvas,
     ValueObjective,
@@ -51,39 +48,11 @@ from diffusion_lens.model.packing import is_plain
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
-from diffusion_lens.settings import Settings, Whole, at_least, not_negative, one_of, setting, takes
-
-Number = int | float  # Type checks in tests would refuse the integer 4 for a float.
+from diffusion_lens.settings import Whole, at_least, takes
+from diffusion_lens.settings.shared import ValueSettings
 
 # Positions of padding that cost about as much as another pass over the weights, measured on a CPU (a GPU: more).
 _PADDING_PER_PASS = 64
-
-
-@dataclass(frozen=True)
-class ValueSettings(Settings):
-    """Settings of the search for v*; the defaults are those of ROME for GPT-2 XL."""
-
-    steps: int = setting(20, "Largest number of iterations; the last one is only evaluated.", partial(at_least, 1))
-    lr: Number = setting(0.5, "Learning rate of Adam.", not_negative)
-    weight_decay: Number = setting(0.5, "Factor w of the penalty on ‖δ‖².", not_negative)
-    clamp_norm_factor: Number = setting(
-        4.0, "Largest ‖δ‖, in norms of the MLP's own output (for memit, of the residual stream).", not_negative
-    )
-    kl_factor: Number = setting(
-        0.0625, "Factor λ of the penalty on a changed essence; 0 leaves the essence out.", not_negative
-    )
-    stop_below: Number = setting(0.05, "Loss below which a request stops.", not_negative)
-    essence_at: str = setting(
-        "readout",
-        "Position at which the essence is read: readout (its [MASK], or the next token) or, as in ROME, subject_last.",
-        one_of(*ESSENCE_AT),
-    )
-    over_states: str = setting(
-        "masked",
-        "States of the object on a masked diffusion model, masked or partial (see rome.canvases); a causal model is "
-        "teacher-forced either way.",
-        one_of(*STATES),
-    )
 
 
 LOSS_TERMS = ("total", "nll", "kl", "decay")

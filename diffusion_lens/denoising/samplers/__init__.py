@@ -1,10 +1,9 @@
 """The samplers, by name and as objects. A preset carries the name of the code that it reproduces."""
 
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any
 
 from diffusion_lens.denoising.sampler import Proposal, Sampler
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
@@ -25,8 +24,6 @@ from diffusion_lens.denoising.samplers.presets import (
 )
 from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
 from weight_conversion import NoiseSchedule, Variant
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 SAMPLERS: dict[str, Sampler] = {
     sampler.name: sampler
@@ -100,36 +97,7 @@ def fitting_samplers(variant: Variant) -> list[str]:
     return [name for name, sampler in known.items() if not sampler.misfit(variant)]
 
 
-def _fitting_by_kind() -> str:
-    """The names that fit each kind of model, for the help of the command line and the docstring of `denoise`."""
-    kinds: dict[str, dict[str, Any]] = {
-        "For a masked model (default: confidence)": {"mask_token_id": 0},
-        "For one that writes block after block (default: block_confidence, or block_posterior where the network is "
-        "conditioned on the time)": {"mask_token_id": 0, "causal_block": 4},
-        "For uniform noise (default: uniform_posterior)": {"mask_token_id": None},
-        "A causal model supports only": {"mask_token_id": None, "attention_dir": "causal"},
-    }
-    plain = {"attention_dir": "bidirectional", "causal_block": None, "block_context": "blocks", "time": None}
-    lists = []
-    for kind, fields in kinds.items():
-        variant = Variant()
-        vars(variant).update(plain, **fields)
-        lists.append(f"{kind}: {', '.join(fitting_samplers(variant))}")
-    return ". ".join(lists)
-
-
-BY_KIND = _fitting_by_kind()
-
-
-def lists_samplers(function: F) -> F:
-    """Write the names that fit each kind of model into a docstring, in the place of "{samplers}"."""
-    lines = textwrap.wrap(BY_KIND, 100, break_on_hyphens=False)
-    function.__doc__ = (function.__doc__ or "").replace("{samplers}", f"\n{' ' * 16}".join(lines))
-    return function
-
-
 __all__ = [
-    "BY_KIND",
     "PRESETS",
     "SAMPLERS",
     "Ancestral",
@@ -149,7 +117,6 @@ __all__ = [
     "diffullama",
     "dream",
     "fitting_samplers",
-    "lists_samplers",
     "llada",
     "llada2",
     "mdlm",

@@ -8,8 +8,8 @@ A setting is a field of a frozen dataclass: its name, type, default, help text a
 
 From the fields are made
 - the keywords, the signature and the `Args` of a public function: `@takes(TraceSettings)`;
-- the options of a command, with their help: `@command("module:TraceSettings")`, and one argument `settings` in the
-  command (`cli/options.py`);
+- the options of a command, with their help: an argument with the class as its annotation (`cli/options.py`); the
+  fields are then in `settings/shared.py`, which does not import torch;
 - the record of a result and of a study: `settings.describe()`;
 - whatever lists settings, such as the explorer: `fields_of(TraceSettings)`.
 
@@ -47,14 +47,14 @@ _RECEIVERS = ("self", "cls")
 _NOT_THE_USERS = ("diffusion_lens", "torch", "jaxtyping", "beartype")
 
 
-def setting(default: Any, help: str, check: Check | None = None, *, option: bool = True) -> Any:
+def setting(default: Any, help: str, check: Check | None = None, *, option: bool | str = True) -> Any:
     """Declare a setting: a field of a `Settings` class.
 
     Args:
         default: Default value; where it is `None`, the check is left out for `None`.
         help: Meaning of the setting, for help texts of Python and of the command line.
         check: Function of name and value that returns the value to keep, or raises an error that names the setting.
-        option: Whether commands have an option for it.
+        option: Whether commands have an option for it, or the name of the option if it is not that of the field.
     """
     return dataclasses.field(default=default, metadata={"help": help, "check": check, "option": option})
 
@@ -251,6 +251,14 @@ def not_negative(name: str, value: Any, zero: str = "") -> float:
     number = plain_number(name, value)
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"{name}={number}; it must be a finite number, 0 {zero and f'({zero}) '}or more")
+    return number
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` as a float; a `ValueError` unless it is finite and above 0."""
+    number = plain_number(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name}={number}; it must be a finite number above 0")
     return number
 
 

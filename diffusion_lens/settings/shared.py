@@ -1,0 +1,307 @@
+"""Settings that functions of the library share with commands, without the code that uses them.
+
+A command has to know its options before torch is imported, which takes seconds, and a module beside the function
+imports torch. So each setting is declared here, and the settings object of the function has these fields:
+
+| Fields | Settings of | Command |
+|---|---|---|
+| `CanvasFields` | `CanvasLayout`, of every analysis of facts | `trace`, `rome`, `compare` |
+| `TraceFields` | `TraceSettings`, of `causal_trace`, `trace_trajectory`, `temporal_effect` | `trace` |
+| `AverageFields` | `AverageSettings`, of the averages of traces | `aie` |
+| `RecallFields` | `recall_by_steps` | `recall` |
+| `ValueSettings` | `optimize_value` | `rome` |
+| `VectorFields` | `key_value_study` | `compare` |
+| `PatchFields` | `patch_grid` | `patch` |
+
+`finetune` and `TrainingConfig` share two of their settings.
+
+A field with a default of `None` leaves the choice to the function or to the data set; its help says which it is.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from diffusion_lens.settings import (
+    Settings,
+    Whole,
+    at_least,
+    check_seed,
+    not_negative,
+    one_of,
+    positive,
+    setting,
+    unique_indices,
+    whole_numbers,
+)
+
+Number = int | float  # Type checks in tests would refuse the integer 4 for a float.
+
+KINDS = ("resid", "mlp", "attn")
+NOISE = ("gaussian", "uniform", "replace")
+CORRUPTIONS = (*NOISE, "mask", "swap")
+
+# How an answer of several tokens is searched for on a masked diffusion model, and where an essence is read.
+STATES = ("masked", "partial")
+ESSENCE_AT = ("readout", "subject_last")
+check_key_position = one_of("subject_last", "subject_first")
+
+SAMPLER = setting(
+    None,
+    "Name of a sampler, or of a preset of the authors' code. Default: confidence for a masked model, block_confidence "
+    "for one that writes block after block (block_posterior if the network is conditioned on the time), "
+    "uniform_posterior under uniform noise. A causal model supports only left_to_right. A name that does not fit the "
+    "model is refused with those that do.",
+)
+ACCUMULATE = setting(
+    1,
+    "Number of parts into which each process divides its rows, to hold the activations of one part only.",
+    partial(at_least, 1),
+)
+MIXED_PRECISION = setting(
+    "no",
+    "Precision of autocast: no, bf16 or fp16 (not on a CPU). The weights keep their dtype.",
+    one_of("no", "bf16", "fp16"),
+    option="precision",
+)
+TEMPERATURE = setting(
+    0.0, "Sampling temperature. 0 selects the likeliest token.", partial(not_negative, zero="the likeliest token")
+)
+
+
+@dataclass(frozen=True)
+class CanvasFields(Settings):
+    """How facts are laid out on canvases."""
+
+    length: int | None = setting(
+        None,
+        "Number of positions of the canvas, including the prompt. Default: the length that a masked diffusion model "
+        "was trained on, as in denoise; where the text grows or that is unknown, the length of prompt and answer.",
+        partial(at_least, 1),
+    )
+    n_masks: int | None = setting(
+        None, "Number of masked positions after the prompt, instead of length.", partial(at_least, 1)
+    )
+    first_tokens: int | None = setting(
+        None, "Score only this many first tokens of the answer; by default all. ROME uses 1.", partial(at_least, 1)
+    )
+    occurrence: int | None = setting(
+        None,
+        "Index of the mention of the subject, counted from 0, if the prompt contains several.",
+        partial(at_least, 0),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length is not None and self.n_masks is not None:
+            raise ValueError(f"length={self.length} and n_masks={self.n_masks}; give one of them")
+
+
+@dataclass(frozen=True)
+class TraceFields(Settings):
+    """What a causal trace corrupts and restores."""
+
+    kind: str = setting(
+        "resid",
+        "State to restore: resid, the residual stream after a block; mlp or attn, the outputs of a window of blocks, "
+        "those of an MLP with its shared expert's.",
+        one_of(*KINDS),
+    )
+    window: int = setting(
+        10,
+        "Number of blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; not "
+        "used for resid.",
+        partial(at_least, 1),
+    )
+    noise: float | None = setting(
+        None,
+        "Scale of the noise. ROME's is 3 standard deviations of the embeddings of the subjects' tokens (noise_scale), "
+        "which averages and the command line measure themselves. For mask and swap there is none.",
+        not_negative,
+    )
+    samples: int = setting(10, "Number of samples of the noise.", partial(at_least, 1))
+    seed: int = setting(
+        1,
+        "Seed of the random numbers. A trace gives it to numpy.random.RandomState, as ROME's code does, so that "
+        "published traces are reproduced exactly.",
+        check_seed,
+    )
+    corruption: str = setting(
+        "gaussian", "Corruption of the subject: gaussian, uniform or replace noise, mask or swap.", one_of(*CORRUPTIONS)
+    )
+    swap: str | Any | None = setting(
+        None,
+        "For the corruption swap, another subject with as many tokens: its text (with the space before it, if the "
+        "subject has one), its tokens, or a query, whose subject is taken.",
+    )
+    severed: str | None = setting(
+        None,
+        "mlp or attn, outputs of the restored position that keep their corrupted values in the blocks above, which "
+        "shows the path that the effect takes. With the kind resid only.",
+        one_of("mlp", "attn"),
+    )
+    positions: Iterable[Whole] | None = setting(
+        None, "Positions to restore, negative ones from the end; by default all.", unique_indices
+    )
+    layers: Iterable[Whole] | None = setting(
+        None, "Layers to restore, negative ones from the end; by default all.", unique_indices
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.severed and self.kind != "resid":
+            raise ValueError(f"severed={self.severed!r} requires kind='resid'; kind is {self.kind!r}")
+        if (self.swap is not None) != (self.corruption == "swap"):
+            raise ValueError(
+                "corruption='swap' requires swap=, another subject's tokens; no other corruption takes swap="
+            )
+
+
+def _refuse_positions(name: str, value: Any) -> None:
+    raise ValueError(
+        f"{name}={value!r} has no meaning in an average, whose facts differ in length: choose roles= instead"
+    )
+
+
+@dataclass(frozen=True)
+class AverageFields(CanvasFields, TraceFields):
+    """How every fact of an average is traced."""
+
+    positions: Iterable[int] | None = setting(
+        None, "Not for averages, because facts differ in length: choose roles instead.", _refuse_positions
+    )
+    roles: Sequence[str] | None = setting(
+        None,
+        "Roles of the tokens whose states are restored; by default all. On a long canvas of masks most of the work is "
+        "in other_masks.",
+    )
+    known: str | Any | None = setting(
+        None,
+        "Facts to average: recalled, whose answer the loop writes; one_canvas, whose answer's tokens are the likeliest "
+        "at all its positions at once; all; or in Python the ids of facts, such as those that both models of a pair "
+        "recall (recalled_facts). Default: recalled, but for the first token alone on one canvas one_canvas, since one "
+        "canvas answers that question.",
+    )
+
+
+def _step_columns(name: str, steps: Sequence[int]) -> tuple[int, ...]:
+    columns = whole_numbers(name, steps)
+    if not columns or min(columns) < 1 or len(set(columns)) < len(columns):
+        raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, each at least 1 and each once")
+    return tuple(columns)
+
+
+@dataclass(frozen=True)
+class RecallFields(Settings):
+    """How a model writes the answers that are scored; see `recall_by_steps`."""
+
+    steps: Sequence[int] | None = setting(
+        None,
+        "Numbers of denoising steps, each once. Default: 1, 2, 4, 8, 16 and 32; of a command, those of the data set.",
+        _step_columns,
+    )
+    length: int | None = setting(
+        None,
+        "Number of positions of the canvas, including the prompt. Default: the length that the model was trained on, "
+        "or 52; of a command, that of the data set, if it is shorter.",
+        partial(at_least, 1),
+    )
+    cfg_scale: float | None = setting(
+        None,
+        "Weight of classifier-free guidance; 0 is none. Default: 0.8, as in SMDM; of a command, that of the data set.",
+        partial(not_negative, zero="no guidance"),
+    )
+    sampler: str | Any | None = SAMPLER
+    temperature: float = TEMPERATURE
+    seed: int = setting(
+        1234,
+        "Seed of the study; each fact has its own seed, made of this one and its id, the same for all steps.",
+        check_seed,
+    )
+    batch_size: int = setting(
+        32,
+        "Largest number of prompts in one batch; on a causal model only prompts of equal length share one. A sampler "
+        "by which the runs of a batch depend on one another gets one prompt at a time.",
+        partial(at_least, 1),
+    )
+
+
+@dataclass(frozen=True)
+class ValueSettings(Settings):
+    """Settings of the search for v*; the defaults are those of ROME for GPT-2 XL."""
+
+    steps: int = setting(
+        20,
+        "Largest number of iterations of the search for v*; the last one is only evaluated.",
+        partial(at_least, 1),
+        option="iterations",
+    )
+    lr: Number = setting(0.5, "Learning rate of the search (Adam).", positive)
+    weight_decay: Number = setting(0.5, "Factor w of the penalty on ‖δ‖².", not_negative)
+    clamp_norm_factor: Number = setting(
+        4.0, "Largest ‖δ‖, in norms of the MLP's own output (for memit, of the residual stream).", not_negative
+    )
+    kl_factor: Number = setting(
+        0.0625, "Factor λ of the penalty on a changed essence; 0 leaves the essence out.", not_negative
+    )
+    stop_below: Number = setting(0.05, "Loss below which a request stops.", not_negative)
+    essence_at: str = setting(
+        "readout",
+        "Position at which the essence is read: readout (its [MASK], or the next token) or, as in ROME, subject_last.",
+        one_of(*ESSENCE_AT),
+    )
+    over_states: str = setting(
+        "masked",
+        "States of the object on a masked diffusion model: masked searches with the whole object masked, partial also "
+        "with part of it revealed (see rome.canvases). A causal model is teacher-forced either way.",
+        one_of(*STATES),
+    )
+
+
+@dataclass(frozen=True)
+class VectorFields(Settings):
+    """Whose keys and values a study computes, and how."""
+
+    layers: Iterable[Whole] | None = setting(
+        None,
+        "Blocks whose MLPs are studied, negative ones from the end; by default all but the last, whose output reaches "
+        "no other position.",
+        unique_indices,
+    )
+    prefixes: Sequence[str] = setting(
+        (),
+        "Short texts before every request (rome.sample_prefixes), over which k* and the loss are averaged.",
+        lambda _, prefixes: tuple(prefixes),
+        option=False,
+    )
+    at: str = setting(
+        "subject_last",
+        "Token at which the key is taken: subject_last or subject_first, the last or first one of the subject.",
+        check_key_position,
+    )
+    search: ValueSettings = setting(ValueSettings(), "Settings of the search for v*.", option=False)
+    batch_size: int = setting(32, "Number of facts searched together.", partial(at_least, 1))
+
+
+@dataclass(frozen=True)
+class PatchFields(Settings):
+    """The cells that a sweep patches besides their positions, and how."""
+
+    layers: Iterable[Whole] | None = setting(
+        None, "Layers to patch, negative ones from the end; by default all.", unique_indices
+    )
+    heads: Iterable[Whole] | None = setting(
+        None, "Heads to patch, negative ones from the end; by default all.", unique_indices
+    )
+    method: str = setting(
+        "exact",
+        "exact, or attribution: an estimate by gradients, with its largest cells checked.",
+        one_of("exact", "attribution"),
+    )
+    check: int = setting(
+        8,
+        "With attribution, number of cells of each site (and step) to patch exactly as well: those with the largest "
+        "estimates.",
+        partial(at_least, 0),
+    )

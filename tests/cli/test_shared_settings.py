@@ -1,0 +1,93 @@
+"""Settings that a function and a command share: a field is declared once, with its default, its help and its check."""
+
+from inspect import signature
+from typing import Any
+
+import pytest
+from typed_commands import COMMANDS
+
+from diffusion_lens.analysis import key_value_study, optimize_value, patch_grid
+from diffusion_lens.analysis.engine.layout import CanvasLayout
+from diffusion_lens.analysis.patching.grid import PatchSettings
+from diffusion_lens.analysis.rome import query_with_prefixes
+from diffusion_lens.analysis.rome.key_value_study import KeyValueSettings
+from diffusion_lens.evaluation import RecallSettings, recall_by_steps
+from diffusion_lens.loading import shape_of
+from diffusion_lens.settings import fields_of
+from diffusion_lens.settings.shared import (
+    ACCUMULATE,
+    MIXED_PRECISION,
+    CanvasFields,
+    PatchFields,
+    RecallFields,
+    ValueSettings,
+    VectorFields,
+)
+from diffusion_lens.training import TrainingConfig
+
+# Fields, the function that has them as keywords, and the command that has them as options.
+SHARED = [
+    (RecallFields, recall_by_steps, "recall"),
+    (CanvasFields, query_with_prefixes, "trace"),
+    (CanvasFields, query_with_prefixes, "rome"),
+    (CanvasFields, key_value_study, "compare"),
+    (ValueSettings, optimize_value, "rome"),
+    (VectorFields, key_value_study, "compare"),
+    (PatchFields, patch_grid, "patch"),
+]
+# Fields that a command does not offer, and those whose help it words for its data.
+LEFT_OUT = {"n_masks", "occurrence"}
+OWN_HELP = {("recall", "length"), ("compare", "length"), ("compare", "first_tokens")}
+
+
+def option_of(command: str, name: str) -> Any:
+    options = [each for each in COMMANDS[command].params if each.name == name]
+    return options[0] if options else None
+
+
+@pytest.mark.parametrize(("kind", "function", "command"), SHARED, ids=lambda each: getattr(each, "__name__", each))
+def test_a_field_is_a_keyword_and_an_option_with_one_default_and_one_help(
+    kind: Any, function: Any, command: str
+) -> None:
+    offered = 0
+    for name, field in fields_of(kind).items():
+        assert signature(function).parameters[name].default is field.default
+        assert f"\n        {name}: {field.metadata['help'][:30]}" in function.__doc__
+        option = option_of(command, name)
+        if option is None:
+            assert name in LEFT_OUT or not field.metadata["option"], name
+            continue
+        offered += 1
+        assert option.default is field.default
+        if (command, name) not in OWN_HELP:
+            assert option.help.startswith(field.metadata["help"])
+    assert offered >= 2
+
+
+def test_the_settings_objects_have_the_fields_themselves() -> None:
+    for kind, fields in (
+        (RecallSettings, RecallFields),
+        (CanvasLayout, CanvasFields),
+        (KeyValueSettings, VectorFields),
+        (PatchSettings, PatchFields),
+    ):
+        assert fields_of(fields).items() <= fields_of(kind).items()
+
+
+def test_a_field_of_a_study_is_in_its_record() -> None:
+    shape = shape_of("tiny-mdm")
+    assert fields_of(RecallFields).keys() <= RecallSettings((1,), 14).describe_on(shape).keys()
+    recorded = KeyValueSettings(n_masks=3).describe_on(shape)
+    assert fields_of(KeyValueSettings).keys() - recorded.keys() == {"search"}
+    assert fields_of(ValueSettings).keys() <= recorded["settings"].keys()
+
+
+def test_training_and_finetune_share_two_settings() -> None:
+    for name, field in (("accumulate", ACCUMULATE), ("mixed_precision", MIXED_PRECISION)):
+        assert fields_of(TrainingConfig)[name].metadata["help"] == option_of("finetune", name).help
+        assert fields_of(TrainingConfig)[name].default is option_of("finetune", name).default is field.default
+    assert option_of("finetune", "mixed_precision").opts == ["--precision"]
+
+
+def test_a_setting_may_have_another_name_as_an_option() -> None:
+    assert option_of("rome", "steps").opts == ["--iterations"]
