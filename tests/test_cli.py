@@ -168,7 +168,8 @@ def test_the_folder_records_the_whole_command(
     out = Path(example_of(name)[-1])
     report = json.loads((out / "command.json").read_text())
     assert report["command"] == name
-    options = {parameter.name for parameter in COMMANDS[name].params} - {"out", "json", "dry_run", "flops"}
+    options = {parameter.opts[0].lstrip("-").replace("-", "_") for parameter in COMMANDS[name].params}
+    options -= {"out", "json", "dry_run", "flops"}
     assert options <= set(report["settings"])
     assert report["files"]
     assert all(Path(path).exists() for path in report["files"].values())

@@ -17,7 +17,7 @@ from diffusion_lens.records.results import one_line
 FACTS = toy_facts.load().facts("p2d", "p2d")[:10:5]
 # Not results of a computation on a model: a phase of a training, a folder, a study before it runs, a
 # report of text, and what commands print.
-OTHERS = {"Trained", "FactFolder", "Study", "CheckReport", "Report", "FolderReport", "StudyReport"}
+OTHERS = {"Trained", "FactFolder", "Study", "CheckReport", "Report", "FolderReport", "PictureReport", "StudyReport"}
 
 
 def test_results_show_one_line(tiny: Any) -> None:

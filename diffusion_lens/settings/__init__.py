@@ -122,7 +122,7 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
             chosen, settings = {}, given.pop("settings", None)
             for name in fields:
                 if name in given:
-                    chosen[name] = _plain(given.pop(name))
+                    chosen[name] = _plain(name, given.pop(name))
             if settings is None:
                 settings = kind(**chosen)
             elif chosen:
@@ -142,9 +142,13 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
     return decorate
 
 
-def _plain(value: Any) -> Any:
-    """Numbers of NumPy or torch as Python's own; anything else as it is."""
-    return value.tolist() if hasattr(value, "ndim") else value
+def _plain(name: str, value: Any) -> Any:
+    """One number or a row of numbers of NumPy or torch as Python's own; anything else as it is."""
+    if not hasattr(value, "ndim"):
+        return value
+    if value.ndim > 1:  # Whether its rows are pairs or groups would be a guess.
+        raise TypeError(f"{name}= is an array {list(value.shape)}; it must have one axis, or be a list")
+    return value.tolist()
 
 
 def _entries(fields: "dict[str, dataclasses.Field[Any]]", indent: str = " " * 8) -> str:

@@ -110,7 +110,7 @@ def test_positions_come_in_any_container(small):
         result = grid(positions)
         assert torch.equal(result.scores, plain.scores)
         assert json.dumps(result.coordinates) == json.dumps(plain.coordinates)
-    with pytest.raises(TypeError, match=r"positions in the clean run=array\(\[1, 2\]\) is a"):
+    with pytest.raises(TypeError, match=r"positions= is an array \[1, 2\]; it must have one axis"):
         grid(np.array([[1, 2]]))
     with pytest.raises(TypeError, match=r"check=True is a bool; it must be a whole number"):
         grid([1], method="attribution", check=True)

@@ -23,7 +23,7 @@ def test_an_unknown_format_is_refused_with_all_families(tmp_path):
 
 
 def test_an_unknown_sampler_is_refused_with_all_names():
-    message = refused("denoise", "tiny-mdm", "--prompt", "Gustav Geisser is the", "--sampler", "nonsense")
+    message = refused("denoise", "tiny-mdm", "Gustav Geisser is the", "--sampler", "nonsense")
     assert all(name in message for name in {*SAMPLERS, *PRESETS})
 
 

@@ -100,8 +100,7 @@ def row_bytes(cfg: DiffusionConfig, n_pos: int, n_read: int, n_past: int = 0, ex
     converted = wide if wide > size else 0
     d_attn, d_key_value = cfg.n_heads * cfg.d_head, (cfg.n_key_value_heads or cfg.n_heads) * cfg.d_head
     turned = converted + 3 * wide if cfg.positional_embedding_type == "rotary" else size
-    queries = d_attn * (size * (2 if cfg.qk_norm else 1) + turned)
-    attention = n_pos * (3 * cfg.d_model * size + queries) + 2 * (n_past + n_pos) * d_key_value * size
+    attention = n_pos * (3 * cfg.d_model * size + d_attn * (size + turned)) + 2 * (n_past + n_pos) * d_key_value * size
     if explicit:
         # The scores, and the pattern before and after its hook, and as this writes it; keys and values by head.
         pairs = cfg.n_heads * n_pos * (n_past + n_pos) * max(4 * size, 2 * size + 2 * converted)

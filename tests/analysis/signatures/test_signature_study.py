@@ -339,8 +339,8 @@ def test_a_batch_takes_what_is_reserved_for_it(tiny):
     pairs = toy_facts.load().taught_pairs(tiny, "p2d")
     reserved = 20 * pair_bytes(tiny.cfg, len(pairs[0].forward.tokens), 20)
     used = peak_of_tensors(lambda: reversal_signatures(tiny, pairs, max_bytes=reserved))
-    # The type checks of these tests keep arguments alive; without them 0.92 of the bytes reserved are used.
-    assert 0.5 * reserved < used < 1.2 * reserved
+    # A batch takes 0.55 of the bytes reserved; the type checks of these tests change when arguments are freed.
+    assert 0.4 * reserved < used < 1.2 * reserved
 
 
 def test_a_canvas_of_one_token(tiny):
