@@ -212,6 +212,12 @@ export function listed(noun, numbers) {
   return `${noun}${numbers.length > 1 ? "s" : ""} ${texts.join(", ")}`;
 }
 
+/** The name of a run in a list: its label, with its prompt where others have the same label. */
+function nameIn(runs, run) {
+  const alike = runs.filter(({ label }) => label === run.label);
+  return alike.length < 2 ? run.label : `${run.label} ${alike.indexOf(run) + 1}: ${shorten(run.prompt, 40)}`;
+}
+
 /** An intervention in words. */
 export function describe(edit, runs = []) {
   if (edit.what === "force") {
@@ -1121,7 +1127,7 @@ class Experiments {
     fillSelect(this.when, [option("this", `step ${step}`), option("all", "all steps")], this.when.value || "all");
     fillSelect(this.where, [option("this", `position ${position}`), option("all", "all positions")], this.where.value || "all");
     const others = explorer.runs.filter((other) => other.model === run.model && other.spec);
-    const sources = [option("", "the run without interventions"), ...others.map(({ id, label }) => option(id, label))];
+    const sources = [option("", "the run without interventions"), ...others.map((run) => option(run.id, nameIn(explorer.runs, run)))];
     fillSelect(this.source, sources, this.source.value);
     this.sourceField.hidden = this.what.value === "zero";
     const edits = spec?.interventions ?? [];
@@ -1468,8 +1474,9 @@ class Explorer {
     this.runCode.hidden = !run.python?.run;
     this.headSelect.parentNode.hidden = !run.attention;
     this.colourSelect.parentNode.hidden = !run.lens;
-    fillSelect(this.runSelect, runs.map(({ id, label }) => [id, label]), state.run);
-    const others = runs.filter(({ id }) => id !== state.run).map(({ id, label }) => option(id, label));
+    const named = runs.map((one) => option(one.id, nameIn(runs, one)));
+    fillSelect(this.runSelect, named, state.run);
+    const others = named.filter(([id]) => id !== state.run);
     fillSelect(this.compareSelect, [option("", "–"), ...others], state.compare);
     const layers = run.lens ? run.lens.layers : Array.from({ length: model.n_layers }, (_, i) => i);
     const place = (layer) => (layer < model.n_layers ? `enters block ${layer}` : "after the last block");
