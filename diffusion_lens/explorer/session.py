@@ -217,6 +217,8 @@ class Session:
             patterns, missing = {**entry["attention"], "layers": sorted(attention)}, {}
             for layer in sorted(attention):
                 chunks |= {f"attention/{layer}/{step}": live.attention_chunk(layer, step) for step in steps}
+        if not entry["traces"]:
+            missing["trace"] = "Give a Fact, or prompt, subject and answer, to see which states carry the answer."
         traced = [live.trace_view(trace["kind"], trace["steps"]) for trace in entry["traces"]]
         chunks |= {name: chunk for view in traced for name, chunk in view.chunks.items()}
         whole = {"spec": None, "attention": patterns, "traces": [view.entry for view in traced]}
