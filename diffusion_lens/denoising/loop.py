@@ -417,9 +417,9 @@ def require_logits(
     if where := _first(~logits.amax(dim=-1).isfinite(), state, positions):
         raise FloatingPointError(
             f"the logits are not finite {where}, so no token can be chosen. Either the weights contain such numbers or "
-            f"overflow to them (in {str(logits.dtype).removeprefix('torch.')}; try dtype=torch.float32), or a hook "
-            "returned them. A hook may forbid tokens with -inf if it leaves one; to force a token, return it from "
-            "denoise.hook_candidates"
+            f"overflow to them (in {str(logits.dtype).removeprefix('torch.')}; try dtype=torch.float32), or "
+            "cfg_scale= is too large, or a hook returned them. A hook may forbid tokens with -inf if it leaves one; to "
+            "force a token, return it from denoise.hook_candidates"
         )
 
 

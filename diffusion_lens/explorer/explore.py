@@ -2,7 +2,7 @@
 
 The widget requires the extra `explore`. The module in the browser asks with {id, ask: "chunk", run, name} or
 {id, ask: "run", spec}. The answer is {id, ok} with the chunk as a buffer or the entry as `run`, or
-{id, ok: false, error}.
+{id, ok: false, error}, with unknown: true where there is no such run or chunk.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,4 +130,5 @@ def answer(session: Session, message: Any, send: Callable[[dict[str, Any], list[
             raise ValueError(f"ask={asked.get('ask')!r}; it must be 'chunk' or 'run'")
     except Exception as error:  # The page shows its text; without an answer it would wait.
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-        send({"id": asked.get("id"), "ok": False, "error": text}, [])
+        unknown = {"unknown": True} if isinstance(error, KeyError) else {}
+        send({"id": asked.get("id"), "ok": False, "error": text, **unknown}, [])

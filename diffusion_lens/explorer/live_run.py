@@ -6,7 +6,7 @@ canvas of a step.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +33,7 @@ from diffusion_lens.records.identity import identity_of, run_of
 
 KINDS = ("resid", "mlp", "attn")
 SAMPLES = 10
-NO_TRACE = "Give the answer and select the subject's positions to see which states carry the answer."
+NO_TRACE = "Give the answer and the subject's positions (under Settings) to see which states carry the answer."
 _SHARE_OF_LAYERS = 10 / 48  # ROME restores 10 of GPT-2 XL's 48 layers.
 _ENTRY = 2**14  # bytes of a manifest's entry, about
 
@@ -112,12 +112,17 @@ class LiveRun:
     asked: Asked
 
     @classmethod
-    def of(cls, plan: Plan) -> "LiveRun":
-        """Compute a run; a `ValueError` if settings, interventions or the answer do not fit the model or the prompt."""
+    def of(cls, plan: Plan, each_step: Callable[[], None] = lambda: None) -> "LiveRun":
+        """Compute a run; a `ValueError` if settings, interventions or the answer do not fit the model or the prompt.
+
+        Args:
+            each_step: Called at every step; an exception that it raises ends the run.
+        """
         model, spec = plan.model, plan.spec
         top: dict[int, tuple[list[int], Tensor, Tensor]] = {}
 
         def read_logits(logits: Tensor, hook: Any) -> None:
+            each_step()
             masked, n_top = hook.step.masked[0], min(TOP_K, logits.shape[-1])
             top[hook.step.index] = views.alternatives_of_logits(logits[0], masked, n_top, unwritten(model))
 

@@ -84,8 +84,20 @@ class Plan:
     weights: str = ""
 
     @classmethod
-    def of(cls, model: DiffusionTransformer, spec: Spec, source_of: Sources, cache_of: Caches) -> "Plan":
-        """The plan of a spec."""
+    def of(
+        cls,
+        model: DiffusionTransformer,
+        spec: Spec,
+        source_of: Sources,
+        cache_of: Caches,
+        known: "dict[str, Plan] | None" = None,
+    ) -> "Plan":
+        """The plan of a spec.
+
+        Args:
+            known: Plans of the runs from which others take activations, by id; each is made once.
+        """
+        known = {} if known is None else known
         writes, changes = list[Edit](), list[Edit]()
         statements, imports, n_bytes = dict[str, None](), frozenset[tuple[str, str]](), 0
         for one in spec.interventions:
@@ -94,7 +106,10 @@ class Plan:
                 continue
             source = None
             if one.what != "zero":
-                inner, point = cls.of(model, source_of(spec, one), source_of, cache_of), point_of(model, one)
+                taken, point = source_of(spec, one), point_of(model, one)
+                if taken.id not in known:
+                    known[taken.id] = cls.of(model, taken, source_of, cache_of, known)
+                inner = known[taken.id]
                 variable = f"source_{inner.spec.id[1:7]}_{one.layer}_{one.site}"
                 source = Written(cache_of(inner, point), variable)
                 statements |= dict.fromkeys((*inner.statements, inner.cache_statement(point, variable)))

@@ -10,21 +10,28 @@ and every request needs the session's random token: the page in its address, the
 request whose Host is not this server's is refused, since a web page elsewhere may point its own name to 127.0.0.1 (DNS
 rebinding). No other origin may read an answer (no CORS), and the page may send requests to this server only.
 
+What nobody waits for is not computed: a request ends when its client leaves. A connection is closed if it does not send
+a whole request in time.
+
 Requires the extra `explore`.
 """
 
+import asyncio
 import ipaddress
 import json
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from logging import getLogger
-from typing import Any
+from threading import Event
+from typing import Any, TypeVar
 
-from diffusion_lens.explorer.session import Session
+from diffusion_lens.explorer.session import RequestCancelledError, Session
 from diffusion_lens.pages.page import document
 
 LARGEST_REQUEST = 2**20
+SECONDS = 10.0  # in which a request has to be sent
+T = TypeVar("T")
 _EVERYWHERE = ("0.0.0.0", "::", "")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HEADERS = {
@@ -69,7 +76,7 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
     try:
         from starlette.applications import Starlette
         from starlette.concurrency import run_in_threadpool
-        from starlette.requests import Request
+        from starlette.requests import ClientDisconnect, Request
         from starlette.responses import HTMLResponse, JSONResponse, Response
         from starlette.routing import Route
     except ImportError as error:
@@ -91,8 +98,10 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
                 response = await answer(request)
             except KeyError as error:
                 return refusal(404, str(error.args[0] if error.args else error))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, OverflowError, FloatingPointError) as error:
                 return refusal(400, str(error))
+            except (RequestCancelledError, ClientDisconnect):
+                return refusal(408, "the client has left")
             except Exception as error:
                 getLogger("uvicorn.error").exception("a request failed")
                 return refusal(500, f"{type(error).__name__}: {error}")
@@ -100,6 +109,21 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
             return response
 
         return endpoint
+
+    async def computed(request: Request, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of `work` in a thread; its last argument tells it whether the client has left."""
+        left = Event()
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            return await run_in_threadpool(work, *arguments, left.is_set)
+        finally:
+            watching.cancel()
 
     async def page(request: Request) -> Response:
         nonce = secrets.token_urlsafe(16)
@@ -111,11 +135,11 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
         return HTMLResponse(text, headers={"Content-Security-Policy": f"{policy}; frame-ancestors 'none'"})
 
     async def manifest(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(lambda: session.manifest))
+        return JSONResponse(await computed(request, session.described))
 
     async def chunk(request: Request) -> Response:
         run, name = (request.query_params.get(key, "") for key in ("run", "name"))
-        return Response(await run_in_threadpool(session.chunk, run, name), media_type="application/octet-stream")
+        return Response(await computed(request, session.chunk, run, name), media_type="application/octet-stream")
 
     async def run(request: Request) -> Response:
         body = b""
@@ -127,7 +151,7 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
             spec = json.loads(body)
         except (ValueError, RecursionError) as error:
             return refusal(400, f"a spec is a JSON object: {error}")
-        return JSONResponse(await run_in_threadpool(session.run, spec))
+        return JSONResponse(await computed(request, session.run, spec))
 
     return Starlette(
         routes=[
@@ -146,12 +170,13 @@ class Server:
         session: Models and runs.
         host: Address to listen on; others than 127.0.0.1 let other machines in, if they know the token.
         port: Port; 0 takes a free one.
+        seconds: Time in which a connection has to send a whole request.
 
     Raises:
         OSError: The port is in use, or the address is not of this machine.
     """
 
-    def __init__(self, session: Session, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, session: Session, host: str = "127.0.0.1", port: int = 0, seconds: float = SECONDS) -> None:
         is_ipv6 = ":" in host
         self.socket = socket.create_server(
             (host, port),
@@ -160,6 +185,7 @@ class Server:
         )
         self.host, self.port, self.token = host, int(self.socket.getsockname()[1]), secrets.token_urlsafe(24)
         self.app = app(session, self.token, Hosts(host, self.port))
+        self.seconds = seconds
 
     @property
     def url(self) -> str:
@@ -178,10 +204,55 @@ class Server:
         except ImportError as error:
             raise ImportError("the live explorer needs uvicorn: pip install 'diffusion-lens[explore]'") from error
         # The access log would contain the token.
-        config = uvicorn.Config(self.app, log_level="warning", access_log=False, server_header=False, lifespan="off")
+        config = uvicorn.Config(
+            self.app,
+            http=_timely_protocol(self.seconds),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+        )
         started()
         with self.socket:
             uvicorn.Server(config).run(sockets=[self.socket])
+
+
+def _timely_protocol(seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's connections, which wait for a request no longer than some seconds, and at the end for no answer."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Timely(H11Protocol):
+        timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self.wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.stop()
+            super().connection_lost(exc)
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            self.transport.close()
+
+        def wait(self) -> None:
+            if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):  # The request is complete.
+                self.stop()
+            elif self.timer is None:
+                self.timer = self.loop.call_later(seconds, self.transport.close)
+
+        def stop(self) -> None:
+            if self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
+
+    return Timely
 
 
 def _is_address(name: str) -> bool:

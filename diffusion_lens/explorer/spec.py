@@ -13,6 +13,7 @@ from diffusion_lens.settings import Settings, at_least, fields_of, not_negative,
 FORCE, CHANGES = "force", ("zero", "mean", "patch")
 SITES = ("resid", "attn", "mlp", "head")
 MOST_STEPS = 4096
+MOST_INTERVENTIONS = 128
 RUN_SETTINGS = ("length", "steps", "sampler", "cfg_scale", "temperature", "seed")  # those of `denoise`
 
 
@@ -96,6 +97,8 @@ class Intervention(Settings):
 def _interventions(name: str, value: Any) -> tuple[Intervention, ...]:
     if not isinstance(value, list | tuple):
         raise TypeError(f"{name}={value!r} is no list")
+    if len(value) > MOST_INTERVENTIONS:  # Each is a hook at every step.
+        raise ValueError(f"{name}= has {len(value):,} entries; a run takes at most {MOST_INTERVENTIONS} interventions")
     return tuple(one if isinstance(one, Intervention) else _read(Intervention, "an intervention", one) for one in value)
 
 

@@ -212,6 +212,12 @@ export function listed(noun, numbers) {
   return `${noun}${numbers.length > 1 ? "s" : ""} ${texts.join(", ")}`;
 }
 
+/** The name of a run in a list: its label, with its prompt where others have the same label. */
+function nameIn(runs, run) {
+  const alike = runs.filter(({ label }) => label === run.label);
+  return alike.length < 2 ? run.label : `${run.label} ${alike.indexOf(run) + 1}: ${shorten(run.prompt, 40)}`;
+}
+
 /** An intervention in words. */
 export function describe(edit, runs = []) {
   if (edit.what === "force") {
@@ -248,8 +254,9 @@ function liveSource() {
     const answer = await fetch(path, { ...options, headers }).catch(() => {
       throw new Error("The server does not answer. Is diffusion-lens explore still running?");
     });
-    if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error ?? `The server said ${answer.status}.`);
-    return answer;
+    if (answer.ok) return answer;
+    const { error } = await answer.json().catch(() => ({}));
+    throw Object.assign(new Error(error ?? `The server said ${answer.status}.`), { unknown: answer.status === 404 });
   };
   return {
     live: true,
@@ -267,7 +274,7 @@ function widgetSource(model) {
     const [resolve, reject] = waiting.get(message.id) ?? [];
     waiting.delete(message.id);
     if (!resolve) return;
-    if (!message.ok) return reject(new Error(message.error));
+    if (!message.ok) return reject(Object.assign(new Error(message.error), { unknown: message.unknown }));
     const bytes = buffers?.[0];
     resolve(bytes ? bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength) : message.run);
   };
@@ -1029,7 +1036,7 @@ class Experiments {
   constructor(/** @type {Explorer} */ explorer) {
     this.explorer = explorer;
     const numeric = (attributes) => h("input", { type: "number", ...attributes });
-    this.prompt = h("textarea", { rows: 2, spellcheck: "false" });
+    this.prompt = h("textarea", { rows: 2, spellcheck: "false", oninput: () => this.separate() });
     this.model = h("select", { onchange: () => this.fillSamplers() });
     this.length = numeric({ min: 1, step: 1 });
     this.steps = numeric({ min: 1, step: 1, value: 8 });
@@ -1048,7 +1055,9 @@ class Experiments {
       event.preventDefault();
       this.runForm();
     };
-    this.form = h("form", { class: "dl-form", "aria-label": "Prompt and settings", onsubmit },
+    this.edited = false; // Whether the form contains what was typed and not run.
+    const oninput = () => (this.edited = true);
+    this.form = h("form", { class: "dl-form", "aria-label": "Prompt and settings", onsubmit, oninput },
       h("div", { class: "dl-prompt" }, field("Prompt", this.prompt, "dl-grow"), this.go), settings);
     this.list = h("div", { class: "dl-edits" });
 
@@ -1081,11 +1090,13 @@ class Experiments {
     this.sampler.disabled = model.grows;
   }
 
-  /** Show the settings of a run in the form. */
+  /** Show the settings of a run in the form, unless they would replace what was typed and not run. */
   read(run) {
-    const { models } = this.explorer.manifest, spec = run?.spec;
+    if (this.edited) return;
+    const { models } = this.explorer.manifest, spec = (this.spec = run?.spec);
     const both = (models.length > 1 ? [["all", "all, side by side"]] : []);
-    const chosen = this.model.value === "all" ? "all" : spec?.model ?? 0;
+    const beginsWithAll = this.model.value === "" && models.length > 1;
+    const chosen = beginsWithAll || this.model.value === "all" ? "all" : spec?.model ?? 0;
     fillSelect(this.model, [...models.map(({ name }, i) => [i, name]), ...both], chosen);
     this.fillSamplers();
     if (!spec) return;
@@ -1093,6 +1104,15 @@ class Experiments {
     for (const name of ["length", "steps", "seed", "temperature", "answer", "sampler"]) this[name].value = spec[name] ?? "";
     this.guidance.value = spec.cfg_scale;
     this.subject.value = spec.subject?.join(", ") ?? "";
+  }
+
+  /** Answer and subject belong to a prompt: while another one is typed, those of the shown run are left out. */
+  separate() {
+    const { prompt, answer, subject } = this.spec ?? {};
+    const isOwn = this.prompt.value === prompt;
+    for (const [input, own] of [[this.answer, answer ?? ""], [this.subject, subject?.join(", ") ?? ""]]) {
+      if (input.value === (isOwn ? "" : own)) input.value = isOwn ? own : "";
+    }
   }
 
   render() {
@@ -1107,7 +1127,7 @@ class Experiments {
     fillSelect(this.when, [option("this", `step ${step}`), option("all", "all steps")], this.when.value || "all");
     fillSelect(this.where, [option("this", `position ${position}`), option("all", "all positions")], this.where.value || "all");
     const others = explorer.runs.filter((other) => other.model === run.model && other.spec);
-    const sources = [option("", "the run without interventions"), ...others.map(({ id, label }) => option(id, label))];
+    const sources = [option("", "the run without interventions"), ...others.map((run) => option(run.id, nameIn(explorer.runs, run)))];
     fillSelect(this.source, sources, this.source.value);
     this.sourceField.hidden = this.what.value === "zero";
     const edits = spec?.interventions ?? [];
@@ -1118,7 +1138,7 @@ class Experiments {
     this.list.hidden = edits.length === 0;
     const remove = (index) => {
       const interventions = edits.filter((_, i) => i !== index);
-      return this.run({ ...spec, interventions, base: interventions.length ? spec.base : null });
+      return this.change({ ...spec, interventions, base: interventions.length ? spec.base : null });
     };
     this.list.replaceChildren(h("span", {}, "Interventions:"), ...edits.map((edit, i) => {
       const text = describe(edit, explorer.runs);
@@ -1147,11 +1167,18 @@ class Experiments {
 
   /** Run again with one more intervention, and compare with the run that has none. */
   edit(intervention) {
-    const { run } = this.explorer.panel, { spec } = run;
-    return this.run({ ...spec, interventions: [...spec.interventions, intervention], base: run.base ?? run.id });
+    const { run, base } = this.explorer.panel, { spec } = run;
+    return this.change({ ...spec, interventions: [...spec.interventions, intervention], base: base?.id ?? run.id });
   }
 
-  async runForm() {
+  /** Show the run of other interventions, beside that of another model where one is shown. */
+  change(spec) {
+    const { runs, state } = this.explorer, beside = runs.find(({ id }) => id === state.compare);
+    return this.run([spec], beside && beside.model !== spec.model ? [beside] : []);
+  }
+
+  runForm() {
+    this.edited = false;
     const subject = this.subject.value.trim() ? this.subject.value.split(",").map(Number) : null;
     const spec = {
       prompt: this.prompt.value, length: this.length.value ? Number(this.length.value) : null, steps: Number(this.steps.value),
@@ -1159,15 +1186,16 @@ class Experiments {
       temperature: Number(this.temperature.value), seed: Number(this.seed.value),
       answer: orNull(this.answer.value), subject, interventions: [], base: null,
     };
-    if (this.model.value !== "all") return this.run({ ...spec, model: Number(this.model.value) });
-    const runs = [];
-    for (const model of this.explorer.manifest.models.keys()) runs.push(await this.run({ ...spec, model }));
-    if (runs[0] && runs[1]) this.explorer.set({ run: runs[0].id, compare: runs[1].id });
+    if (this.model.value !== "all") return this.run([{ ...spec, model: Number(this.model.value) }]);
+    // Models side by side may be of different kinds: where a setting does not fit, a model takes its own.
+    return this.run(this.explorer.manifest.models.map(({ samplers, masks }, model) => ({
+      ...spec, model, sampler: samplers.includes(spec.sampler) ? spec.sampler : null, cfg_scale: masks ? spec.cfg_scale : 0,
+    })));
   }
 
-  /** Compute a run and show it; an error of the library becomes text. Returns the run or null. */
-  async run(spec) {
-    const { explorer } = this, began = performance.now(), pressed = document.activeElement;
+  /** Compute runs and show them, with others `beside` them; an error of the library becomes text. */
+  async run(specs, beside = []) {
+    const { explorer } = this, began = performance.now(), pressed = document.activeElement, runs = [];
     const say = () => explorer.say(`Computing the run… ${((performance.now() - began) / 1000).toFixed(0)} s`);
     const timer = setInterval(say, 1000);
     say();
@@ -1175,19 +1203,17 @@ class Experiments {
     explorer.root.classList.add("dl-computing");
     this.go.disabled = this.apply.disabled = this.forceIt.disabled = this.remask.disabled = true;
     try {
-      const run = await explorer.source.act(spec);
-      await explorer.add(run);
-      return run;
+      for (const spec of specs) runs.push(await explorer.compute(spec));
     } catch (error) {
       explorer.fail(error.message);
-      return null;
-    } finally {
-      clearInterval(timer);
-      explorer.root.classList.remove("dl-computing");
-      this.go.disabled = this.apply.disabled = this.forceIt.disabled = this.remask.disabled = false;
-      // A button that is disabled loses the focus, and the keyboard its place.
-      if (document.activeElement === document.body && explorer.root.contains(pressed)) pressed.focus({ preventScroll: true });
     }
+    clearInterval(timer);
+    explorer.say("No run was computed.");
+    if (runs.length) await explorer.add(...runs, ...beside);
+    explorer.root.classList.remove("dl-computing");
+    this.go.disabled = this.apply.disabled = this.forceIt.disabled = this.remask.disabled = false;
+    // A button that is disabled loses the focus, and the keyboard its place.
+    if (document.activeElement === document.body && explorer.root.contains(pressed)) pressed.focus({ preventScroll: true });
   }
 }
 
@@ -1240,7 +1266,8 @@ class Explorer {
       control.addEventListener("change", () => this.set({ [name]: convert(control.value) }));
       return control;
     };
-    this.runSelect = set("run", h("select"));
+    // Who chooses another run wants to see its settings, in place of what was typed.
+    this.runSelect = set("run", h("select", { onchange: () => this.experiments && (this.experiments.edited = false) }));
     this.compareSelect = set("compare", h("select"));
     this.layerSelect = set("layer", h("select"), Number);
     this.headSelect = set("head", h("select"), Number);
@@ -1303,11 +1330,28 @@ class Explorer {
   chunk(run, name) {
     const key = `${run.id} ${name}`;
     if (!this.chunks.has(key)) {
-      const promise = this.source.chunk(run.id, name).then(decodeChunk);
+      const again = (error) => {
+        if (!error.unknown || !run.spec) throw error;
+        return this.compute(run.spec).then(() => this.source.chunk(run.id, name));
+      };
+      const promise = this.source.chunk(run.id, name).catch(again).then(decodeChunk);
       promise.catch(() => this.chunks.delete(key));
       this.chunks.set(key, promise);
     }
     return this.chunks.get(key);
+  }
+
+  /** Compute a run. Those that it names, and that were dropped since, are computed again. */
+  async compute(spec) {
+    try {
+      return await this.source.act(spec);
+    } catch (error) {
+      const ids = [spec.base, ...spec.interventions.map(({ source }) => source)];
+      const named = this.runs.filter(({ id }) => ids.includes(id));
+      if (!error.unknown || !named.length) throw error;
+      for (const run of named) await this.compute(run.spec);
+      return this.source.act(spec);
+    }
   }
 
   /** Colours of a quantity, and where a cell is on its scale, 0 to 1. Limits only grow, so that scales hold still. */
@@ -1341,7 +1385,7 @@ class Explorer {
     Object.assign(this.state, change);
     if (change.position !== undefined && change.key === undefined) this.state.key = null;
     this.settle();
-    if (change.run !== undefined) this.experiments?.read(this.panel.run ?? this.runs[0]);
+    if (change.run !== undefined) this.experiments?.read(this.runs.find(({ id }) => id === this.state.run));
     this.writeHash();
     return this.render()
       .then(async () => this.runs.length && this.say(await this.panel.summary()))
@@ -1370,11 +1414,12 @@ class Explorer {
     this.slider.value = String(this.steps.indexOf(state.step));
   }
 
-  /** Add a computed run, or show the one there is. */
-  async add(run) {
-    if (!this.runs.some((one) => one.id === run.id)) this.runs.push(run);
+  /** Add computed runs, or show those there are: the first one, and the second beside it. */
+  async add(...runs) {
+    const [run, beside] = runs;
+    this.runs.push(...runs.filter(({ id }) => !this.runs.some((one) => one.id === id)));
     this.main.hidden = false;
-    await this.set({ run: run.id, compare: "" });
+    await this.set({ run: run.id, compare: beside?.id ?? "" });
     const base = this.runs.find((one) => one.id === run.base);
     const { tokens, steps } = base ? differences(run, base) : { tokens: [], steps: [] };
     const changes = !base ? "" : tokens.length === 0 && steps.length === 0 ? " It is the same as the base run." :
@@ -1387,8 +1432,8 @@ class Explorer {
     this.dark = this.isDark();
     if (!runs.length) return Promise.resolve();
     const shown = [state.run, state.compare].map((id) => runs.find((run) => run.id === id)).filter(Boolean);
-    // The run on the left stays on the left when the other one becomes the active one.
-    if (shown.length === 2 && this.panels[1].run === shown[0] && this.panels[0].run === shown[1]) shown.reverse();
+    // The run on the left stays on the left when the other one becomes the active one, or is another.
+    if (shown.length === 2 && this.panels[0].run === shown[1]) shown.reverse();
     this.main.classList.toggle("dl-pair", shown.length === 2);
     this.panels.forEach((panel, i) => {
       if (!shown[i]) { panel.run = null; panel.element.remove(); return; }
@@ -1429,8 +1474,9 @@ class Explorer {
     this.runCode.hidden = !run.python?.run;
     this.headSelect.parentNode.hidden = !run.attention;
     this.colourSelect.parentNode.hidden = !run.lens;
-    fillSelect(this.runSelect, runs.map(({ id, label }) => [id, label]), state.run);
-    const others = runs.filter(({ id }) => id !== state.run).map(({ id, label }) => option(id, label));
+    const named = runs.map((one) => option(one.id, nameIn(runs, one)));
+    fillSelect(this.runSelect, named, state.run);
+    const others = named.filter(([id]) => id !== state.run);
     fillSelect(this.compareSelect, [option("", "–"), ...others], state.compare);
     const layers = run.lens ? run.lens.layers : Array.from({ length: model.n_layers }, (_, i) => i);
     const place = (layer) => (layer < model.n_layers ? `enters block ${layer}` : "after the last block");

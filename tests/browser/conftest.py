@@ -1,6 +1,11 @@
 """One Chromium for all tests; a page fails its test when it logs something or asks another host for something."""
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +34,28 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hostile": explorer_pages.large_page(12, 3, 2, explorer_pages.HOSTILE),
     }
     return {name: explorer_pages.write(page, folder, name) for name, page in made.items()}
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Callable[..., str]]:
+    """Runs `diffusion-lens explore` with arguments, until the end of the tests, and returns the address of its page."""
+    addresses: dict[tuple[str, ...], str] = {}
+    with ExitStack() as running:
+
+        def serve(*arguments: str) -> str:
+            if arguments not in addresses:
+                command = [sys.executable, "-m", "diffusion_lens", "explore", *arguments, "--no-browser"]
+                environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+                server = running.enter_context(
+                    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+                )
+                running.callback(server.terminate)
+                assert server.stdout is not None
+                lines = iter(server.stdout.readline, "")
+                addresses[arguments] = next(found[0] for line in lines if (found := re.search(r"http://\S+", line)))
+            return addresses[arguments]
+
+        yield serve
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """The live page of the real command: runs are computed, forced, ablated and compared, and equal the library's."""
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +11,9 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(served: Callable[..., str]) -> str:
     """Address of a live page that `diffusion-lens explore` serves."""
-    command = [sys.executable, "-m", "diffusion_lens", "explore", "tiny-mdm", "--no-browser", "--steps", "5"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    ) as server:
-        try:
-            assert server.stdout is not None
-            lines = iter(server.stdout.readline, "")
-            yield next(found[0] for line in lines if (found := re.search(r"http://\S+", line)))
-        finally:
-            server.terminate()
+    return served("tiny-mdm", "--steps", "5")
 
 
 @pytest.fixture(scope="module")

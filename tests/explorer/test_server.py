@@ -4,9 +4,12 @@ import asyncio
 import json
 import re
 import socket
+import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack, contextmanager, suppress
 from threading import Thread
+from unittest.mock import patch
 
 import pytest
 from page_reader import unpack
@@ -25,7 +28,7 @@ class Client:
     def __init__(self, application):
         self.application = application
 
-    def __call__(self, path, method="GET", body=b"", host="127.0.0.1:8000", token=TOKEN):
+    def __call__(self, path, method="GET", body=b"", host="127.0.0.1:8000", token=TOKEN, after=()):
         headers = [(b"host", host.encode()), *([(b"x-token", token.encode())] if token is not None else [])]
         path, _, query = path.partition("?")
         scope = {
@@ -42,10 +45,12 @@ class Client:
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 8000),
         }
-        sent = []
+        sent, received = [], [{"type": "http.request", "body": body, "more_body": False}, *after]
 
         async def receive():
-            return {"type": "http.request", "body": body, "more_body": False}
+            if not received:
+                await asyncio.Event().wait()  # A client that waits for its answer sends nothing more.
+            return received.pop(0)
 
         async def send(message):
             sent.append(message)
@@ -53,6 +58,28 @@ class Client:
         asyncio.run(self.application(scope, receive, send))
         found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
         return sent[0]["status"], found, b"".join(part.get("body", b"") for part in sent[1:])
+
+
+@contextmanager
+def serving(server, started=lambda: None):
+    """A server that answers in another thread, and ends at the end as Ctrl-C ends it."""
+    import uvicorn
+
+    running, begin = [], uvicorn.Server.run
+
+    def run(self, sockets):
+        running.append(self)
+        begin(self, sockets)
+
+    with patch.object(uvicorn.Server, "run", run):
+        thread = Thread(target=server.serve, args=(started,))
+        thread.start()
+        try:
+            yield
+        finally:
+            running[0].should_exit = True
+            thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -108,9 +135,22 @@ def test_others_are_refused(client):
     refused(400, "JSON object", "/api/run", "POST", b"[" * 100_000)
     refused(400, "the nearest is 'steps'", "/api/run", "POST", b'{"stepz": 1}')
     refused(400, "unknown sampler 'best'", "/api/run", "POST", json.dumps({**SPEC, "sampler": "best"}).encode())
+    for wide in ({"cfg_scale": 1e300}, {"cfg_scale": 10**400}, {"length": 10**400}):
+        refused(400, "cfg_scale|too big|too large", "/api/run", "POST", json.dumps({**SPEC, **wide}).encode())
     refused(413, "at most", "/api/run", "POST", b" " * (LARGEST_REQUEST + 1))
     assert client("/api/run")[0] == 405
     assert client("/api/secret")[0] == 404
+
+
+def test_a_run_ends_when_its_client_leaves(tiny, client):
+    long = json.dumps({**SPEC, "steps": 4096}).encode()
+    begun = time.monotonic()
+    status, _, _ = client("/api/run", "POST", long, after=[{"type": "http.disconnect"}])
+    assert status == 408
+    assert time.monotonic() - begun < 20  # A run of 4096 steps takes minutes.
+    assert tiny.list_hooks() == {}
+    assert json.loads(client("/api/manifest")[2])["runs"] == []
+    assert client("/api/run", "POST", json.dumps(SPEC).encode())[0] == 200
 
 
 def test_hosts_are_those_on_which_the_server_listens(tiny):
@@ -123,8 +163,6 @@ def test_hosts_are_those_on_which_the_server_listens(tiny):
 
 
 def test_it_listens_on_this_machine_only(tiny):
-    import uvicorn
-
     server = Server(Session([tiny]))
     assert server.socket.getsockname()[0] == "127.0.0.1"
     assert server.url == f"http://127.0.0.1:{server.port}/?token={server.token}"
@@ -133,25 +171,34 @@ def test_it_listens_on_this_machine_only(tiny):
     with pytest.raises(OSError, match="in use"):
         Server(Session([tiny]), port=server.port)
 
-    running = []
-    begin = uvicorn.Server.run
-
-    def run(self, sockets):
-        running.append(self)
-        begin(self, sockets)
-
-    uvicorn.Server.run = run
     started = []
-    thread = Thread(target=server.serve, args=(lambda: started.append(True),))
-    thread.start()
-    try:
+    with serving(server, lambda: started.append(True)):
         page = urllib.request.urlopen(server.url, timeout=20).read()
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(server.url[:-1], timeout=20)
-    finally:
-        running[0].should_exit = True
-        thread.join(20)
-        uvicorn.Server.run = begin
     assert b"mountLive" in page
     assert started == [True]
-    assert not thread.is_alive()
+
+
+def test_a_request_that_is_not_sent_whole_is_ended(tiny):
+    server = Server(Session([tiny]), seconds=0.3)
+    head = f"POST /api/run HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nX-Token: {server.token}\r\n"
+    with serving(server), ExitStack() as opened:
+        for part in ("", "GET / HT", f"{head}Content-Length: 99\r\n\r\n{{"):
+            half_open = opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            half_open.sendall(part.encode())
+            with suppress(ConnectionError):
+                for _ in range(100 if part else 0):  # A byte now and then is no request either.
+                    half_open.send(b"P")
+                    time.sleep(0.04)
+                assert half_open.recv(1000) == b""
+        assert urllib.request.urlopen(server.url, timeout=20).status == 200
+
+
+def test_the_server_ends_while_a_run_computes(tiny):
+    server = Server(Session([tiny]))
+    body = json.dumps({**SPEC, "steps": 4096})
+    head = f"POST /api/run HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nX-Token: {server.token}\r\n"
+    with serving(server), socket.create_connection(("127.0.0.1", server.port), timeout=20) as browser:
+        browser.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        time.sleep(0.5)

@@ -1,6 +1,8 @@
 """Every run and every view of a session equals what the library's own calls return; its code repeats them."""
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 
 import numpy as np
@@ -11,6 +13,7 @@ from page_reader import as_selected, ran, unpack
 from diffusion_lens import Fact
 from diffusion_lens.analysis import logit_lens, noise_scale, trace_trajectory
 from diffusion_lens.explorer import Session, Spec
+from diffusion_lens.explorer.session import RequestCancelledError
 from diffusion_lens.interventions import at_steps, mean_ablate, on_branch, replace, swap, zero_ablate
 
 PROMPT, ANSWER = "Gustav Geisser is the", " brave drummer of Rolsen."
@@ -234,6 +237,8 @@ def test_an_exception_leaves_no_hook(tiny, session):
     refused("unknown sampler 'confidnce'", sampler="confidnce")
     refused("steps=0", steps=0)
     refused("at most 4096 steps", steps=10**9)
+    many = [dict(what="zero", site="mlp", layer=1)] * 20_000
+    refused("20,000 entries; a run takes at most 128 interventions", interventions=many)
     refused("has no entry 'step'; the nearest is 'steps'", step=3)
     refused("model=1, but the session has 1", model=1)
     refused("the canvas has only 6 positions", length=6)
@@ -258,7 +263,7 @@ def test_an_exception_leaves_no_hook(tiny, session):
     with pytest.raises(KeyError, match="no run 'nobody'"):
         session.chunk("nobody", "lens/0")
     plain = session.run(PLAIN)
-    with pytest.raises(ValueError, match="select the subject"):
+    with pytest.raises(ValueError, match="Give the answer and the subject"):
         session.chunk(plain["id"], "trace/resid/0")
 
 
@@ -298,6 +303,71 @@ def test_requests_of_several_threads_do_not_mix(tiny):
         thread.join()
     assert failures == []
     assert {run["id"] for run in session.manifest["runs"]} == {run["id"] for run in alone}
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_a_cancelled_request_computes_no_further(tiny):
+    session, asked = Session([tiny]), []
+
+    def cancelled_at(n):
+        asked.clear()
+        return lambda: asked.append(None) or len(asked) == n
+
+    mean = {**PLAIN, "interventions": [dict(what="mean", site="mlp", layer=1)]}
+    for spec, n in ((PLAIN, 1), (PLAIN, 4), (mean, 4)):
+        with pytest.raises(RequestCancelledError):
+            session.run(spec, cancelled_at(n))
+        assert len(asked) == n
+        assert tiny.list_hooks() == {}
+    assert session.manifest["runs"] == []
+    run = session.run(PLAIN)
+    assert run == Session([tiny]).run(PLAIN)
+    with pytest.raises(RequestCancelledError):
+        session.chunk(run["id"], "lens/0", lambda: True)
+
+    # A request that is cancelled while another computes does not wait for it.
+    with ThreadPoolExecutor(1) as pool:
+        waits = iter([False, True]).__next__
+
+        def other_is_refused():
+            assert isinstance(pool.submit(session.run, PLAIN, waits).exception(timeout=20), RequestCancelledError)
+
+        at_steps_of_run = iter([None, other_is_refused])
+        session.run({**PLAIN, "seed": 9}, lambda: (next(at_steps_of_run, None) or (lambda: None))())
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_the_oldest_specs_are_dropped(tiny):
+    session = Session([tiny], max_runs=3)
+    source = session.run({**PLAIN, "seed": 0})["id"]
+    patch = [dict(what="patch", site="mlp", layer=1, source=source)]
+    runs = [session.run({**PLAIN, "seed": seed, "interventions": patch})["id"] for seed in range(1, 7)]
+    # The source stays while another run needs it.
+    assert [run["id"] for run in session.manifest["runs"]] == [source, *runs[-2:]]
+    with pytest.raises(KeyError, match=f"no run '{runs[0]}' in this session, which keeps the last 3"):
+        session.chunk(runs[0], "lens/0")
+    base = session.run({**PLAIN, "seed": 8, "base": runs[-1]})
+    for seed in range(9, 12):
+        session.run({**PLAIN, "seed": seed, "steps": 1})
+    assert len(session.manifest["runs"]) == 3
+    with pytest.raises(KeyError, match=f"no run '{source}'"):
+        session.chunk(source, "lens/0")
+    # A run that is asked for again is what it was.
+    assert session.run({**base["spec"], "base": None}) == {
+        **base,
+        "base": None,
+        "spec": {**base["spec"], "base": None},
+    }
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_runs_patched_from_one_another_are_planned_once(tiny):
+    session, begun = Session([tiny]), time.process_time()
+    source = session.run({**PLAIN, "steps": 1})["id"]
+    for _ in range(18):  # 2**18 plans, if each patch made those of its source again
+        patches = [dict(what="patch", site="mlp", layer=layer, source=source) for layer in (0, 1)]
+        source = session.run({**PLAIN, "steps": 1, "interventions": patches})["id"]
+    assert time.process_time() - begun < 30
 
 
 def test_every_placeholder_of_the_code_is_one_of_the_selection(session):

@@ -85,6 +85,9 @@ def test_bad_requests_are_refused(tiny, tmp_path):
         explore(tiny, FACT, tmp_path / "page.txt")
     with pytest.raises(TypeError, match="unexpected keyword argument 'stepz'"):
         explore(tiny, FACT, tmp_path / "page.html", stepz=3)
+    without = explore(tiny, FACT.prompt, tmp_path / "page.html", steps=1)
+    assert PageFile(without.read_text(encoding="utf-8")).run()["missing"]["trace"].startswith("Give a Fact")
+    without.unlink()
     with pytest.raises(ValueError, match="attention takes"):
         explore(
             tiny, Spec(prompt=FACT.prompt), tmp_path / "page.html", attention=[0, 1, 2, 3], max_bytes=10_000, steps=2
