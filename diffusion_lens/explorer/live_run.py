@@ -24,7 +24,7 @@ from diffusion_lens.explorer.page_of_run import canvas_entry
 from diffusion_lens.explorer.plan import Plan, check_position, require_reached, unwritten
 from diffusion_lens.explorer.spec import Spec
 from diffusion_lens.facts.fact import Fact, Query
-from diffusion_lens.hooks.names import FwdHooks
+from diffusion_lens.hooks.names import FwdHooks, loop_hook
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.pages import views
@@ -97,7 +97,7 @@ class LiveRun:
 
     Attributes:
         plan: Model, spec and hooks.
-        trajectory: The run; the canvases of steps with forced tokens contain them.
+        trajectory: The run.
         words: Words of the entry.
         entry: The manifest's entry.
         alternatives: Chunks of the likeliest tokens, by name.
@@ -124,10 +124,6 @@ class LiveRun:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             run = watched(model, spec, plan.fwd_hooks, [(LOGITS, read_logits)])
-        for one, token in plan.forced_tokens:
-            require_reached(one, run)
-            run.canvases[one.step, 0, one.position] = token
-            run.words.setdefault(token, model.words([token])[0])
         plan = replace(plan, weights=run.record["weights_sha256"])
         asked, words = Asked.of(model, spec, run), Words()
         entry = canvas_entry(run, 0, words)
@@ -219,12 +215,13 @@ def watched(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, watchers: 
     """
     settings = DenoiseSettings(spec.steps, spec.sampler, spec.cfg_scale, spec.temperature, spec.seed)
     canvas = lay_out(model, spec.prompt, spec.length)
+    looks = (loop_hook("hook_tokens"), lambda tokens, hook: require_reached(spec, tokens, hook.step.index))
     with run_of(model, hooks):
         run = prepare(model, canvas, settings)
         n_given = int(canvas.given.sum())
         for one in spec.interventions:
             check_position(model, one, n_given, canvas.tokens.shape[1], len(run.times) - 1)
-        record = run_loop(run, fwd_hooks=hooks, around=lambda step: model.hooks(fwd_hooks=list(watchers)))
+        record = run_loop(run, fwd_hooks=[looks, *hooks], around=lambda step: model.hooks(fwd_hooks=list(watchers)))
         return Trajectory.of(run, {**run.describe(), **record})
 
 
