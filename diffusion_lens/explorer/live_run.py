@@ -165,9 +165,16 @@ class LiveRun:
                 return self.trace_view(kind, [int(step)]).chunks[name]
         raise KeyError(f"the run {self.plan.spec.id} has no chunk {name!r}")
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Under the identity of the network that wrote the run; a `ValueError` if its weights have changed since."""
+        with run_of(self.plan.model, self.plan.network_hooks):
+            self.require_weights(identity_of(self.plan.model).weights_sha256)
+            yield
+
     def lens_chunks(self, steps: Sequence[int]) -> dict[str, bytes]:
         """`logit_lens` at some steps, by name."""
-        with quiet():
+        with self._reading():
             lens = logit_lens(
                 self.plan.model,
                 self.trajectory,
@@ -176,15 +183,13 @@ class LiveRun:
                 targets=self.asked.targets,
                 fwd_hooks=self.plan.network_hooks,
             )
-        self.require_weights(lens.record["weights_sha256"])
         return {f"lens/{step}": views.lens_chunk(lens, i, 0, Words(self.words)) for i, step in enumerate(steps)}
 
     @torch.no_grad()
     def attention_chunk(self, layer: int, step: int) -> bytes:
         """The pattern of every head of a layer in the conditional branch, by a pass that ends after the layer."""
         point, hooks = f"blocks.{layer}.attn.hook_pattern", self.plan.network_hooks
-        with quiet(), run_of(self.plan.model, hooks):
-            self.require_weights(identity_of(self.plan.model).weights_sha256)
+        with self._reading():
             (read,) = Inputs.of(self.plan.model, self.trajectory, fwd_hooks=hooks).at(step)
         return views.attention_chunk(read.states([point], fwd_hooks=hooks)[point][0], "u2")
 
@@ -193,7 +198,7 @@ class LiveRun:
         model, query = self.plan.model, self.asked.query
         if query is None or self.plan.spec.subject is None:
             raise ValueError(NO_TRACE)
-        with quiet(), model.hooks(fwd_hooks=self.plan.network_hooks):
+        with self._reading(), model.hooks(fwd_hooks=self.plan.network_hooks):
             trace = trace_trajectory(
                 model,
                 query,
@@ -204,7 +209,6 @@ class LiveRun:
                 noise=noise_scale(model, [query]),
                 samples=SAMPLES,
             )
-        self.require_weights(trace.record["weights_sha256"])
         return views.view_of_trace(trace, kind, str(self.plan.spec.answer).strip())
 
 
@@ -223,14 +227,6 @@ def watched(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, watchers: 
             check_position(model, one, n_given, canvas.tokens.shape[1], len(run.times) - 1)
         record = run_loop(run, fwd_hooks=[looks, *hooks], around=lambda step: model.hooks(fwd_hooks=list(watchers)))
         return Trajectory.of(run, {**run.describe(), **record})
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warning that a hook of the loop, which wrote a token, is not attached when the canvases are read."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 def _is_index(text: str, size: int) -> bool:

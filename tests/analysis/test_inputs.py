@@ -20,7 +20,6 @@ from diffusion_lens.analysis import (
     probe_time,
 )
 from diffusion_lens.analysis.engine.inputs import CleanTexts, ForwardPass, Inputs
-from diffusion_lens.interventions import zero_ablate
 
 NAME = "blocks.1.hook_resid_post"
 TEXTS = ["Gustav Geisser is the", "Ada is", "today Tilda Drusser was the brave"]
