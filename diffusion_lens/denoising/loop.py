@@ -200,8 +200,9 @@ class Run:
 
         The canvas that the hooks return replaces the one in the history, since it is the one that the step reads.
         """
-        if self.script is not None and len(self.canvases) > 1:
-            before, now = self.script[len(self.canvases) - 2 : len(self.canvases)]
+        if self.script is not None and self.scripted_at is not None:
+            place = len(self.canvases) - 1
+            before, now = self.script[max(0, place - 1)], self.script[place]
             rewritten = (now != before) & ~self.canvas.blanks(before)
             self._written_by_hooks(index, self.scripted_at == index, rewritten)
         state = self.model.clock.step = self._state(index)

@@ -12,14 +12,14 @@ EDITED = 3  # the step that reads a token fewer, or another one, in the answer
 LOGITS = "denoise.hook_logits"
 
 
-@pytest.fixture(scope="module", params=[0.0, 0.7])
-def edited(request, tiny):
+@pytest.fixture(scope="module")
+def edited(tiny):
     """A query, its run, the cached logits of the loop, and the hook that edits."""
     if tiny.cfg.is_autoregressive:
         query, settings = FACT.to_query(tiny, first_tokens=4), dict(max_new_tokens=4)
     else:
         query = FACT.to_query(tiny, n_masks=14 - tiny.to_tokens(FACT.prompt).shape[1])
-        settings = dict(length=14, steps=5, cfg_scale=request.param)
+        settings = dict(length=14, steps=5, cfg_scale=0.7)
     first = query.answer_positions[0]
     blank = tiny.cfg.blank
 

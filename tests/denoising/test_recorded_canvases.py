@@ -168,3 +168,25 @@ def test_samplers_take_edits_for_revealed_positions(several, sampler):
         assert (run.revealed_at[:, 7:] >= 3).all()
         branch = run.from_step(3)
         assert torch.equal(branch.replay(model, canvas="free", fwd_hooks=[edits(model)]).canvases, branch.canvases)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_edits_are_replayed_from_every_step(several, seed):
+    model, generator = several.model, torch.Generator().manual_seed(seed)
+    blank = TOKEN if model.cfg.uniform_noise else model.cfg.blank
+    steps, positions, kinds = (torch.randint(n, (6,), generator=generator).tolist() for n in (5, 10, 4))
+    written = [blank if kind < 2 else kind for kind in kinds]
+
+    def edit(tokens, hook):
+        tokens = tokens.clone()
+        for step, position, token in zip(steps, positions, written, strict=True):
+            if step == hook.step.index:
+                tokens[:, position] = token
+        return tokens
+
+    hook = ("denoise.hook_tokens", named(f"random edits {seed}", edit))
+    run = record(several, fwd_hooks=(hook,))
+    for step in range(run.n_steps):
+        branch = run.from_step(step)
+        same(branch.replay(model), branch)
+        assert torch.equal(branch.replay(model, canvas="free", fwd_hooks=[hook]).canvases, branch.canvases)
