@@ -157,7 +157,7 @@ class Canvas:
             origin=places.masked_fill(~in_blocks, own.shape[1]).amin(dim=1),
             start=places.masked_fill(~own, own.shape[1]).amin(dim=1),
             stop=places.masked_fill(~own, -1).amax(dim=1) + 1,
-            step=step - 1 - revealed_at.masked_fill(~before, -1).amax(dim=1),
+            step=step - 1 - revealed_at.masked_fill(~before, -1).amax(dim=1).clamp(max=step - 1),
             order=(written & (numbers < index[:, None])).sum(dim=1),
             n_blocks=written.sum(dim=1),
             size=self.reach.size,

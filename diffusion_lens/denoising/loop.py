@@ -5,7 +5,7 @@ into x_s, with s < t since time runs from 1 to 0, by the reverse process of Nie 
 2): the network predicts all masked tokens at once, p(x_0 | x_t), and the loop writes some of the predictions. The
 sampler plans which, and how many. A step passes these hook points, in this order:
 
-    denoise.hook_tokens      Int[batch pos]                the canvas x_t
+    denoise.hook_tokens      Int[batch pos]                the canvas x_t; what the hooks return is read and recorded
     denoise.hook_logits      Float[batch pos d_vocab_out]  logits after guidance; 0 where no token is proposed
     denoise.hook_candidates  Int[batch pos]                the proposed tokens; the canvas's own tokens elsewhere
     denoise.hook_confidence  Float[batch pos]              the scores by which positions are ranked; 0 elsewhere. They
@@ -132,6 +132,7 @@ class Run:
         revealed_at: Int[batch pos], as in `Trajectory`.
         confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was.
         script: Int[canvas batch pos], canvases that a forced run follows; `None` for a free run.
+        scripted_at: Int[batch pos], `revealed_at` of the run that wrote the script; `None` for a free run.
         sigmas: Noise at each step, which the network is given, or that of each row; by default that of the schedule.
         kept: Float[batch], noise of the rows that the last step left as they were, where the sampler keeps it; NaN for
             the others.
@@ -145,6 +146,7 @@ class Run:
     revealed_at: Int[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
     script: Int[Tensor, "canvas batch pos"] | None = None
+    scripted_at: Int[Tensor, "batch pos"] | None = None
     sigmas: list[float | tuple[float, ...]] | None = None
 
     def __post_init__(self) -> None:
@@ -194,14 +196,26 @@ class Run:
         }
 
     def enter(self, index: int) -> StepState:
-        """Set `hook.step` to the step from times[index] to times[index + 1], and pass the canvas to `hook_tokens`."""
+        """Set `hook.step` to the step from times[index] to times[index + 1], and pass the canvas to `hook_tokens`.
+
+        The canvas that the hooks return replaces the one in the history, since it is the one that the step reads.
+        """
+        if self.script is not None and self.scripted_at is not None:
+            place = len(self.canvases) - 1
+            before, now = self.script[max(0, place - 1)], self.script[place]
+            rewritten = (now != before) & ~self.canvas.blanks(before)
+            self._written_by_hooks(index, self.scripted_at == index, rewritten)
         state = self.model.clock.step = self._state(index)
         point = self.model.loop_hooks.hook_tokens
         if is_hooked(point):
             # A copy, because hooks may write in place, and the canvas is also part of the history.
             tokens = point(self.tokens.clone())
             _require_ids("denoise.hook_tokens", tokens, state, torch.ones_like(state.masked), self.model)
-            self.tokens = tokens.long()
+            before, changed = self.canvas.blanks(self.tokens), tokens != self.tokens
+            if len(self.canvases) > 1:
+                before |= self.canvas.blanks(self.canvases[-2])
+            self.tokens = self.canvases[-1] = tokens.long()
+            self._written_by_hooks(index, changed & before, changed)
             state = self.model.clock.step = self._state(index)
         return state
 
@@ -210,7 +224,9 @@ class Run:
         if self.script is None:
             return self.sampler.plan(state, self.noise, self.confidence)
         after = self.script[len(self.canvases)]
-        revealed = state.masked & (after != self.canvas.blank)
+        # A token of the next step that is on the canvas before it was written there by a hook, and not in this step.
+        by_hook = (self.scripted_at == state.index + 1) & ~self.canvas.masked(after)
+        revealed = state.masked & (after != self.canvas.blank) & ~by_hook
         remasked = ~self.canvas.blanks(state.tokens) & (after == self.canvas.blank)
         return Plan.of_all(revealed, remasked)
 
@@ -322,8 +338,10 @@ class Run:
         In a forced run, the canvas is the script's.
         """
         if self.script is not None:
-            self.tokens = self.script[len(self.canvases)]
-        elif self.sampler.keeps_prediction and self.sampler.has_times_of_rows:
+            self.canvases.append(self.script[len(self.canvases)])
+            self.tokens = self.canvases[-1]
+            return
+        if self.sampler.keeps_prediction and self.sampler.has_times_of_rows:
             now = state.sigma if isinstance(state.sigma, tuple) else (state.sigma,) * len(self.tokens)
             unchanged = (self.tokens == state.tokens).all(dim=1).cpu()
             self.kept = torch.tensor(now, dtype=torch.float64).masked_fill(~unchanged, float("nan"))
@@ -334,6 +352,13 @@ class Run:
         if self.canvas.reach is not None:
             self.tokens = self.canvas.opened(self.tokens)
         self.canvases.append(self.tokens)
+
+    def _written_by_hooks(self, index: int, new: PosMask, changed: PosMask) -> None:
+        """Note what hooks wrote before a step: masks, new tokens in place of masks, and others over tokens."""
+        masked = (new | changed) & ((self.tokens == self.canvas.blank) | ~reached(self.tokens))
+        self.revealed_at = self.revealed_at.masked_fill(new, index).masked_fill(masked, -1)
+        certain = (new | changed) & (self.revealed_at >= 0)
+        self.confidence = self.confidence.masked_fill(certain, 1.0).masked_fill(masked, float("nan"))
 
     def _state(self, index: int) -> StepState:
         state = StepState(

@@ -5,12 +5,14 @@ removed, weights edited, or modules replaced. So a result on a trajectory record
 one that wrote the canvases (`canvas_provenance`). An analysis that compares the recorded run with new runs of the model
 needs both to be the same; one that only reads the canvases warns if another network wrote them. Networks are compared
 by `COMPARED`. The tokenizer is recorded but not compared, because it only converts texts to ids: it has to be the same
-only if an analysis reads two trajectories, possibly of different models (`require_same_tokens`).
+only if an analysis reads two trajectories, possibly of different models (`require_same_tokens`). Hooks at
+`denoise.hook_tokens` are compared only where a run is made again, because the canvases contain what they wrote.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from diffusion_lens.hooks.names import loop_hook
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import NETWORK, differences, network_of, provenance, shown_model
 from diffusion_lens.settings import warn_user
@@ -89,7 +91,7 @@ def warn_of_another_network(trajectories: Mapping[str, tuple[Mapping[str, Any], 
     for name, (record, model) in trajectories.items():
         described = []
         for part in _parts(canvas_provenance(record)):
-            different = _differences(part, record, model)
+            different = _differences(part, record, model, is_read=True)
             before = f"before step {part['before_step']}, " if "before_step" in part else ""
             described += [before + different] if different else []
         if described:
@@ -117,14 +119,29 @@ def require_same_tokens(record: Mapping[str, Any], model: DiffusionTransformer) 
         )
 
 
+def without_canvas_hooks(network: Mapping[str, Any]) -> dict[str, Any]:
+    """A network, or a record of one, without the hooks at `denoise.hook_tokens`."""
+    hooks = network.get("hooks")
+    kept = hooks and {point: names for point, names in hooks.items() if point != loop_hook("hook_tokens")}
+    return {**network, "hooks": kept}
+
+
 def _parts(network: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The networks that wrote a trajectory, the latest first."""
     return [network, *(_parts(network["earlier"]) if "earlier" in network else [])]
 
 
-def _differences(recorded: Mapping[str, Any], record: Mapping[str, Any], model: DiffusionTransformer) -> str:
-    """Differences between the network that wrote ("there") and the model ("here") in words; empty if there are none."""
+def _differences(
+    recorded: Mapping[str, Any], record: Mapping[str, Any], model: DiffusionTransformer, is_read: bool = False
+) -> str:
+    """Differences between the network that wrote ("there") and the model ("here") in words; empty if there are none.
+
+    Args:
+        is_read: Whether the canvases are only read.
+    """
     current = provenance(model, model.cfg)
+    if is_read:
+        recorded, current = without_canvas_hooks(recorded), without_canvas_hooks(current)
     compared = [name for name in COMPARED if recorded.get(name) is not None]
     differing = differences(recorded, current, compared)
     if differing and "versions" in record:

@@ -47,7 +47,8 @@ class TrajectoryDiff:
     """The differences between two denoising runs of one prompt.
 
     Attributes:
-        first_step: First step after which the canvases differ; `None` if they never do.
+        first_step: First step after which the canvases differ; `None` if they never do. If the first canvases differ,
+            it is the index of the step before them, -1 for whole runs.
         tokens: Bool[batch pos], positions whose final token differs.
         order: Bool[batch pos], positions revealed in another step.
         confidence: Float[batch pos], the second run's confidence minus the first's.
@@ -68,15 +69,22 @@ class Trajectory(Saved, Result):
     Columns of the data frame: batch, pos, token, given, revealed_at, confidence; a row for each position that is
     not padding.
 
+    A canvas is recorded as its step read it, with what hooks at `denoise.hook_tokens` wrote, and a replay begins with
+    the canvas that its first step read. A position that hooks mask again is not revealed until a step reveals it. A
+    token that they write in place of a mask counts as revealed in the step that first reads it, although the canvas of
+    this step contains it already; one that they write over another token leaves `revealed_at` as it is. Its confidence
+    is 1. For samplers it is a token like others: one that masks tokens again may mask it.
+
     Attributes:
         tokens: Int[batch pos], the final canvas.
-        canvases: Int[canvas batch pos], x_t before each step, and the final canvas. A position contains the mask id
+        canvases: Int[canvas batch pos], x_t as each step read it, and the final canvas. A position contains the mask id
             until it is revealed, or -1 until the text reaches it: on a causal model, and in blocks that are not open.
             Under uniform noise it contains a random token at first.
         revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked. Under
             uniform noise, the last step that changed it, or 0 if none did.
-        confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given, 0 where it
-            is still masked. Under uniform noise, the probability in the last step that it is the clean token.
+        confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given or written by
+            a hook, 0 where it is still masked. Under uniform noise, the probability in the last step that it is the
+            clean token.
         given: Bool[batch pos], positions that came with the prompt.
         real: Bool[batch pos], false at padding.
         text: Final canvas as text, one string for each row; empty strings where the model has no tokenizer.
@@ -235,8 +243,8 @@ class Trajectory(Saved, Result):
         """
         step = whole_number("step", step)
         fields = {**vars(self), "canvases": self.canvases[self._canvas_index(step) :]}
-        masked = self.is_masked(self.canvases)
-        remasked = bool((masked[1:] & ~masked[:-1]).any()) or self.record.get("remasked", False)
+        rewritten = (self.canvases[1:] != self.canvases[:-1]) & ~self.is_open(self.canvases[:-1])
+        remasked = bool(rewritten.any()) or self.record.get("remasked", False)
         return Trajectory(**{**fields, "record": {**self.record, "first_step": step, "remasked": remasked}})
 
     def state_at(self, step: int, device: str | torch.device | None = None, tokens: Tokens | None = None) -> StepState:
@@ -250,7 +258,6 @@ class Trajectory(Saved, Result):
         tokens = (self.canvases[self._canvas_index(step)] if tokens is None else tokens).to(device)
         architecture = Architecture.from_dict(self.record["architecture"])
         canvas = self._canvas(tokens, architecture)
-        before = (self.revealed_at >= 0) & (self.revealed_at < step)
         return StepState(
             index=step,
             n_steps=len(times) - 1,
@@ -261,7 +268,9 @@ class Trajectory(Saved, Result):
             given=canvas.given,
             sigma=self._sigma(step, architecture),
             run=None,
-            block=canvas.open_block(tokens, self.revealed_at.masked_fill(~before, -1).to(tokens.device), step),
+            block=canvas.open_block(
+                tokens, self.revealed_at.masked_fill(~self._known(step), -1).to(tokens.device), step
+            ),
         )
 
     @suggest_keywords
@@ -343,22 +352,25 @@ class Trajectory(Saved, Result):
     ) -> Run:
         """A replay before its first step, from this trajectory's first canvas; a forced one follows its canvases."""
         require_same_model(self.record, model)
-        if self.record.get("remasked") and self.first_step and not forced:
-            raise ValueError(
-                "the sampler reads the confidence of every revealed token, and a run that remasks does not record it "
-                "for tokens that were rewritten later: replay it freely from its start, or forced from any step"
-            )
-        device = model.cfg.device
-        before = (self.revealed_at >= 0) & (self.revealed_at < self.first_step)
+        device, known = model.cfg.device, self._known(self.first_step)
+        # The confidence of a token that was rewritten later is not recorded, only that there was one.
+        revealed = ~self.is_open(self.canvases[0]) & ~self.given & self.real
         run = self._run(
             model,
             DenoiseSettings.recorded(self.record, sampler, seeds),
             canvas=self._canvas(self.canvases[0].to(device), model.cfg),
-            revealed_at=self.revealed_at.masked_fill(~before, -1).to(device),
-            confidence=self.confidence.masked_fill(~before, float("nan")).to(device),
+            revealed_at=self.revealed_at.masked_fill(~known, -1).to(device),
+            confidence=torch.where(known, self.confidence, torch.where(revealed, 1.0, torch.nan)).to(device),
             script=self.canvases.to(device) if forced else None,
+            scripted_at=self.revealed_at.to(device) if forced else None,
             sigmas=[_plain(sigma) for sigma in self.record["sigmas"]] if forced and self.record.get("sigmas") else None,
         )
+        if self.record.get("remasked") and self.first_step and not forced and run.sampler.reads_confidence:
+            raise ValueError(
+                f"the sampler {run.sampler.name!r} reads the confidence of every revealed token, and a run whose "
+                "tokens are masked again, or replaced by hooks, does not record it for tokens that were rewritten "
+                "later: replay it freely from its start, or forced from any step"
+            )
         if run.sampler.keeps_prediction and not forced and sampler is None and seeds is None:
             # Steps before the first one may have left the canvas as it is, and so its time.
             run.tell_first(self.first_step, _plain(self.record["sigmas"][self.first_step]))
@@ -376,7 +388,7 @@ class Trajectory(Saved, Result):
         """The differences from another run of the same prompt.
 
         Raises:
-            ValueError: The canvases have different shapes, or the runs begin with different canvases.
+            ValueError: The canvases have different shapes, or the prompts differ.
         """
         canvases, others = self.canvases, other.canvases
         if canvases.shape != others.shape:
@@ -384,8 +396,10 @@ class Trajectory(Saved, Result):
                 f"runs of different shape cannot be compared: {list(canvases.shape)} and {list(others.shape)} "
                 "[canvas batch pos]"
             )
-        if not torch.equal(canvases[0], others[0]):
-            raise ValueError("the two runs begin with different canvases; compare runs of the same prompt")
+        # Hooks may have written other tokens over those of the prompt.
+        given = self.given & (self.revealed_at < 0) & (other.revealed_at < 0)
+        if not torch.equal(self.given, other.given) or bool((canvases[0] != others[0])[given].any()):
+            raise ValueError("the two runs have different prompts; compare runs of the same prompt")
         differing = (canvases != others).flatten(1).any(dim=1).nonzero()
         return TrajectoryDiff(
             first_step=self.first_step + int(differing[0]) - 1 if len(differing) else None,
@@ -459,6 +473,11 @@ class Trajectory(Saved, Result):
         described = self.record["sampler"].get("schedule")
         schedule = architecture.schedule if described is None else NoiseSchedule(**described)
         return schedule_of(schedule).sigma_at(self.record["times"][step])
+
+    def _known(self, step: int) -> PosMask:
+        """The positions whose token was there when a step read its canvas, and was not rewritten later."""
+        by_hook = (self.revealed_at == step) & ~self.is_open(self.canvases[self._canvas_index(step)])
+        return ((self.revealed_at >= 0) & (self.revealed_at < step)) | by_hook
 
     def _canvas(self, tokens: Tokens, variant: Variant) -> Canvas:
         """The canvas with these tokens, on their device, for a kind of model."""

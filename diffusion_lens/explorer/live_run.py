@@ -24,7 +24,7 @@ from diffusion_lens.explorer.page_of_run import canvas_entry
 from diffusion_lens.explorer.plan import Plan, check_position, require_reached, unwritten
 from diffusion_lens.explorer.spec import Spec
 from diffusion_lens.facts.fact import Fact, Query
-from diffusion_lens.hooks.names import FwdHooks
+from diffusion_lens.hooks.names import FwdHooks, loop_hook
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.pages import views
@@ -97,7 +97,7 @@ class LiveRun:
 
     Attributes:
         plan: Model, spec and hooks.
-        trajectory: The run; the canvases of steps with forced tokens contain them.
+        trajectory: The run.
         words: Words of the entry.
         entry: The manifest's entry.
         alternatives: Chunks of the likeliest tokens, by name.
@@ -129,10 +129,6 @@ class LiveRun:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             run = watched(model, spec, plan.fwd_hooks, [(LOGITS, read_logits)])
-        for one, token in plan.forced_tokens:
-            require_reached(one, run)
-            run.canvases[one.step, 0, one.position] = token
-            run.words.setdefault(token, model.words([token])[0])
         plan = replace(plan, weights=run.record["weights_sha256"])
         asked, words = Asked.of(model, spec, run), Words()
         entry = canvas_entry(run, 0, words)
@@ -174,9 +170,16 @@ class LiveRun:
                 return self.trace_view(kind, [int(step)]).chunks[name]
         raise KeyError(f"the run {self.plan.spec.id} has no chunk {name!r}")
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Under the identity of the network that wrote the run; a `ValueError` if its weights have changed since."""
+        with run_of(self.plan.model, self.plan.network_hooks):
+            self.require_weights(identity_of(self.plan.model).weights_sha256)
+            yield
+
     def lens_chunks(self, steps: Sequence[int]) -> dict[str, bytes]:
         """`logit_lens` at some steps, by name."""
-        with quiet():
+        with self._reading():
             lens = logit_lens(
                 self.plan.model,
                 self.trajectory,
@@ -185,15 +188,13 @@ class LiveRun:
                 targets=self.asked.targets,
                 fwd_hooks=self.plan.network_hooks,
             )
-        self.require_weights(lens.record["weights_sha256"])
         return {f"lens/{step}": views.lens_chunk(lens, i, 0, Words(self.words)) for i, step in enumerate(steps)}
 
     @torch.no_grad()
     def attention_chunk(self, layer: int, step: int) -> bytes:
         """The pattern of every head of a layer in the conditional branch, by a pass that ends after the layer."""
         point, hooks = f"blocks.{layer}.attn.hook_pattern", self.plan.network_hooks
-        with quiet(), run_of(self.plan.model, hooks):
-            self.require_weights(identity_of(self.plan.model).weights_sha256)
+        with self._reading():
             (read,) = Inputs.of(self.plan.model, self.trajectory, fwd_hooks=hooks).at(step)
         return views.attention_chunk(read.states([point], fwd_hooks=hooks)[point][0], "u2")
 
@@ -202,7 +203,7 @@ class LiveRun:
         model, query = self.plan.model, self.asked.query
         if query is None or self.plan.spec.subject is None:
             raise ValueError(NO_TRACE)
-        with quiet(), model.hooks(fwd_hooks=self.plan.network_hooks):
+        with self._reading(), model.hooks(fwd_hooks=self.plan.network_hooks):
             trace = trace_trajectory(
                 model,
                 query,
@@ -213,7 +214,6 @@ class LiveRun:
                 noise=noise_scale(model, [query]),
                 samples=SAMPLES,
             )
-        self.require_weights(trace.record["weights_sha256"])
         return views.view_of_trace(trace, kind, str(self.plan.spec.answer).strip())
 
 
@@ -224,21 +224,14 @@ def watched(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, watchers: 
     """
     settings = DenoiseSettings(spec.steps, spec.sampler, spec.cfg_scale, spec.temperature, spec.seed)
     canvas = lay_out(model, spec.prompt, spec.length)
+    looks = (loop_hook("hook_tokens"), lambda tokens, hook: require_reached(spec, tokens, hook.step.index))
     with run_of(model, hooks):
         run = prepare(model, canvas, settings)
         n_given = int(canvas.given.sum())
         for one in spec.interventions:
             check_position(model, one, n_given, canvas.tokens.shape[1], len(run.times) - 1)
-        record = run_loop(run, fwd_hooks=hooks, around=lambda step: model.hooks(fwd_hooks=list(watchers)))
+        record = run_loop(run, fwd_hooks=[looks, *hooks], around=lambda step: model.hooks(fwd_hooks=list(watchers)))
         return Trajectory.of(run, {**run.describe(), **record})
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warning that a hook of the loop, which wrote a token, is not attached when the canvases are read."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 def _is_index(text: str, size: int) -> bool:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from diffusion_lens.denoising.cache import TrajectoryCache
-from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance
+from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance, without_canvas_hooks
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.explorer.as_python import LOGITS, TOP_K, RunCode, lens_statements, trace_statements, views_code
-from diffusion_lens.hooks.names import loop_hook
 from diffusion_lens.model.config import reached
 from diffusion_lens.pages import views
 from diffusion_lens.pages.page import Page, PageRun
@@ -156,9 +155,11 @@ def alternatives_view(trajectory: Trajectory, cache: TrajectoryCache, row: int, 
         of_row = logits[row].cpu()
         index = step - trajectory.first_step
         masked = trajectory.is_open(trajectory.canvases[index])[row].cpu() & trajectory.real[row].cpu()
-        revealed = (trajectory.revealed_at[row] == step).cpu()
+        # The tokens that this step revealed for good. Those that a hook wrote have no probability.
+        after = trajectory.canvases[index + 1, row].cpu()
+        revealed = (trajectory.revealed_at[row] == step).cpu() & masked & (after == trajectory.tokens[row].cpu())
         revealed &= (trajectory.n_steps - 1 == index) | (not trajectory.uniform_noise)
-        tokens = trajectory.canvases[index + 1, row].cpu()[revealed]
+        tokens = after[revealed]
         p = of_row[revealed].double().softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
         if not torch.allclose(p.float(), trajectory.confidence[row].cpu()[revealed], atol=_CLOSE):
             raise ValueError(
@@ -260,12 +261,12 @@ def _texts(trajectory: Trajectory, cache: TrajectoryCache, tokens: Iterable[int]
 
 def _require_network(what: str, record: dict[str, Any], trajectory: Trajectory) -> None:
     """Raise a `ValueError` unless a result was made under the network that wrote the trajectory."""
-    ours = network_of(record)
-    wrote = {name: value for name, value in canvas_provenance(trajectory.record).items() if name in ours}
-    # Hooks of the loop change what is written, and a result that reads the canvases does not need them.
-    hooks = {point: by for point, by in (wrote.get("hooks") or {}).items() if point != loop_hook("hook_tokens")}
+    ours = without_canvas_hooks(network_of(record))
+    wrote = without_canvas_hooks(
+        {name: value for name, value in canvas_provenance(trajectory.record).items() if name in ours}
+    )
     compared = [name for name in COMPARED if wrote.get(name) is not None and ours.get(name) is not None]
-    if different := "; ".join(differences({**wrote, "hooks": hooks}, ours, compared)):
+    if different := "; ".join(differences(wrote, ours, compared)):
         raise ValueError(
             f"the {what} is of another network than the one that wrote the trajectory ({different}), and a page shows "
             "them as one"

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from diffusion_lens.denoising.cache import TrajectoryCache
-from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.explorer.as_python import Written, call, load_code, views_code
 from diffusion_lens.explorer.spec import FORCE, RUN_SETTINGS, Intervention, Spec
 from diffusion_lens.hooks.names import Hook, attn_out, loop_hook, mlp_out, resid_post
 from diffusion_lens.interventions import at_steps, mean_ablate, on_branch, replace, swap, zero_ablate
 from diffusion_lens.model.config import reached
+from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import pick_layer
 
@@ -158,14 +158,14 @@ class Plan:
         arguments = f"{arguments_text(self.spec)}{self.hooks_argument}"
         if len(arguments) > _LONGEST:
             arguments = f"\n    {arguments}\n"
-        return f"{self.prelude}\n\ntrajectory = model.denoise({arguments}){self._forced_canvases}"
+        return f"{self.prelude}\n\ntrajectory = model.denoise({arguments})"
 
     def cached(self, names: str) -> str:
         """Code that makes `trajectory`, and `cache` of some hook points at one step; `names` is an expression."""
         return (
             f"{self.prelude}\n\ntrajectory, cache = model.denoise_with_cache(\n"
             f"    {arguments_text(self.spec)}{self.hooks_argument},\n"
-            f"    names_filter={names}, steps_filter={{step}},\n){self._forced_canvases}"
+            f"    names_filter={names}, steps_filter={{step}},\n)"
         )
 
     def cache_statement(self, point: str, variable: str) -> str:
@@ -174,20 +174,6 @@ class Plan:
         given = f", fwd_hooks=[\n{_listed(edits)}]" if edits else ""
         arguments = f"{arguments_text(self.spec)}, names_filter={point!r}{given}"
         return f"_, {variable} = model.denoise_with_cache(\n    {arguments}\n)"
-
-    @property
-    def _forced_canvases(self) -> str:
-        """Statements that record the canvases which the steps of forced tokens read, in the trajectory."""
-        lines = [
-            f"\ntrajectory.canvases[{one.step}, 0, {one.position}] = {token}  # the canvas that step {one.step} reads"
-            for one, token in self.forced_tokens
-        ]
-        return "".join(lines)
-
-    @property
-    def forced_tokens(self) -> list[tuple[Intervention, int]]:
-        """The interventions on the canvas, with the id of the token that each writes."""
-        return [(one, token_of(self.model, one)) for one in self.spec.interventions if one.what == FORCE]
 
     def views(self) -> dict[str, str]:
         """The code of the views that need no other result: run, canvas, alternatives, attention."""
@@ -282,9 +268,11 @@ def check_position(model: DiffusionTransformer, one: Intervention, n_given: int,
         )
 
 
-def require_reached(one: Intervention, run: Trajectory) -> None:
-    """Raise a `ValueError` if a position is masked again in a block that its step has not opened."""
-    if one.token is None and not reached(run.canvases[one.step, 0, one.position]):
+def require_reached(spec: Spec, tokens: Tokens, step: int) -> None:
+    """Raise a `ValueError` if a position is masked again in a block that this step, on these tokens, has not opened."""
+    for one in spec.interventions:
+        if one.what != FORCE or one.step != step or one.token is not None or reached(tokens[0, one.position]):
+            continue
         raise ValueError(
             f"position {one.position} is in a block that is not open at step {one.step}, so there is nothing to mask: "
             "choose a later step, or force a token"

@@ -20,7 +20,6 @@ from diffusion_lens.analysis import (
     probe_time,
 )
 from diffusion_lens.analysis.engine.inputs import CleanTexts, ForwardPass, Inputs
-from diffusion_lens.interventions import zero_ablate
 
 NAME = "blocks.1.hook_resid_post"
 TEXTS = ["Gustav Geisser is the", "Ada is", "today Tilda Drusser was the brave"]
@@ -58,12 +57,6 @@ def test_steps_hooks_and_trajectories_are_refused_by_one_rule(tiny):
         ]
         assert unrefused(call, cases) == []
         assert unrefused(call, [({"inputs": [3]}, "an input is a int")], TypeError) == []
-    for analyse in (logit_lens, attention_sinks, means, fit_translators, probe_time):
-        with (
-            tiny.hooks(fwd_hooks=[("denoise.hook_tokens", zero_ablate())]),
-            pytest.raises(ValueError, match="rewrites the canvas of a step"),
-        ):
-            analyse(tiny, run)
     for analyse in (logit_lens, attention_sinks):
         with pytest.raises(ValueError, match="2 trajectories are given; give one"):
             analyse(tiny, [run, run])

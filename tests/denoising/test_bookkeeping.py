@@ -69,7 +69,7 @@ def test_a_forced_replay_reveals_what_was_revealed_whatever_ranks(either):
 
 def test_runs_of_different_prompts_do_not_part(either):
     other = either.model.denoise(PROMPT + 1, length=12, temperature=0.7, seed=3, steps=6)
-    with pytest.raises(ValueError, match="begin with different canvases"):
+    with pytest.raises(ValueError, match="have different prompts"):
         either.model.denoise(PROMPT, length=12, temperature=0.7, seed=3, steps=6).diff(other)
 
 

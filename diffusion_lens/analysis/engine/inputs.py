@@ -22,13 +22,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from diffusion_lens.analysis.engine.layout import UsableFacts, as_query
 from diffusion_lens.analysis.over_facts.folder import name_facts
-from diffusion_lens.denoising.same_network import canvas_provenance, require_same_tokens, warn_of_another_network
+from diffusion_lens.denoising.same_network import (
+    canvas_provenance,
+    require_same_tokens,
+    warn_of_another_network,
+    without_canvas_hooks,
+)
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
-from diffusion_lens.hooks.names import FwdHooks, Hook, NamesFilter, hook_pairs, loop_hook, select_names
+from diffusion_lens.hooks.names import FwdHooks, Hook, NamesFilter, hook_pairs, select_names
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.config import UNREACHED
-from diffusion_lens.model.hook_points import is_hooked, position_axis
+from diffusion_lens.model.hook_points import position_axis
 from diffusion_lens.model.hooking import check_hookable, why_silent
 from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.shapes import PosMask, Tokens
@@ -426,13 +431,8 @@ def _check_canvases(model: DiffusionTransformer, runs: Sequence[Trajectory], fwd
     """
     for run in runs:
         require_same_tokens(run.record, model)
-    points = {name for pattern, _ in hook_pairs(fwd_hooks) for name in select_names(pattern, model.hook_dict)}
-    if is_hooked(model.loop_hooks.hook_tokens) or loop_hook("hook_tokens") in points:
-        raise ValueError(
-            "a hook at 'denoise.hook_tokens' rewrites the canvas of a step, and recorded ones are read as they are: "
-            "remove it"
-        )
-    with run_of(model, fwd_hooks if any(run.record.get("hooks") for run in runs) else ()):
+    are_hooked = any(without_canvas_hooks(run.record)["hooks"] for run in runs)
+    with run_of(model, fwd_hooks if are_hooked else ()):
         names = ["trajectory"] if len(runs) == 1 else [f"trajectory {i}" for i in range(len(runs))]
         warn_of_another_network({name: (run.record, model) for name, run in zip(names, runs, strict=True)})
 

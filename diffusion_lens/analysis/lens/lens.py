@@ -429,7 +429,10 @@ class _Tables:
             present = None
             if self.model.head.needs_canvas:
                 present = one.read.tokens[at[0], torch.tensor(self.positions, device=batch.device)[at[1]]]
-            with self.model.clock.at(one.read.step):
+            step = one.read.step
+            if step is not None and isinstance(step.sigma, tuple):
+                step = replace(step, sigma=tuple(step.sigma[row] for row in at[0].tolist()))
+            with self.model.clock.at(step):
                 by_layer = self._read(
                     {layer: states[name][block] for layer, name in points.items()}, self.targets[at], present
                 )

@@ -409,7 +409,7 @@ def test_what_cannot_be_read_is_refused(tiny):
             r"a tensor has one token for each row and selected position",
         ),
         ({"fwd_hooks": [("ln_final.hook_scale", zero_ablate())]}, "a hook is attached to ln_final or unembed"),
-        ({"fwd_hooks": [("denoise.hook_tokens", zero_ablate())]}, "rewrites the canvas of a step"),
+        ({"fwd_hooks": [("denoise.hook_tokens", zero_ablate())]}, "passes only inside the denoising loop"),
         ({"fwd_hooks": [("denoise.hook_logits", zero_ablate())]}, "passes only inside the denoising loop"),
     ):
         with pytest.raises(ValueError, match=message):
