@@ -1,9 +1,10 @@
 """Confidence intervals of means over facts, some of which belong to one cluster, such as the wordings of one person.
 
 Facts of one cluster are not independent, so clusters are the units. With S_c the sum of the n_c facts of cluster c, of
-n facts and G clusters in all, the mean m = Σ S_c / n is a ratio of sums over clusters. Its linearised error is
+n facts and G clusters in all, the mean is m = Σ S_c / n. Its standard error is that of the jackknife over clusters,
+with m_-c the mean without cluster c:
 
-    se² = G / (G - 1) · Σ_c r_c² / n²,    r_c = S_c - n_c m
+    se² = (G - 1) / G · Σ_c (m - m_-c)²,    m - m_-c = (S_c - n_c m) / (n - n_c)
 
 Two methods use it. Neither takes the interval of few clusters from the spread of resampled means, as the percentile and
 the BCa interval do, which are much too short then. `benchmarks/coverage.py` measures the coverage.
@@ -37,11 +38,11 @@ class _Sums:
     """Means over facts and their residuals by cluster; the axes of the values after the first are joined in one."""
 
     n_facts: int
-    mean: Float[Tensor, "number"]
-    residuals: Float[Tensor, "cluster number"]
+    mean: Float[Tensor, "entry"]
+    residuals: Float[Tensor, "cluster entry"]
     sizes: Float[Tensor, "cluster"]
-    variance: Float[Tensor, "number"]
-    agree: Tensor  # Bool[number]: whether all facts have the same value
+    variance: Float[Tensor, "entry"]
+    agree: Tensor  # Bool[entry]: whether all facts have the same value
 
     @classmethod
     def of(cls, values: Float[Tensor, "fact *rest"], clusters: Sequence[str], level: float) -> "_Sums":
@@ -88,19 +89,18 @@ def mean_interval(
     counts = torch.from_numpy(np.random.default_rng(seed).multinomial(n_clusters, chances, size=RESAMPLES)).double()
     n_facts = (counts @ sums.sizes)[:, None]
     shift = counts @ sums.residuals / n_facts  # m* - m
-    # Σ r*² / (n* - n_c)² with r* = r - n_c (m* - m), expanded for matrix products, and Σ r² / (n* - n_c)² for the scale
+    # Errors without the factor (G - 1) / G, of which the ratio has none: of a resample, Σ r*² / (n* - n_c)² with
+    # r* = r - n_c (m* - m), expanded for matrix products.
     weights = torch.where(counts > 0, counts / (n_facts - sums.sizes).square(), 0.0)
     squares, crossed = weights @ sums.residuals.square(), weights @ (sums.residuals * sums.sizes[:, None])
     spread = squares - 2 * shift * crossed + shift.square() * (weights @ sums.sizes.square())[:, None]
     # Clusters that agree give 0, or what rounding leaves of it.
     error = torch.where(spread > _ROUNDING * squares, spread, 0.0).sqrt()
     own_error = (sums.residuals / (sums.n_facts - sums.sizes)[:, None]).square().sum(dim=0).sqrt()
-    ratios = (shift / error).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf).numpy()
-    upper, lower = (
-        torch.from_numpy(np.quantile(ratios, tail, axis=0, method=method))
-        for tail, method in (((1 + level) / 2, "higher"), ((1 - level) / 2, "lower"))
-    )
-    ends = torch.stack([sums.mean - upper * own_error, sums.mean - lower * own_error]).clamp(*within)
+    ratios = (shift / error).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    tail = (1 - level) / 2
+    ratios = ratios.sort(dim=0).values[[math.ceil((1 - tail) * (RESAMPLES - 1)), math.floor(tail * (RESAMPLES - 1))]]
+    ends = (sums.mean - ratios * own_error).clamp(*within)
     ends = torch.where(ends.isinf().any(dim=0), math.nan, ends)
     return _shaped(torch.where(sums.agree, sums.mean, ends), values)
 
@@ -135,6 +135,6 @@ def _no_interval(values: Float[Tensor, "fact *rest"]) -> Ends:
     return nothing, nothing.clone()
 
 
-def _shaped(ends: Float[Tensor, "2 number"], values: Float[Tensor, "fact *rest"]) -> Ends:
+def _shaped(ends: Float[Tensor, "2 entry"], values: Float[Tensor, "fact *rest"]) -> Ends:
     low, high = ends.to(values.dtype).reshape(2, *values.shape[1:])
     return low, high
