@@ -36,7 +36,7 @@ MATRICES = {"V": "attn.v", "O": "attn.o", "MLP down": "mlp.down", "Q": "attn.q",
 def print_signatures(result: ReversalSignatures) -> None:
     """Print the means over pairs, by layer."""
     rows = {"evidence percentile, reverse": result.evidence_percentile[1]}
-    rows |= {"  by sources of other people": result.shuffled_percentile[1], "evidence reuse": result.evidence_reuse}
+    rows |= {"  by sources of all people": result.shuffled_percentile[1], "evidence reuse": result.evidence_reuse}
     rows |= dict(zip(("edge cut, forward (nats)", "edge cut, reverse (nats)"), result.edge_cut, strict=True))
     rows |= {"route": result.route_correlation, "route, counterfactual": result.counterfactual_correlation}
     for label, values in rows.items():

@@ -164,7 +164,7 @@ def _edits() -> Iterator[Any]:
     record = {**RECORD, "layer": 3, "facts": {"a": FACT, "b": FACT}, "set_aside": {}, "object": [" the"]}
     yield KeyResult(rand(3, 8), 1, record)
     yield ValueResult(rand(8), rand(8), rand(20, 4), rand(6), 0.1, 0.9, 3, record)
-    yield SecondMoment(rand(6, 6), 100, 10, 3, record)
+    yield SecondMoment(rand(6, 6), 100, 10, 3, record, rand(6, 6), 1.0, 1000)
     yield EditReport(**probes, groups=groups, record=record)
     owner = torch.tensor([0, 0, 1, 1])
     yield EditStudy(**probes, owner=owner, searched=rand(2), groups=groups, ids=["a", "b"], record=record)

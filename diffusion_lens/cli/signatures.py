@@ -159,7 +159,7 @@ def _table(study: "ReversalSignatures", trained: str) -> Iterator[str]:
     yield f"  p(answer): {forward:.3f} forward, {reverse:.3f} reverse"
     yield "         percentile                edge cut (nats)  route correlation  cosine of gradients (shuffled pairs)"
     yield (
-        "  layer  forw. rev.  (other) reuse   forw.   rev.   measured counterf.  "
+        "  layer  forw. rev.    (all) reuse   forw.   rev.   measured counterf.  "
         + "".join(f"{label:14}" for label in IN_BLOCKS).rstrip()
     )
     cosines, undefined = study.gradient_cosine, [None] * study.reuses.shape[1]

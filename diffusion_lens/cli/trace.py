@@ -265,4 +265,4 @@ def _by_role(average: "AverageEffect | AverageTrajectoryEffect", step: Any) -> I
 
 
 def _with_interval(effect: float, low: float, high: float) -> str:
-    return f"{effect:.3f} ({'one fact: no interval' if math.isnan(low) else f'{low:.3f} to {high:.3f}'})"
+    return f"{effect:.3f} ({'too few people: no interval' if math.isnan(low) else f'{low:.3f} to {high:.3f}'})"

@@ -128,7 +128,8 @@ def chain_rule_nll(
 
     Raises:
         ValueError: The answer is empty, contains a token that the model never writes, or is merged into the prompt;
-            both together exceed the context; a setting is out of range; or a causal model is given guidance.
+            both together exceed the context; a setting is out of range; a causal model is given guidance; or a
+            time-conditioned network has no schedule (`cfg.schedule`).
     """
     at_least(1, "max_batch", max_batch)
     if model.cfg.uniform_noise:

@@ -23,7 +23,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from diffusion_lens.analysis.engine.layout import say_set_aside
-from diffusion_lens.analysis.over_facts.study import StudyResult, bootstrap_interval
+from diffusion_lens.analysis.over_facts.intervals import share_interval
+from diffusion_lens.analysis.over_facts.study import StudyResult
 from diffusion_lens.evaluation.scores import (
     SCORES,
     character_bleu,
@@ -169,7 +170,7 @@ class Share(NamedTuple):
     low: float
     high: float
     questions: int
-    units: int  # People that were resampled for the interval, or questions if they do not name people.
+    units: int  # People whom the questions are about; a question that names nobody counts as one.
 
 
 def steps_label(steps: int | None) -> str:
@@ -285,18 +286,17 @@ class Recall(StudyResult[Reply]):
     def table(self, score: str = "contained", level: float = 0.95) -> dict[DirectionPair, dict[int | None, Share]]:
         """The mean of a score by cell and steps, with its confidence interval.
 
-        Questions about one person are not independent. So people are resampled if all facts of a cell name their
-        person, and questions otherwise.
+        It is Wilson's interval, in which questions about one person count as much as their answers are independent.
         """
-        scores, facts = self.scores(score), self.facts
+        scores, clusters = self.scores(score), self.clusters
         table: dict[DirectionPair, dict[int | None, Share]] = {}
         for cell, rows in self.cells.items():
-            units = _by_person(scores[rows], [facts[row].person for row in rows])
-            # If people have different numbers of questions, a resampled share may be above 1.
-            low, high = (end.clamp(0, 1) for end in bootstrap_interval(units, level, self.record["seed"]))
+            people = [clusters[row] for row in rows]
+            low, high = share_interval(scores[rows], people, level)
             columns = zip(scores[rows].mean(dim=0).tolist(), low.tolist(), high.tolist(), strict=True)
             table[cell] = {
-                steps: Share(*column, len(rows), len(units)) for steps, column in zip(self.steps, columns, strict=True)
+                steps: Share(*column, len(rows), len(set(people)))
+                for steps, column in zip(self.steps, columns, strict=True)
             }
         return table
 
@@ -353,7 +353,7 @@ class Recall(StudyResult[Reply]):
                     lines.append(_line(label, [f"{_published(last)} at {steps_label(last.steps)}"]))
                     shown[f"{last.source} {last.certainty}"] = last
         if any(math.isnan(share.low) for shares in table.values() for share in shares.values()):
-            lines += ["", "A cell of one fact or one person has no interval: there is nothing to resample"]
+            lines += ["", "A cell of one fact or one person has no interval: there is nothing to compare it with"]
         sources = {number.source: SOURCES[number.source] for number in shown.values()}
         marks = {MARKS[number.certainty]: number.certainty for number in shown.values() if MARKS[number.certainty]}
         if sources:
@@ -409,26 +409,15 @@ class Recall(StudyResult[Reply]):
         return ax
 
 
-def _by_person(scores: Float[Tensor, "entry step"], people: Sequence[str]) -> Float[Tensor, "fact step"]:
-    """Scores with one row per person and an unchanged mean; the scores as given if a question names no person."""
-    if not all(people):
-        return scores
-    names = list(dict.fromkeys(people))
-    totals = scores.new_zeros(len(names), scores.shape[1])
-    totals.index_add_(0, torch.tensor([names.index(person) for person in people]), scores)
-    # Divided by the mean number of questions per person, so that people with more questions count more.
-    return totals * (len(names) / len(people))
-
-
 def _line(name: str, entries: Sequence[str]) -> str:
     return f"  {name:<26}{''.join(f'{entry:>15}' for entry in entries)}".rstrip()
 
 
 def _interval(share: Share) -> str:
-    """The ends of the interval, or why there is none: a single fact or person, or equal scores."""
-    if math.isnan(share.low) or math.isnan(share.high):
+    """The ends of the interval, or why there is none: a single fact or person."""
+    if math.isnan(share.low):
         return "one fact" if share.questions == 1 else "one person"
-    return "no spread" if share.low == share.high else f"{100 * share.low:.1f} to {100 * share.high:.1f}"
+    return f"{100 * share.low:.1f} to {100 * share.high:.1f}"
 
 
 def _published(number: PublishedNumber | None) -> str:

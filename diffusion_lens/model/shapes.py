@@ -32,6 +32,7 @@ canvas       canvases of a denoising run: one before each step, and the final on
 rest         any further axes, as in `*rest`
 role         roles of tokens in a fact: first token of the subject, last token of the prompt, ...
 fact         facts of a study
+cluster      groups of facts that are not independent, such as those about one person
 request      facts for which values are optimised
 prompt       prompts of one request
 probe        prompts that test an edit
@@ -43,7 +44,7 @@ d, d_other   widths of two sets of vectors that are compared
 rank         leading principal components
 component    singular values or principal components
 statistic    measures of similarity
-resample     random pairings or random subsets of facts
+resample     random pairings, subsets or samples of facts
 target       tokens whose rank and probability are read
 top          likeliest tokens, the likeliest first
 subset       facts of one random subset

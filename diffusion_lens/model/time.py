@@ -91,22 +91,35 @@ class NetworkTime:
     def sigma_of_noise(self, p: Float[Tensor, "batch"]) -> Float[Tensor, "batch"] | None:
         """The noise level that the network reads for rows whose tokens were noised with probability p.
 
-        It is that of the model's schedule at its time for p; `None` without time conditioning.
+        It is that of the model's schedule at its time for p; `None` without time conditioning. A `ValueError` if the
+        schedule is unknown.
         """
         if not self.model.cfg.time_conditioning:
             return None
+        self._require_schedule()
         schedule = schedule_of(self.model.cfg.schedule)
         # At p = 1 nothing is left of the text, and the time is 1.
         sigma = -torch.log1p(-p.double().clamp(max=1 - 1e-12))
         return schedule.sigma(schedule.time(sigma).clamp(0, 1)).float()
 
     def require_own(self, what: str) -> None:
-        """Raise a `ValueError` inside `at_time`, for an analysis `what` that noises texts at times of their own."""
+        """Raise a `ValueError` if the network reads a time and an analysis `what` that noises texts, each with a
+        probability of its own, cannot tell it: inside `at_time`, or without a schedule of noise."""
+        self._require_schedule()
         model = self.model
         if model.clock.time is not None:
             raise ValueError(
                 f"{what} noises texts, each with a probability of its own, and gives {model.cfg.model_name!r} the "
                 f"noise of each, but `model.at_time({model.clock.time})` says one time for all: call it outside"
+            )
+
+    def _require_schedule(self) -> None:
+        cfg = self.model.cfg
+        if cfg.time_conditioning and cfg.schedule is None:
+            raise ValueError(
+                f"{cfg.model_name!r} reads the time of its canvas, and its config names no schedule of noise, which "
+                "says at which time a token is noised with a given probability: set that of its training, e.g. "
+                "model.cfg.schedule = weight_conversion.NoiseSchedule('log_linear')"
             )
 
     def require_conditioning(self, what: str) -> None:

@@ -24,7 +24,7 @@ from diffusion_lens.analysis import (
 from diffusion_lens.analysis.causal_tracing import CausalTrace, average
 from diffusion_lens.analysis.causal_tracing import settings as trace_settings
 from diffusion_lens.analysis.over_facts.folder import fact_seed, name_facts, pick_shard
-from diffusion_lens.analysis.over_facts.study import bootstrap_interval
+from diffusion_lens.analysis.over_facts.intervals import mean_interval
 from diffusion_lens.data.toy_facts import SENTENCE_LENGTH, load
 from diffusion_lens.settings import own_seed
 
@@ -152,8 +152,16 @@ def test_averages_leave_out_facts_without_such_a_token(whole):
     assert 0 < len(having) < len(whole.ids)
     torch.testing.assert_close(whole.aie[middle], whole.effects[having, middle].mean(dim=0))
     low, high = whole.aie_interval(0.9)
-    expected = bootstrap_interval(whole.effects[having, middle], 0.9, seed=1)
-    torch.testing.assert_close(torch.stack([low[middle], high[middle]]), torch.stack(expected), equal_nan=True)
+    assert low[middle].isnan().all()  # of two facts
+    assert len({fact.person for fact in TRAINED}) < 4
+    assert np.isnan(whole.ate_interval()).all()
+    # As if each fact were about another person
+    facts = {fact_id: {**fact, "person": ""} for fact_id, fact in whole.record["facts"].items()}
+    whole = replace(whole, record={**whole.record, "facts": facts})
+    last = whole.roles.index("subject_last")
+    low, high = whole.aie_interval(0.9)
+    expected = mean_interval(whole.effects[:, last], whole.ids, 0.9, 1, within=(-1.0, 1.0))
+    torch.testing.assert_close(torch.stack([low[last], high[last]]), torch.stack(expected), equal_nan=True)
     ends = whole.ate_interval()
     assert ends[0] < whole.ate < ends[1]
     assert ends == whole.ate_interval()

@@ -17,7 +17,7 @@ from diffusion_lens.analysis import (
     trace_trajectory,
 )
 from diffusion_lens.analysis.over_facts.folder import fact_seed
-from diffusion_lens.analysis.over_facts.study import bootstrap_interval
+from diffusion_lens.analysis.over_facts.intervals import mean_interval
 from diffusion_lens.data.toy_facts import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 16 positions")
@@ -153,13 +153,22 @@ def test_steps_are_averaged_over_the_facts_that_have_them(tiny):
     assert result.ate_interval()[0][column].isnan()
     last = result.offsets.index(0)
     torch.testing.assert_close(result.ate[last], (result.clean - result.corrupted)[:, last].mean())
-    low, high = result.ate_interval(0.9)
-    ends = bootstrap_interval((result.clean - result.corrupted)[:, last, None], 0.9, seed=1)
-    torch.testing.assert_close(torch.stack([low[last], high[last]]), torch.cat(ends))
-    role = result.roles.index("subject_last")
-    low, high = result.aie_interval(0.9)
-    ends = bootstrap_interval(result.effects[:, last, role], 0.9, seed=1)
-    torch.testing.assert_close(torch.stack([low[last, role], high[last, role]]), torch.stack(ends))
+    low, _ = result.ate_interval(0.9)
+    assert low.shape == result.ate.shape
+    assert low[last].isnan()  # of two facts
+    four = replace(
+        result,
+        **{name: getattr(result, name).repeat_interleave(2, dim=0) for name in ("effects", "clean", "corrupted")},
+        ids=list("abcd"),
+    )
+    people = {name: {"person": name} for name in "abcd"}
+    four = replace(four, record={**result.record, "facts": people})
+    total, role = four.total_effects[:, last], four.roles.index("subject_last")
+    ends = mean_interval(total, "abcd", 0.9, result.record["seed"], within=(-1.0, 1.0))
+    assert [end[last].item() for end in four.ate_interval(0.9)] == pytest.approx([end.item() for end in ends])
+    ends = mean_interval(four.effects[:, last, role], "abcd", 0.9, result.record["seed"], within=(-1.0, 1.0))
+    for of_result, end in zip(four.aie_interval(0.9), ends, strict=True):
+        torch.testing.assert_close(of_result[last, role], end, equal_nan=True)
     with pytest.raises(ValueError, match="offset=1; the steps of this average are"):
         result.at(1)
 

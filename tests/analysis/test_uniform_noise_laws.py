@@ -13,10 +13,10 @@ KINDS = ["logits", "log_scores"]
 def model_of(head: str) -> Any:
     """A small random model under uniform noise; with log scores it is conditioned on the time."""
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-    from weight_conversion import tensor_shapes
+    from weight_conversion import NoiseSchedule, tensor_shapes
 
     told = with_time_conditioning() if head == "log_scores" else {}
-    architecture = small_architecture(n_layers=3, head=head, **told)
+    architecture = small_architecture(n_layers=3, head=head, schedule=NoiseSchedule(), **told)
     # Weights under which attention and conditioning are felt, and scores are not far from 1, where nearly every
     # probability would be 0.
     generator, tensors = torch.Generator().manual_seed(0), []

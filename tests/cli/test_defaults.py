@@ -64,7 +64,7 @@ def test_a_single_fact_has_no_interval_and_says_why(own_facts: Path, tmp_path: P
     said = done("recall", "tiny-mdm", "--data", str(own_facts), "--limit", "1", "--out", str(tmp_path / "o")).stdout
     assert "nan" not in said
     assert "one fact" in said
-    assert "there is nothing to resample" in said
+    assert "has no interval" in said
     ask = ["aie", "tiny-mdm", "--trained", "p2d", "--asked", "p2d", "--limit", "1", "--samples", "2"]
     assert "nan" not in done(*ask, "--out", str(tmp_path / "aie")).stdout
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scipy.stats import binomtest
 
 from diffusion_lens.analysis.over_facts.folder import fact_seed
-from diffusion_lens.analysis.over_facts.study import bootstrap_interval
+from diffusion_lens.analysis.over_facts.intervals import share_interval
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.samplers import smdm
@@ -185,13 +186,13 @@ def hits(facts, right):
     return Recall([fact.id for fact in facts], [4], written, contained, contained, scores, record)
 
 
-def test_intervals_resample_people():
+def test_intervals_are_over_people():
     cell = [fact for fact in HELD_OUT if (fact.trained, fact.asked) == ("p2d", "d2p")]
     right = {row for row, fact in enumerate(cell) if fact.person in {cell[0].person, cell[50].person}}
     (share,) = hits(cell, right).table()["p2d", "d2p"].values()
-    by_person = torch.tensor([[1.0], [1.0], *[[0.0]] * 18], dtype=torch.float64)
-    by_person[[1, 10]] = by_person[[10, 1]]
-    assert share[:3] == pytest.approx((0.1, *(end.item() for end in bootstrap_interval(by_person, 0.95, seed=3))))
+    # All answers about two of twenty people are right, and all about the others wrong.
+    wilson = binomtest(2, 20).proportion_ci(0.95, method="wilson")
+    assert share[:3] == pytest.approx((0.1, wilson.low, wilson.high), abs=0.02)
     assert (share.questions, share.units) == (100, 20)
 
     nameless = [replace(fact, person="") for fact in cell]
@@ -201,11 +202,14 @@ def test_intervals_resample_people():
 
     uneven = [*cell[:5], *cell[5:8], cell[10]]
     (share,) = hits(uneven, {0, 1, 5, 8}).table()["p2d", "d2p"].values()
-    # Three people give 2, 1 and 1 right answers, of 3 questions each on average.
-    ends = bootstrap_interval(torch.tensor([[2 / 3], [1 / 3], [1 / 3]], dtype=torch.float64), 0.95, seed=3)
+    right = torch.tensor([float(row in {0, 1, 5, 8}) for row in range(9)], dtype=torch.float64)
+    ends = share_interval(right, [fact.person for fact in uneven], 0.95)
     assert share == pytest.approx((4 / 9, *(end.item() for end in ends), 9, 3))
     (share,) = hits(uneven, set(range(5))).table()["p2d", "d2p"].values()
-    assert (share.mean, share.high) == (pytest.approx(5 / 9), 1)
+    assert share.mean == pytest.approx(5 / 9)
+    assert 0 < share.low < share.high < 1
+    (share,) = hits(cell, set(range(100))).table()["p2d", "d2p"].values()
+    assert share[:3] == pytest.approx((1, *binomtest(20, 20).proportion_ci(0.95, method="wilson")))
 
 
 def test_answers_that_do_not_fit_are_counted(tiny):

@@ -155,7 +155,6 @@ def test_a_deeper_network_is_measured_in_the_layer_that_matters(deeper):
         for name, tensor in {
             "percentile_same": found.evidence_percentile[0],
             "percentile_reverse": found.evidence_percentile[1],
-            "percentile_shuffled": found.shuffled_percentile[1],
             "reuse": found.evidence_reuse,
             "cut_same": found.edge_cut[0],
             "cut_reverse": found.edge_cut[1],

@@ -48,7 +48,8 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
 from diffusion_lens.analysis.causal_tracing.trajectory import TrajectoryTrace
-from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult, bootstrap_interval
+from diffusion_lens.analysis.over_facts.intervals import mean_interval
+from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.hooks.names import nearest
 from diffusion_lens.model.config import reached
@@ -223,6 +224,14 @@ class FactAverage(StudyResult[FactEffect]):
         """Average indirect effect over the facts that have such a token, at that step; NaN where none has."""
         return self.effects.nanmean(dim=0)
 
+    def _interval(
+        self, effects: Float[Tensor, "fact *rest"], level: float
+    ) -> tuple[Float[Tensor, "*rest"], Float[Tensor, "*rest"]]:
+        """Ends of the interval of the mean over the facts that have an effect."""
+        having = (~effects.isnan()).flatten(start_dim=1).all(dim=1) if effects.dim() > 1 else ~effects.isnan()
+        clusters = [cluster for cluster, has in zip(self.clusters, having.tolist(), strict=True) if has]
+        return mean_interval(effects[having], clusters, level, self.record["seed"], within=(-1.0, 1.0))
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AverageEffect(FactAverage):
@@ -257,14 +266,13 @@ class AverageEffect(FactAverage):
         return self.total_effects.mean().item()
 
     def ate_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Ends of the confidence interval of the ATE."""
-        low, high = bootstrap_interval(self.total_effects[:, None], level, self.record["seed"])
+        """Ends of the confidence interval of the ATE, which resamples persons; NaN for fewer than four."""
+        low, high = self._interval(self.total_effects, level)
         return low.item(), high.item()
 
     def aie_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "role layer"], Float[Tensor, "role layer"]]:
         """Ends of the confidence intervals of the AIE, by role and layer."""
-        having = [effect[~effect.isnan().any(dim=1)] for effect in self.effects.unbind(dim=1)]
-        ends = [bootstrap_interval(effect, level, self.record["seed"]) for effect in having]
+        ends = [self._interval(effect, level) for effect in self.effects.unbind(dim=1)]
         return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
@@ -318,9 +326,8 @@ class AverageTrajectoryEffect(FactAverage):
 
     def ate_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "step"], Float[Tensor, "step"]]:
         """Ends of the confidence intervals of the ATE, by step; only the facts that have a step are resampled."""
-        effects = [each[~each.isnan(), None] for each in self.total_effects.unbind(dim=1)]
-        ends = [bootstrap_interval(each, level, self.record["seed"]) for each in effects]
-        return torch.cat([low for low, _ in ends]), torch.cat([high for _, high in ends])
+        ends = [self._interval(each, level) for each in self.total_effects.unbind(dim=1)]
+        return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
 
     def aie_interval(
         self, level: float = 0.95

@@ -2,8 +2,8 @@
 
 A study has a record that describes it, batches of facts that are computed together, and a job that computes a batch.
 `Study.collect` reads the facts that are in the folder already, computes the others and saves each when it is done: in
-this process or on the workers of an executor, which write to the folder if they see it. Confidence intervals of means
-over facts come from resampling the facts.
+this process or on the workers of an executor, which write to the folder if they see it. `intervals` has the confidence
+intervals of means over facts.
 """
 
 import os
@@ -15,9 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
-import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -34,8 +32,6 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved
 from diffusion_lens.settings import warn_user
 
-RESAMPLES = 2000
-RESAMPLED_BYTES = 2**26
 _LOOK = 1.0  # seconds between two looks at the folder for the progress bar
 _SHARE = 0.05  # of the time, at most, that a slow file system is read for it
 _NAMED = 5  # facts of a task in an error message
@@ -65,6 +61,7 @@ class StudyResult(PicturedResult, Saved, Generic[F]):
 
     FACT_FILE: ClassVar[type[Any]]  # Class of the saved result of one fact, with `save` and `load`.
     UNIT: ClassVar[str] = "fact"  # What messages and the progress bar call one row.
+    CLUSTER: ClassVar[str] = "person"  # What a fact is about, in the record.
 
     ids: list[str]
 
@@ -82,6 +79,13 @@ class StudyResult(PicturedResult, Saved, Generic[F]):
         """The result of a fact, from an instance of `FACT_FILE`."""
         result: F = saved
         return result
+
+    @property
+    def clusters(self) -> list[str]:
+        """The person of each row, of whom other rows may be too, so that they are not independent; intervals resample
+        persons. A fact that names none is alone."""
+        named = [self.record["facts"].get(fact_id, {}).get(self.CLUSTER) for fact_id in self.ids]
+        return [str(name) if name else f"fact {fact_id}" for name, fact_id in zip(named, self.ids, strict=True)]
 
     @property
     def set_aside(self) -> dict[str, str]:
@@ -288,71 +292,10 @@ def _tasks(study: Study, folder: FactFolder | None, workers: Workers) -> list["_
     return [_FactsTask(study.job.part(list(chain.from_iterable(chunk))), chunk, shared) for chunk in chunks]
 
 
-def bootstrap_interval(
-    values: Float[Tensor, "fact layer"], level: float, seed: int
-) -> tuple[Float[Tensor, "layer"], Float[Tensor, "layer"]]:
-    """Ends of the bias-corrected and accelerated interval (Efron 1987) of the mean over facts.
-
-    All layers share the resampled facts. Where all facts agree, both ends are their value; where one is NaN, and for
-    fewer than two facts, both ends are NaN. `level` is the probability that such an interval covers the mean.
-    """
-    _check_level(level)
-    if len(values) < 2:
-        nothing = torch.full(values.shape[1:], torch.nan, dtype=values.dtype)
-        return nothing, nothing.clone()
-    undefined = values.isnan().any(dim=0)
-    ends = values[:1].masked_fill(undefined, torch.nan).repeat(2, 1)
-    varied = (values != values[:1]).any(dim=0) & ~undefined
-    if varied.any():
-        from scipy import stats  # imported here because it takes half a second
-
-        facts = values[:, varied].double().numpy()
-        interval = stats.bootstrap(
-            (facts,),
-            np.mean,
-            axis=0,
-            confidence_level=level,
-            n_resamples=RESAMPLES,
-            batch=max(1, RESAMPLED_BYTES // facts.nbytes),
-            method="BCa",
-            rng=np.random.default_rng(seed),
-        ).confidence_interval
-        ends[:, varied] = torch.tensor(np.stack(interval), dtype=values.dtype)
-    return ends[0], ends[1]
-
-
-def percentile_interval(
-    values: Float[Tensor, "fact *rest"],
-    level: float,
-    seed: int,
-    statistic: Callable[[Float[Tensor, "resample *rest"]], Float[Tensor, "resample"]] | None = None,
-) -> tuple[float, float]:
-    """Ends of the percentile interval (Efron 1979) of one number that is computed from means over facts.
-
-    In contrast to `bootstrap_interval` it applies to any function of several means, the `statistic` of each resample's
-    means; by default the mean itself, of values without further axes. For fewer than two facts both ends are NaN.
-    """
-    _check_level(level)
-    if len(values) < 2:
-        return float("nan"), float("nan")
-    rng, facts = np.random.default_rng(seed), values.double()
-    batch = max(1, 2**18 // facts.nbytes)  # together, but few enough for a processor's cache
-    sizes = [min(batch, RESAMPLES - done) for done in range(0, RESAMPLES, batch)]
-    means = torch.cat([facts[rng.integers(len(facts), size=(size, len(facts)))].mean(dim=1) for size in sizes])
-    numbers = means if statistic is None else statistic(means)
-    low, high = np.quantile(numbers.numpy(), [(1 - level) / 2, (1 + level) / 2]).tolist()
-    return low, high
-
-
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     return bool(one == other)
-
-
-def _check_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise ValueError(f"level={level}; it must be between 0 and 1, e.g. 0.95")
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,25 @@ training: each text samples t ~ U(0, 1) and each of its tokens is masked with pr
 network gets the time of each text, and one that attends by blocks reads each block after the clean ones before it.
 The noise does not depend on the batch: text i has its own seed, derived from the given seed and i.
 
+Keys of one text are similar, so texts are the independent units of the error. With T texts, n keys, and S_t = Σ k kᵀ
+over the m_t keys of text t, C_n = Σ S_t / n is a ratio of sums over texts, and in Frobenius norms
+
+    E ‖C_n − C‖²  ≈  T / (T − 1) · Σ_t ‖S_t − m_t C_n‖² / n²
+                  =  T / (T − 1) · (Σ_t ‖S_t‖² − 2 ⟨Σ_t m_t S_t, C_n⟩ + Σ_t m_t² ‖C_n‖²) / n²
+
+which decreases as 1/n.
+
 A panel is a fixed number of consecutive batches of texts. Each is summed from zero, and the sums of the panels are
 added in their order. So it does not change a bit of the total which process sums which panel.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -54,6 +63,9 @@ class SecondMoment(Result, Saved):
         layer: Number of the block.
         record: Content key, corpus' hash and size, seed, sizes of batches and panels (`None` if it was continued with
             others), model, weights' hash, versions.
+        by_length: Float[d_mlp d_mlp], Σ m_t S_t over the texts, for the error.
+        text_squares: Σ ‖S_t‖² over the texts, for the error.
+        length_squares: Σ m_t² over the texts, for the error.
     """
 
     KIND: ClassVar[str] = "second moment"
@@ -63,11 +75,33 @@ class SecondMoment(Result, Saved):
     texts: int
     layer: int
     record: dict[str, Any]
+    by_length: Float[Tensor, "d_mlp d_mlp"] | None = None
+    text_squares: float | None = None
+    length_squares: int | None = None
 
     @property
     def matrix(self) -> Float[Tensor, "d_mlp d_mlp"]:
         """C."""
         return self.total / self.count
+
+    def relative_error(self, count: Whole | None = None) -> float:
+        """Expected ‖C_n − C‖ / ‖C‖ for `count` keys, by default the number of keys here; NaN for fewer than two texts.
+
+        Raises:
+            ValueError: The moment was saved without the sums for its error.
+        """
+        if self.by_length is None or self.text_squares is None or self.length_squares is None:
+            raise ValueError(
+                "this second moment has no error estimate: it was saved without the sums over texts; compute it again, "
+                "in another folder"
+            )
+        n_keys = self.count if count is None else at_least(1, "count", count)
+        if self.texts < 2:
+            return math.nan
+        square = float(self.matrix.square().sum())
+        crossed = float((self.by_length * self.matrix).sum())
+        spread = max(0.0, self.text_squares - 2 * crossed + self.length_squares * square)
+        return math.sqrt(spread * self.texts / (self.texts - 1) / square / self.count / n_keys)
 
     def _table(self) -> Table:
         return Table({"layer": [self.layer], "keys": [self.count], "texts": [self.texts]})
@@ -103,7 +137,7 @@ def second_moment(
         save_every: Number of batches in a panel, after each of which the state is saved. It affects the result by
             rounding only.
         executor: `concurrent.futures.Executor`, or `Workers`, that sums the panels; by default this process does. A
-            task is a panel, and its result a matrix, 8 d_mlp² bytes: with a larger `save_every` fewer matrices travel.
+            task is a panel, and its result two matrices, 16 d_mlp² bytes: with a larger `save_every` fewer travel.
 
     Raises:
         TypeError: The corpus is one text instead of several.
@@ -128,20 +162,21 @@ def second_moment(
         so_far = _load_moment(path, record)
     else:
         size = model.blocks[layer].mlp.W_out.shape[0]
-        so_far = SecondMoment(torch.zeros(size, size, dtype=torch.float64), 0, 0, layer, record)
+        nothing = torch.zeros(2, size, size, dtype=torch.float64)
+        so_far = SecondMoment(nothing[0], 0, 0, layer, record, nothing[1], 0.0, 0)
     starts = range(so_far.texts, len(rows), batch_size * save_every)
     parts = [(first, rows[first : first + starts.step]) for first in starts]
     panels = [KeyPanel(layer, i, torch.cat(part), [*map(len, part)], batch_size, seed) for i, part in parts]
     n_done, n_left = -(-so_far.texts // batch_size), sum(panel.size for panel in panels)
     title = f"second moment of layer {layer}"
     with tqdm(total=n_done + n_left, initial=n_done, desc=title, unit="batch", disable=not progress) as bar:
-        for panel, total in zip(panels, _totals(model, panels, executor, bar), strict=True):
-            total = total if not so_far.texts else total.add_(so_far.total.to(total.device))
-            count, texts = so_far.count + len(panel.tokens), so_far.texts + len(panel.lengths)
-            so_far = replace(so_far, total=total, count=count, texts=texts)
+        for panel, sums in zip(panels, _sums(model, panels, executor, bar), strict=True):
+            so_far = _added(so_far, panel, sums)
             if path is not None:
                 so_far.save(path)
-    return replace(so_far, total=so_far.total.cpu())
+    return replace(
+        so_far, total=so_far.total.cpu(), by_length=None if so_far.by_length is None else so_far.by_length.cpu()
+    )
 
 
 RIDGE = 1e-4  # Relative to the mean of C's diagonal.
@@ -228,6 +263,13 @@ def describe_covariance(covariance: Covariance | None) -> dict[str, Any] | None:
     return {"sha256": hashlib.sha256(matrix_of(covariance).contiguous().numpy().tobytes()).hexdigest()}
 
 
+class KeySums(NamedTuple):
+    """What a panel adds to a moment: Σ k kᵀ and Σ m_t S_t, stacked, and Σ ‖S_t‖²."""
+
+    matrices: Float[Tensor, "2 d_mlp d_mlp"]
+    text_squares: float
+
+
 @dataclass(frozen=True, eq=False)
 class KeyPanel:
     """The texts of a panel, which one task sums: those from the text `first` of the corpus on, joined in one tensor,
@@ -255,39 +297,41 @@ class KeyPanel:
         """None: only the sums of all its batches are kept."""
         return 0
 
-    def compute(self, model: DiffusionTransformer) -> Float[Tensor, "d_mlp d_mlp"]:
-        """Σ k kᵀ, on the CPU."""
-        return self.total(model).cpu()
+    def compute(self, model: DiffusionTransformer) -> KeySums:
+        """The sums, on the CPU."""
+        sums = self.sums(model)
+        return sums._replace(matrices=sums.matrices.cpu())
 
     @torch.no_grad()
-    def total(
-        self, model: DiffusionTransformer, summed: Callable[[], object] = lambda: None
-    ) -> Float[Tensor, "d_mlp d_mlp"]:
-        """Σ k kᵀ on the model's device, or on the CPU if that has no float64; `summed` follows each batch."""
+    def sums(self, model: DiffusionTransformer, summed: Callable[[], object] = lambda: None) -> KeySums:
+        """The sums on the model's device, or on the CPU if that has no float64; `summed` follows each batch."""
         size, device = model.blocks[self.layer].mlp.W_out.shape[0], str(model.cfg.device)
         home = "cpu" if device.startswith("mps") else device
-        total = torch.zeros(size, size, dtype=torch.float64, device=home)
-        texts = self.tokens.split(self.lengths)
+        matrices = torch.zeros(2, size, size, dtype=torch.float64, device=home)
+        text_squares, texts = 0.0, self.tokens.split(self.lengths)
         for start in range(0, len(texts), self.batch_size):
             rows = texts[start : start + self.batch_size]
             seeds = [own_seed(self.seed, self.first + start + i) for i in range(len(rows))]
-            keys = _keys(model, self.layer, rows, seeds)
-            if keys.dtype == total.dtype:
-                total.addmm_(keys.T, keys)  # in place, because the matrix is large
-            else:
-                total.add_((keys.T @ keys).to(home))
+            by_text = _keys(model, self.layer, rows, seeds)
+            keys, weighted = torch.cat(by_text), torch.cat([len(own) * own for own in by_text])
+            for total, other in zip(matrices, (keys, weighted), strict=True):
+                if keys.dtype == total.dtype:
+                    total.addmm_(keys.T, other)  # in place, because the matrix is large
+                else:
+                    total.add_((keys.T @ other).to(home))
+            text_squares += sum(float((own @ own.T).square().sum()) for own in by_text)
             summed()
-        return total
+        return KeySums(matrices, text_squares)
 
 
 def _keys(
     model: DiffusionTransformer, layer: int, rows: Sequence[Tensor], seeds: Sequence[int]
-) -> Float[Tensor, "entry d_mlp"]:
-    """The keys of a batch of texts, in float64, or in float32 on a device without it."""
+) -> list[Float[Tensor, "pos d_mlp"]]:
+    """The keys of each text of a batch, in float64, or in float32 on a device without it."""
     site = key_site(layer)
     keys = _as_in_training(model, rows, seeds).states([site])[site]
     dtype = torch.float32 if keys.device.type == "mps" else torch.float64
-    return torch.cat([of_text[: len(row)] for of_text, row in zip(keys, rows, strict=True)]).to(dtype)
+    return [of_text[: len(row)].to(dtype) for of_text, row in zip(keys, rows, strict=True)]
 
 
 def _as_in_training(model: DiffusionTransformer, rows: Sequence[Tensor], seeds: Sequence[int]) -> ForwardPass:
@@ -302,17 +346,38 @@ def _as_in_training(model: DiffusionTransformer, rows: Sequence[Tensor], seeds: 
     return ForwardPass.under_noise(model, text, noisy.to(text.device), real, p)
 
 
-def _totals(
+def _sums(
     model: DiffusionTransformer, panels: list[KeyPanel], executor: Executes | None, bar: Any
-) -> Iterator[Float[Tensor, "d_mlp d_mlp"]]:
-    """Σ k kᵀ of the panels, in order."""
+) -> Iterator[KeySums]:
+    """The sums of the panels, in order."""
     if executor is None:
-        # They stay on the model's device: transferring d_mlp² numbers takes time.
-        yield from (panel.total(model, bar.update) for panel in panels)
+        # They stay on the model's device: transferring 2 d_mlp² numbers takes time.
+        yield from (panel.sums(model, bar.update) for panel in panels)
         return
     workers, size = Workers.of(executor), model.blocks[panels[0].layer].mlp.W_out.shape[0] if panels else 1
-    ahead = workers.ahead or max(4, _WAITING_BYTES // (8 * size**2))
-    yield from (total for _, total in run_tasks(panels, model, workers, bar, ahead))
+    ahead = workers.ahead or max(4, _WAITING_BYTES // (16 * size**2))
+    yield from (sums for _, sums in run_tasks(panels, model, workers, bar, ahead))
+
+
+def _added(so_far: SecondMoment, panel: KeyPanel, sums: KeySums) -> SecondMoment:
+    """The moment with a panel, on the device of the panel's sums, which are overwritten."""
+    total, by_length = sums.matrices
+    if so_far.texts:
+        total.add_(so_far.total.to(total.device))
+    added = replace(
+        so_far,
+        total=total,
+        count=so_far.count + len(panel.tokens),
+        texts=so_far.texts + len(panel.lengths),
+    )
+    if so_far.by_length is None or so_far.text_squares is None or so_far.length_squares is None:
+        return added  # It was begun without the sums for the error.
+    return replace(
+        added,
+        by_length=by_length.add_(so_far.by_length.to(by_length.device)),
+        text_squares=so_far.text_squares + sums.text_squares,
+        length_squares=so_far.length_squares + sum(length**2 for length in panel.lengths),
+    )
 
 
 def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:

@@ -11,6 +11,7 @@ always computed in full, so results are bit-identical in one process, in shards,
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, replace
 from functools import cached_property, partial
@@ -26,13 +27,13 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard, content, name_facts
+from diffusion_lens.analysis.over_facts.intervals import share_interval
 from diffusion_lens.analysis.over_facts.study import (
     FactResult,
     FactsJob,
     Study,
     StudyResult,
     in_batches_of,
-    percentile_interval,
 )
 from diffusion_lens.analysis.rome.covariance import (
     Covariance,
@@ -79,8 +80,8 @@ class EditOutcome(FactResult, Saved):
 class GroupScore:
     """One group of probes over the requests that have such probes; `Score` describes the shares and probabilities.
 
-    Each request counts once: its score is the share, or the mean, over its own probes. The intervals are percentile
-    intervals of the bootstrap over requests.
+    Each request counts once: its score is the share, or the mean, over its own probes. The intervals are Wilson's;
+    requests about one person are not independent (`over_facts.intervals`).
     """
 
     before: float
@@ -96,7 +97,11 @@ class GroupScore:
 @dataclass(frozen=True)
 class HarmonicScore:
     """ROME's score S, the harmonic mean of efficacy, paraphrase and neighbourhood, without the edits and with them,
-    over the requests that have probes of all three groups."""
+    over the requests that have probes of all three groups.
+
+    The ends of its interval are the scores of the lower and of the upper ends of the three shares. So it covers at
+    least as often as theirs.
+    """
 
     before: float
     after: float
@@ -165,14 +170,16 @@ class EditStudy(StudyResult[EditOutcome]):
         rows, wins = self._means(self.wins, group)
         return {self.ids[row]: of_request for row, of_request in zip(rows, wins, strict=True)}
 
-    def table(self, level: float = 0.95, seed: int = 0) -> dict[str, GroupScore]:
-        """The scores of the groups that have probes, in the order of `edit.GROUPS`, with intervals of this level from a
-        bootstrap with this seed."""
-        return {group: self._score(group, level, seed) for group in GROUPS if group in self.groups}
+    def table(self, level: float = 0.95, seed: int | None = None) -> dict[str, GroupScore]:
+        """The scores of the groups that have probes, in the order of `edit.GROUPS`, with intervals of this level.
+        `seed` is deprecated."""
+        _warn_of_seed(seed)
+        return {group: self._score(group, level) for group in GROUPS if group in self.groups}
 
-    def score(self, level: float = 0.95, seed: int = 0) -> HarmonicScore:
+    def score(self, level: float = 0.95, seed: int | None = None) -> HarmonicScore:
         """ROME's score S, the harmonic mean of the means of efficacy, paraphrase and neighbourhood over requests; a
-        `ValueError` if no request has probes of all three groups."""
+        `ValueError` if no request has probes of all three groups. `seed` is deprecated."""
+        _warn_of_seed(seed)
         by_group = [self.by_request(group) for group in SCORED]
         ids = [request_id for request_id in self.ids if all(request_id in wins for wins in by_group)]
         if not ids:
@@ -181,9 +188,10 @@ class EditStudy(StudyResult[EditOutcome]):
             )
         # Float[fact state entry]: one entry for each group
         values = torch.stack([torch.stack([wins[request_id] for wins in by_group], dim=1) for request_id in ids])
+        cluster_of = dict(zip(self.ids, self.clusters, strict=True))
+        ends = share_interval(values, [cluster_of[request_id] for request_id in ids], level)
         before, after = _harmonic(values.mean(dim=0)).tolist()
-        intervals = [percentile_interval(values[:, state], level, seed, _harmonic) for state in (0, 1)]
-        return HarmonicScore(before, after, intervals[0], intervals[1], len(ids))
+        return HarmonicScore(before, after, *_by_state(*map(_harmonic, ends)), len(ids))
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
         """Plot the share of wins by group, before and after, with intervals over requests. Returns the axes."""
@@ -221,15 +229,28 @@ class EditStudy(StudyResult[EditOutcome]):
         rows = counts.nonzero().flatten()
         return rows.tolist(), sums[rows] / counts[rows, None]
 
-    def _score(self, group: str, level: float, seed: int) -> GroupScore:
+    def _score(self, group: str, level: float) -> GroupScore:
         rows, wins = self._means(self.wins, group)
         _, probabilities = self._means(self.probabilities, group)
         before, after = wins.mean(dim=0).tolist()
         p_before, p_after = probabilities.mean(dim=0).tolist()
-        intervals = [percentile_interval(wins[:, state], level, seed) for state in (0, 1)]
+        clusters = self.clusters
+        before_interval, after_interval = _by_state(*share_interval(wins, [clusters[row] for row in rows], level))
         return GroupScore(
-            before, after, intervals[0], intervals[1], p_before, p_after, len(rows), self.groups.count(group)
+            before, after, before_interval, after_interval, p_before, p_after, len(rows), self.groups.count(group)
         )
+
+
+def _by_state(
+    low: Float[Tensor, "state"], high: Float[Tensor, "state"]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The two ends of each state's interval."""
+    return (low[0].item(), high[0].item()), (low[1].item(), high[1].item())
+
+
+def _warn_of_seed(seed: int | None) -> None:
+    if seed is not None:
+        warnings.warn(f"seed={seed} is ignored: the intervals of an edit study are Wilson's", DeprecationWarning, 3)
 
 
 def _harmonic(shares: Float[Tensor, "*rest entry"]) -> Float[Tensor, "*rest"]:

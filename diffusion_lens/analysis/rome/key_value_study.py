@@ -25,12 +25,12 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard
+from diffusion_lens.analysis.over_facts.intervals import mean_interval
 from diffusion_lens.analysis.over_facts.study import (
     FactResult,
     FactsJob,
     Study,
     StudyResult,
-    bootstrap_interval,
     in_batches_of,
 )
 from diffusion_lens.analysis.representations import Comparisons, compare_along
@@ -216,11 +216,14 @@ class KeyValueStudy(StudyResult[FactVectors]):
         rows: dict[str, list[int]] = {}
         for row, fact_id in enumerate(self.ids):
             rows.setdefault(DIRECTIONS.get(self.record["facts"][fact_id]["asked"], "all facts"), []).append(row)
+        clusters = self.clusters
+
+        def curve(own: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+            ends = mean_interval(self.after[own], [clusters[row] for row in own], level, seed=0, within=(0.0, 1.0))
+            return self.after[own].mean(dim=0), *ends
+
         return plots.probability_by_layer(
-            {
-                way: (self.after[own].mean(dim=0), *bootstrap_interval(self.after[own], level, seed=0))
-                for way, own in rows.items()
-            },
+            {way: curve(own) for way, own in rows.items()},
             {way: self.before[own].mean().item() for way, own in rows.items()},
             self.layers,
             ax=ax,

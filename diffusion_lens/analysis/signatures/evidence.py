@@ -209,13 +209,14 @@ def evidence_of(
 
 
 def percentiles(
-    evidence: Float[Tensor, "fact layer candidate"], right: Sequence[int], different: Bool[Tensor, "fact fact"]
+    evidence: Float[Tensor, "fact layer candidate"], right: Sequence[int]
 ) -> Float[Tensor, "fact estimate layer"]:
     """The share of the other candidates that the right answer of a fact exceeds: by the evidence of the fact's own
-    source, and in the mean by that of the sources of `different` facts. `right` are the answers' indices.
+    source, and in the mean by that of the sources of all facts. `right` are the answers' indices.
 
-    The second is the baseline. It is 0.5 if the candidates are the answers of the facts themselves; among other
-    candidates, an answer may rank high or low whatever the source. A tie counts half.
+    The second is the baseline: how an answer ranks whatever the source. Its mean is 0.5 if each candidate is the answer
+    of equally many of the facts, for each source ranks all candidates; without the fact's own source it would be lower
+    the higher the first is. A tie counts half.
     """
     shares = []
     for index in right:
@@ -223,7 +224,7 @@ def percentiles(
         exceeded = (evidence < own).sum(dim=-1) + 0.5 * ((evidence == own).sum(dim=-1) - 1)
         shares.append(exceeded / (evidence.shape[-1] - 1))
     table = torch.stack(shares)
-    return torch.stack([table.diagonal().T, mean_where(table, different)], dim=1)
+    return torch.stack([table.diagonal().T, table.mean(dim=1)], dim=1)
 
 
 def reuse(

@@ -1,5 +1,6 @@
 """Results of the three signatures: of one pair, and of all pairs of a study with means, intervals and a picture."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -9,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult, bootstrap_interval
+from diffusion_lens.analysis.over_facts.intervals import mean_interval, share_interval
+from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult
 from diffusion_lens.analysis.signatures.gradients import EMBEDDING, HEAD
 from diffusion_lens.records.results import Saved, Table, one_line, shown_model
 
@@ -20,7 +22,7 @@ class FactSignatures(FactResult, Saved):
 
     Attributes:
         percentiles: Float[canvas estimate layer], share of the other candidates that the right answer's evidence
-            exceeds, by the evidence of the own source, and in the mean by that of the sources of other facts of the
+            exceeds, by the evidence of the own source, and in the mean by that of the sources of all facts of the
             batch.
         reuses: Float[layer], cosine of the evidence on the two canvases.
         cuts: Float[canvas layer], log p(answer) that is lost by cutting the edge from reader to source, in nats.
@@ -52,6 +54,8 @@ class FactSignatures(FactResult, Saved):
 
 TENSORS = tuple(field.name for field in fields(FactSignatures))
 CANVASES = ("forward", "reverse")
+_CORRELATIONS = ("evidence_reuse", "route_correlation", "counterfactual_correlation", "gradient_cosine")
+_RANGES = {"probability": (0.0, 1.0), **dict.fromkeys(_CORRELATIONS, (-1.0, 1.0))}
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +87,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
 
     KIND: ClassVar[str] = "reversal signatures"
     FACT_FILE: ClassVar[type[Any]] = FactSignatures
+    CLUSTER: ClassVar[str] = "group"
 
     @classmethod
     def of(cls, results: Mapping[str, FactSignatures], record: dict[str, Any]) -> "ReversalSignatures":
@@ -118,7 +123,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
 
     @property
     def shuffled_percentile(self) -> Float[Tensor, "canvas layer"]:
-        """The same by the evidence of the sources of other facts: the baseline, 0.5 among the facts' own answers."""
+        """The same in the mean over the sources of all facts: the baseline, 0.5 among the facts' own answers."""
         return self.percentiles[:, :, 1].mean(dim=0)
 
     @property
@@ -175,10 +180,11 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         return self.probabilities.mean(dim=0)
 
     def interval(self, name: str, level: float = 0.95, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Ends of the bootstrap interval of one of the means, with its axes.
+        """Ends of the confidence interval of one of the means, with its axes.
 
-        Persons are resampled: pairs of one person (`TaughtPair.group`) are averaged first, since they are not
-        independent. A pair without a person counts as one.
+        Persons are resampled, since pairs of one person (`TaughtPair.group`) are not independent. A pair without a
+        person counts as one. Percentiles are shares and have Wilson's interval; of other means, fewer than four persons
+        have none (NaN).
 
         Args:
             name: Name of the property. "gradient_cosine" has axes [parameter estimate], "transfer" [parameter] and
@@ -192,15 +198,12 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         if not self.ids:
             raise ValueError("the result has no pairs: there is nothing to average")
         values = self._values(name)
-        groups: dict[str, list[int]] = {}
-        for row, fact_id in enumerate(self.ids):
-            groups.setdefault(self.record["facts"][fact_id]["group"] or f"pair {row}", []).append(row)
-        by_person = torch.stack([values[rows].mean(dim=0) for rows in groups.values()])
-        low, high = bootstrap_interval(by_person.flatten(1), level, seed)
-        return low.unflatten(0, values.shape[1:]), high.unflatten(0, values.shape[1:])
+        if name.endswith("percentile"):
+            return share_interval(values, self.clusters, level)
+        return mean_interval(values, self.clusters, level, seed, _RANGES.get(name, (-math.inf, math.inf)))
 
     def plot(self, against: "ReversalSignatures | Sequence[ReversalSignatures]" = (), level: float = 0.95) -> Any:
-        """Draw evidence, routes and gradients by layer, with bootstrap intervals; returns the axes in reading order.
+        """Draw evidence, routes and gradients by layer, with their intervals; returns the axes in reading order.
 
         Args:
             against: Results of other models on the same facts, such as the AR baseline: one row of panels for each.
@@ -222,7 +225,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
             name=shown_model(self.record),
             evidence={
                 **{f"percentile, {name}": curve for name, curve in evidence.items()},
-                "percentile, other sources": plots.Curve(self.shuffled_percentile.mean(dim=0)),
+                "percentile, all sources": plots.Curve(self.shuffled_percentile.mean(dim=0)),
                 "reuse": plots.Curve(self.evidence_reuse, *self.interval("evidence_reuse", level)),
             },
             cuts=_by_canvas(self.edge_cut, self.interval("edge_cut", level)),

@@ -28,7 +28,6 @@ from diffusion_lens.analysis.signatures.evidence import (
     edge_cut_of,
     evidence_of,
     longest_canvas,
-    other_facts,
     percentiles,
     plan_batches,
     reuse,
@@ -285,10 +284,10 @@ def _signatures(
     aligned = GradientAlignment.of(forward, reverse, *gradients)
     readings = [reader.reading(each.losses) for reader, each in zip(readers, gradients, strict=True)]
     del gradients  # the largest tensors
-    found, different = [evidence_of(reading, candidates) for reading in readings], other_facts(forward, reverse)
+    found = [evidence_of(reading, candidates) for reading in readings]
     right = [candidates.index(pair.reverse.answer_token) for pair in pairs]
     tensors = {
-        "percentiles": torch.stack([percentiles(each, right, different) for each in found], dim=1),
+        "percentiles": torch.stack([percentiles(each, right) for each in found], dim=1),
         "reuses": reuse(*found),
         "cuts": torch.stack([edge_cut_of(reading) for reading in readings], dim=1),
         "routes": routes_of(*readings),

@@ -6,6 +6,7 @@ from statistics import harmonic_mean, mean
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import (
@@ -21,7 +22,7 @@ from diffusion_lens.analysis import (
     second_moment,
 )
 from diffusion_lens.analysis.over_facts.folder import FactFolder
-from diffusion_lens.analysis.over_facts.study import percentile_interval
+from diffusion_lens.analysis.over_facts.intervals import share_interval
 from diffusion_lens.analysis.rome import EditOutcome, query_with_prefixes
 from diffusion_lens.data import EditRequest, site_facts, toy_facts
 from diffusion_lens.data.site_edits import edit_requests
@@ -99,7 +100,7 @@ def test_every_request_is_edited_as_alone(tiny, whole, moment):
 
 @on_one_model
 def test_the_table_by_hand(tiny, whole):
-    table = whole.table(level=0.9, seed=3)
+    table = whole.table(level=0.9)
     assert list(table) == GROUPS
     for group, score in table.items():
         shares = {"before": [], "after": []}
@@ -116,9 +117,12 @@ def test_the_table_by_hand(tiny, whole):
         for name in shares:
             assert getattr(score, name) == pytest.approx(mean(shares[name]))
             assert getattr(score, f"probability_{name}") == pytest.approx(mean(odds[name]))
-            rng, drawn = np.random.default_rng(3), np.array(shares[name])
-            means = [drawn[rng.integers(len(drawn), size=len(drawn))].mean() for _ in range(2000)]
-            assert getattr(score, f"{name}_interval") == pytest.approx(tuple(np.quantile(means, [0.05, 0.95])))
+            low, high = getattr(score, f"{name}_interval")
+            assert 0 <= low < high <= 1
+            if set(shares[name]) <= {0, 1}:
+                n = len(shares[name])
+                expected = binomtest(int(sum(shares[name])), n).proportion_ci(0.9, method="wilson")
+                assert (low, high) == pytest.approx(tuple(expected))
     assert table["neighbourhood"].requests == 4  # one request has no neighbours
     assert list(whole.by_request("neighbourhood")) == [REQUESTS[i].id for i in (0, 1, 3, 4)]
 
@@ -131,32 +135,23 @@ def test_the_harmonic_score_by_hand(tiny, whole):
     ids = list(random.by_request("neighbourhood"))
     by_group = [random.by_request(group) for group in ("efficacy", "paraphrase", "neighbourhood")]
     rows = {state: np.array([[wins[i][state].item() for wins in by_group] for i in ids]) for state in (0, 1)}
-    score = random.score(level=0.8, seed=1)
+    score = random.score(level=0.8)
     assert score.requests == 4
     for state, name in enumerate(("before", "after")):
         assert getattr(score, name) == pytest.approx(harmonic_mean(rows[state].mean(axis=0)))
-        draws = np.random.default_rng(1)
-        resampled = [rows[state][draws.integers(4, size=4)].mean(axis=0) for _ in range(2000)]
-        ends = np.quantile([harmonic_mean(means) for means in resampled], [0.1, 0.9])
-        assert getattr(score, f"{name}_interval") == pytest.approx(tuple(ends))
-    nothing = replace(whole, wins=torch.zeros_like(whole.wins)).score()
-    assert (nothing.after, nothing.after_interval) == (0, (0, 0))
+        groups = [torch.from_numpy(rows[state][:, i]) for i in range(3)]
+        lows, highs = zip(*(share_interval(each, list("abcd"), 0.8) for each in groups), strict=True)
+        assert getattr(score, f"{name}_interval") == pytest.approx(
+            (harmonic_mean(map(float, lows)), harmonic_mean(map(float, highs)))
+        )
+    low, high = replace(whole, wins=torch.zeros_like(whole.wins)).score().after_interval
+    assert low == 0
+    assert high == pytest.approx(binomtest(0, 4).proportion_ci(0.95, method="wilson").high)
+    with pytest.warns(DeprecationWarning, match="seed=1 is ignored"):
+        whole.table(seed=1)
     lonely = replace(whole, groups=["efficacy"] * len(whole.groups))
     with pytest.raises(ValueError, match="no request has all three"):
         lonely.score()
-
-
-def test_percentile_intervals_of_a_large_normal_sample():
-    values = torch.from_numpy(np.random.RandomState(0).randn(400, 2)) * torch.tensor([1.0, 3.0])
-    low, high = percentile_interval(values[:, 0], 0.95, seed=0)
-    error = values[:, 0].std().item() / 20
-    centre = values[:, 0].mean().item()
-    assert (low, high) == pytest.approx((centre - 1.96 * error, centre + 1.96 * error), abs=0.01)
-    summed = percentile_interval(values, 0.95, 0, lambda means: means.sum(dim=-1))
-    assert summed[1] - summed[0] == pytest.approx(2 * 1.96 * np.sqrt(10) / 20, rel=0.1)
-    assert all(np.isnan(end) for end in percentile_interval(values[:1, 0], 0.95, 0))
-    with pytest.raises(ValueError, match="level=95"):
-        percentile_interval(values[:, 0], 95, 0)
 
 
 @on_one_model

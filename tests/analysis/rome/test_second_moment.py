@@ -30,18 +30,20 @@ def keys_of(model, tokens):
     return cache[f"blocks.{LAYER}.mlp.hook_post"][0].double()
 
 
-def test_mean_over_the_corpus_by_hand(either, corpus):
-    """Each text alone, unpadded; of a masked diffusion model masked as its losses mask it."""
-    moment = second_moment(either.model, corpus, LAYER, seed=20, batch_size=3)
+def keys_of_each(either, corpus, seed):
+    """Of each text alone, unpadded; of a masked diffusion model masked as its losses mask it."""
     keys = []
     for i, text in enumerate(corpus):
         if either.kind == "mdm":
-            noisy, _ = hide(
-                text[None], either.model.cfg.mask_token_id, generator=torch.Generator().manual_seed(own_seed(20, i))
-            )
-            text = noisy[0]
+            generator = torch.Generator().manual_seed(own_seed(seed, i))
+            text = hide(text[None], either.model.cfg.mask_token_id, generator=generator)[0][0]
         keys.append(keys_of(either.model, text))
-    together = torch.cat(keys)
+    return keys
+
+
+def test_mean_over_the_corpus_by_hand(either, corpus):
+    moment = second_moment(either.model, corpus, LAYER, seed=20, batch_size=3)
+    together = torch.cat(keys_of_each(either, corpus, 20))
     assert (moment.count, moment.texts) == (len(together), len(corpus)) == (52, 7)
     torch.testing.assert_close(moment.matrix, together.T @ together / 52, rtol=1e-4, atol=1e-5)
 
@@ -58,6 +60,7 @@ def test_a_masked_model_is_shown_masks(either, corpus):
 def test_batches_and_padding_change_nothing(either, corpus):
     moments = [second_moment(either.model, corpus, LAYER, batch_size=size) for size in (1, 7)]
     torch.testing.assert_close(*(moment.matrix for moment in moments), rtol=1e-4, atol=1e-5)
+    assert moments[0].relative_error() == pytest.approx(moments[1].relative_error(), rel=1e-4)
 
 
 def test_interrupted_and_resumed_is_uninterrupted(either, corpus, tmp_path, monkeypatch):
@@ -81,7 +84,8 @@ def test_interrupted_and_resumed_is_uninterrupted(either, corpus, tmp_path, monk
     resumed = second_moment(model, corpus, LAYER, batch_size=2, folder=tmp_path, save_every=1)
     for moment in (resumed, SecondMoment.load(path)):
         assert torch.equal(moment.total, whole.total)
-        assert (moment.count, moment.texts) == (52, 7)
+        assert torch.equal(moment.by_length, whole.by_length)
+        assert (moment.count, moment.texts, moment.relative_error()) == (52, 7, whole.relative_error())
         assert moment.record == whole.record
     path.write_bytes(begun)
     with pytest.warns(UserWarning, match=r"was begun with other batches .*the last bits of the sum may differ"):
@@ -119,6 +123,37 @@ def test_files_from_before_clean_blocks_were_read_have_other_names(specimen, con
     for name in ("sdar", "llada"):
         record = second_moment(specimen(configs[name]).model, corpus[:2], LAYER).record
         assert (record["key"] == key_of(record)) == (name == "llada")
+
+
+def test_the_error_is_that_of_a_bootstrap_over_texts(either):
+    """Every text has one large key, as at an attention sink, so that longer texts have smaller means."""
+    model, rng = either.model, torch.Generator().manual_seed(0)
+    texts = [torch.randint(10, 500, (int(n),), generator=rng) for n in torch.randint(3, 13, (60,), generator=rng)]
+
+    def add_sink(keys, hook):
+        return torch.cat([keys[:, :1] + 5.0, keys[:, 1:]], dim=1)
+
+    with model.hooks(fwd_hooks=[(f"blocks.{LAYER}.mlp.hook_post", add_sink)]):
+        moment = second_moment(model, texts, LAYER, seed=20, save_every=2)
+        keys = keys_of_each(either, texts, 20)
+    sums = torch.stack([own.T @ own for own in keys])
+    lengths = torch.tensor([float(len(own)) for own in keys], dtype=torch.float64)
+    counts = torch.ones(60).multinomial(400 * 60, replacement=True, generator=rng).view(400, 60)
+    counts = torch.nn.functional.one_hot(counts, 60).sum(dim=1).double()
+    resampled = (counts @ sums.flatten(1)) / (counts @ lengths)[:, None]
+    errors = (resampled - moment.matrix.flatten()).square().sum(dim=1)
+    expected = (errors.mean().sqrt() / moment.matrix.norm()).item()
+    assert expected > 0.03
+    assert moment.relative_error() == pytest.approx(expected, rel=0.1)
+    assert moment.relative_error(4 * moment.count) == pytest.approx(moment.relative_error() / 2)
+
+
+def test_a_moment_without_sums_over_texts_has_no_error(either, corpus, tmp_path):
+    moment = second_moment(either.model, corpus, LAYER)
+    replace(moment, by_length=None).save(tmp_path / "before.safetensors")
+    with pytest.raises(ValueError, match=r"no error estimate.*compute it again"):
+        SecondMoment.load(tmp_path / "before.safetensors").relative_error()
+    assert torch.isnan(torch.tensor(second_moment(either.model, corpus[:1], LAYER).relative_error()))
 
 
 def test_solving():
@@ -177,4 +212,5 @@ def test_save_and_load(either, corpus, tmp_path):
     moment = second_moment(either.model, corpus, LAYER)
     again = SecondMoment.load(moment.save(tmp_path / "moment.safetensors"))
     assert torch.equal(again.total, moment.total)
-    assert vars(replace(again, total=moment.total)) == vars(moment)
+    assert torch.equal(again.by_length, moment.by_length)
+    assert vars(replace(again, total=moment.total, by_length=moment.by_length)) == vars(moment)

@@ -143,10 +143,8 @@ def test_evidence_is_written_by_values(every):
                 torch.testing.assert_close(found[0, row, layer, head], expected, rtol=1e-3, atol=1e-5)
 
 
-def test_percentiles_count_the_other_candidates_by_own_and_other_sources(several):
+def test_percentiles_count_the_other_candidates_by_own_and_all_sources(several):
     model, pairs = several.model, random_pairs(several.model)
-    # The last two pairs share a source, so neither is a baseline of the other.
-    pairs[4].reverse.tokens[pairs[4].reverse.source] = pairs[3].reverse.tokens[pairs[3].reverse.source]
     found = reversal_signatures(model, pairs)
     by_candidate = evidence(model, pairs).sum(dim=3)
 
@@ -157,14 +155,16 @@ def test_percentiles_count_the_other_candidates_by_own_and_other_sources(several
 
     for row, pair in enumerate(pairs):
         right = found.candidates.index(pair.reverse.answer_token)
-        others = [other for other in range(N) if other != row and {other, row} != {3, 4}]
         for canvas in range(2):
             for layer in range(model.cfg.n_layers):
                 assert found.percentiles[row, canvas, 0, layer] == pytest.approx(share(row, canvas, layer, right))
-                baseline = sum(share(other, canvas, layer, right) for other in others) / len(others)
+                baseline = sum(share(source, canvas, layer, right) for source in range(N)) / N
                 assert found.percentiles[row, canvas, 1, layer] == pytest.approx(baseline, abs=1e-6)
     torch.testing.assert_close(found.evidence_percentile, found.percentiles[:, :, 0].mean(dim=0))
     torch.testing.assert_close(found.shuffled_percentile, found.percentiles[:, :, 1].mean(dim=0))
+    # Every candidate is the answer of one pair, so the baseline is chance, whatever the evidence is.
+    assert sorted(pair.reverse.answer_token for pair in pairs) == sorted(found.candidates)
+    torch.testing.assert_close(found.shuffled_percentile, torch.full_like(found.shuffled_percentile, 0.5))
 
 
 def test_another_wording_about_a_person_is_no_shuffled_pair():
@@ -410,7 +410,7 @@ def test_a_pair_is_the_same_alone_and_beside_longer_ones(every):
     for name in ("percentiles", "reuses", "cuts", "routes", "isotropic", "transfers", "probabilities"):
         one, other = (getattr(each, name)[0] for each in (together, alone))
         if name == "percentiles":
-            assert other[:, 1].isnan().all()
+            assert torch.equal(other[:, 1], other[:, 0])  # its source is the only one
             one, other = one[:, 0], other[:, 0]
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5, equal_nan=True)
     torch.testing.assert_close(together.cosines[0, :, 0], alone.cosines[0, :, 0], rtol=2e-3, atol=2e-5)
