@@ -148,8 +148,7 @@ def causal_trace(
         ValueError: A setting out of range, a query without an answer, a budget too small for one cell.
     """
     # 1. Lay out the inputs of the clean and the corrupted run.
-    if isinstance(query, Fact):
-        query = as_query(model, query)
+    query = as_query(model, query)
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
     real = model.padding.real(canvas)
     positions = pick_indices("positions", settings.positions, len(query.tokens))
