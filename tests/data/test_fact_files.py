@@ -182,11 +182,12 @@ def characters_scanned(read: Callable[[], object]) -> int:
         appends = getattr(function, "__name__", None) == "append"
         work += 1 + (len(scanned) if isinstance(scanned, str | list) and not appends else 0)
 
+    before = sys.getprofile()
     sys.setprofile(count)
     try:
         read()
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
     return work
 
 

@@ -148,7 +148,8 @@ def causal_trace(
         ValueError: A setting out of range, a query without an answer, a budget too small for one cell.
     """
     # 1. Lay out the inputs of the clean and the corrupted run.
-    query = as_query(model, query)
+    if not isinstance(query, Query):
+        query = as_query(model, query)
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
     real = model.padding.real(canvas)
     positions = pick_indices("positions", settings.positions, len(query.tokens))

@@ -74,7 +74,8 @@ class AnswerProbabilities:
     @property
     def rows(self) -> Int[Tensor, "selected"]:
         """Rows of the logits that predict some answer."""
-        return torch.cat([each.rows for each in self.of_rows]).unique()
+        rows: Tensor = torch.cat([each.rows for each in self.of_rows]).unique()
+        return rows
 
     def __call__(self, logits: Float[Tensor, "batch selected d_vocab_out"]) -> Float[Tensor, ""]:
         if len(logits) != len(self.of_rows):
@@ -83,7 +84,8 @@ class AnswerProbabilities:
             )
         own = [torch.searchsorted(self.rows, each.rows) for each in self.of_rows]
         by_row = [each(row[None, rows]) for each, row, rows in zip(self.of_rows, logits, own, strict=True)]
-        return torch.stack(by_row).mean()
+        mean: Tensor = torch.stack(by_row).mean()
+        return mean
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ largest estimates are also patched exactly, and the result contains the differen
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -62,10 +62,10 @@ class Side:
             # Passes that start from a residual stream cannot infer the padding from tokens.
             real = model.padding.real(tokens)
         elif isinstance(prompt, Query | Fact) or not all(isinstance(each, str) for each in prompt):
-            tokens, real = as_batch(model, as_queries(model, prompt))
+            tokens, real = as_batch(model, as_queries(model, cast(Queries, prompt)))
             tokens = check_tokens(tokens, model.cfg)
         else:
-            tokens, real = model.tokenize(prompt)
+            tokens, real = model.tokenize(cast(Sequence[str], prompt))
             real = None if real is None or bool(real.all()) else real
         return cls(model, tokens, real, reading, tokens.shape[1])
 
