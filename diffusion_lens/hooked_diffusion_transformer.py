@@ -109,6 +109,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         block_size: SupportsIndex | None = None,
         mode: Literal["bidirectional", "block", "ar"] | None = None,
         mask_token_id: SupportsIndex | None = None,
+        ignore_config_keys: Sequence[str] | None = None,
         device_map: DeviceMap | None = None,
     ) -> "HookedDiffusionTransformer":
         """Load a model by its published name, from a repository of the Hugging Face hub, or from a file or folder.
@@ -133,6 +134,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             block_size: Positions in a block of a block diffusion model whose config does not say it.
             mode: Where one checkpoint is several models: "bidirectional", "block" (block diffusion) or "ar".
             mask_token_id: Id of [MASK], where neither config nor tokenizer says it.
+            ignore_config_keys: Unknown keys of the config that change nothing in the network. Any other unknown key is
+                an error.
             device_map: Places of the weights, instead of `device`, for a model that is larger than one GPU: "auto",
                 "balanced", "balanced_low_0" or "sequential", by which accelerate chooses them; one place; or a map such
                 as {"embed": 0, "blocks.0": 0, "blocks.1": "cpu", "": "disk"} from the names of parts, "" for all
@@ -158,7 +161,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             local_files_only=local_files_only,
             fold_ln=fold_ln,
             device_map=device_map,
-            options=given_options(mode, block_size, mask_token_id),
+            options=given_options(mode, block_size, mask_token_id, ignore_config_keys),
         )
         return cls.from_source(source, device, token=token)
 

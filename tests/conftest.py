@@ -186,7 +186,7 @@ CONFIGS = {
     "a2d-llama": hugging_face("a2d-llama"),
     "a2d-qwen2": hugging_face("a2d-qwen2", tie_word_embeddings=True),
     "a2d-qwen3": hugging_face("a2d-qwen3", head_dim=16),
-    "sdar": hugging_face("sdar", mask_token_id=512, vocab_size=513, block_size=4, attention_bias=True),
+    "sdar": hugging_face("sdar", mask_token_id=512, vocab_size=513, block_size=4, attention_bias=True, mode="block"),
     "diffullama": hugging_face("llama", mode="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron": scaled_by_yarn(dlm_paradigm="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron-ar": scaled_by_yarn(dlm_paradigm="autoregressive"),

@@ -62,8 +62,8 @@ def open_checkpoint(
         path: `.safetensors` or `.pth` file, or folder with one checkpoint.
         config: The family's config, as a path or a mapping. By default it is read from the file beside the checkpoint;
             without such a file the architecture is derived from the tensors' shapes.
-        options: What the config does not say, or where one checkpoint is several models: "block_size", "mode" or
-            "mask_token_id", as in `from_pretrained`.
+        options: What the config does not say, or where one checkpoint is several models: "block_size", "mode",
+            "mask_token_id" or "ignore_config_keys", as in `from_pretrained`.
 
     Raises:
         FileNotFoundError: There is no checkpoint at `path`.

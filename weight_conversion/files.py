@@ -17,7 +17,7 @@ import json
 import math
 import os
 import re
-import tempfile
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -218,6 +218,9 @@ def open_tensors(path: Path) -> TensorSource:
         path = candidates[0]
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
+    if not path.is_file():  # to open a pipe would wait for a writer
+        what = "a folder" if path.is_dir() else "a pipe or a device"
+        raise ValueError(f"{path} is {what}, and a checkpoint is read from a file: name the file, or put it there")
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in CHECKPOINT_SUFFIXES:
@@ -254,24 +257,23 @@ def write_json(data: Any, path: Path) -> None:
 def renamed_when_whole(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` to write to; it is renamed to `path` unless an exception is raised."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(descriptor)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        yield Path(name)
-        # mkstemp creates private files; a result should have the permissions of any other new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
+        # The system subtracts the umask, so that the file is as readable as any other new file. The process itself can
+        # only read its umask by changing it, which would open the files that other threads make meanwhile.
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        yield part
+        os.replace(part, path)
     except OSError as error:
-        if type(error) is not OSError or error.filename not in (None, name):
+        if type(error) is not OSError or error.filename not in (None, part, str(part)):
             raise
         # The error of a full disk names no file or the temporary one, so the message here names the target.
         named = OSError(f"{path} was not written: {error.strerror or error}")
         named.errno = error.errno
         raise named from error
     finally:
-        Path(name).unlink(missing_ok=True)
+        if os.path.lexists(part):  # false, without an error, for a name that is too long
+            part.unlink(missing_ok=True)
 
 
 def sha256_of_file(path: Path) -> str:

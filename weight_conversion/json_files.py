@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -183,8 +184,7 @@ class _RepeatedKey(Exception):
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+        raise _RepeatedKey(Counter(key for key, _ in pairs).most_common(1)[0][0])
     return content
 
 

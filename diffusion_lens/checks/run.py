@@ -6,7 +6,7 @@ is a finding; an unknown name is an error.
 
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -117,6 +117,7 @@ def check_checkpoint(
     mode: str | None = None,
     block_size: int | None = None,
     mask_token_id: int | None = None,
+    ignore_config_keys: Sequence[str] | None = None,
 ) -> CheckReport:
     """Load a checkpoint and check whether it is what it claims to be.
 
@@ -127,7 +128,8 @@ def check_checkpoint(
         data: Data set or file with facts of the reversal curse.
         config, tokenizer, device, dtype: Arguments of `from_pretrained`. The tokenizer of the claimed model is used if
             there is none beside the checkpoint.
-        mode, block_size, mask_token_id: Arguments of `from_pretrained`. The catalogue's config is that of the mode.
+        mode, block_size, mask_token_id, ignore_config_keys: Arguments of `from_pretrained`. The catalogue's config is
+            that of the mode.
 
     Raises:
         ValueError: The name, the dtype or the device is unknown; the reference is not one; or the data contain no fact
@@ -158,7 +160,7 @@ def check_checkpoint(
             tokenizer=tokenizer or known_tokenizer,
             device=resolved_device,
             dtype=DTYPES[dtype],
-            **given_options(mode, block_size, mask_token_id),
+            **given_options(mode, block_size, mask_token_id, ignore_config_keys),
         )
     except ValueError as error:
         if not path.exists() and expected is None:

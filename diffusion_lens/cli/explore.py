@@ -93,7 +93,7 @@ def explore(
     if shared:
         choices.append(loading.of(model, second_mode, beside=True))
     else:
-        others = replace(loading, config=None, block_size=None, mask_token_id=None)
+        others = replace(loading, config=None, block_size=None, mask_token_id=None, ignore_config_keys=None)
         choices += [others.of(name, second_mode) for name in names[1:]]
     lengths = [choice.length(length, of_data) for choice in choices]
     length = min((known for known in lengths if known is not None), default=None)
@@ -139,10 +139,7 @@ def _second(model: str, against: str, loading: LoadingOptions) -> str:
     from diffusion_lens.loading.pairs import PAIRS
     from weight_conversion.registry import FAMILIES
 
-    if (
-        Path(model).expanduser().exists()
-        and "mode" in FAMILIES[shape_of(model, loading.config, loading.options).family].options
-    ):
+    if Path(model).expanduser().exists() and FAMILIES[shape_of(model, loading.config, loading.options).family].modes:
         return model
     pair = PAIRS.get(model.lower())
     if pair is None:

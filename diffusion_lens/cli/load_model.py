@@ -37,15 +37,20 @@ class LoadingOptions(Settings):
     mask_token_id: int | None = setting(
         None, "Id of [MASK], where neither config nor tokenizer gives it.", partial(at_least, 0)
     )
+    ignore_config_keys: list[str] | None = setting(
+        None,
+        "Unknown key of the config that changes nothing in the network. Repeat the option for several. Any other "
+        "unknown key is an error.",
+    )
     device: str | None = setting(None, "cpu, cuda, cuda:1 or mps. Default: the best available device.")
     dtype: str = setting("float32", "Dtype of the weights: float32, bfloat16 or float16.")
 
     @property
-    def options(self) -> dict[str, str | int]:
+    def options(self) -> dict[str, Any]:
         """What the config leaves open, as far as it is given."""
         from diffusion_lens.loading.source import given_options
 
-        return given_options(self.mode, self.block_size, self.mask_token_id)
+        return given_options(self.mode, self.block_size, self.mask_token_id, self.ignore_config_keys)
 
     def of(self, model: str, mode: str | None, beside: bool = False) -> "ModelChoice":
         """The model in this mode. `beside` another mode of the checkpoint, the causal one takes neither size."""

@@ -175,7 +175,7 @@ def _problem(record: Any) -> str | None:
         return f"a fact has no field {unknown[0]!r}{cure}; its fields are {', '.join(FIELDS)}"
     for name, value in record.items():
         if name == "subject_start":
-            if not re.fullmatch(r"\d+", str(value)):
+            if not re.fullmatch(r"\d{1,9}", str(value)):
                 return f"subject_start is {value!r:.60}, not the index of a character"
         elif name in CHOICES:
             if value is not None and value not in CHOICES[name]:

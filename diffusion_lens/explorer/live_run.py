@@ -235,7 +235,7 @@ def watched(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, watchers: 
 
 
 def _is_index(text: str, size: int) -> bool:
-    return text.isascii() and text.isdigit() and int(text) < size
+    return text in map(str, range(size))
 
 
 def _described(plan: Plan, run: Trajectory, words: Words, asked: Asked) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def open_pretrained(
 ) -> tuple[DiffusionConfig, Checkpoint, Any]:
     """Config, checked checkpoint and tokenizer; the arguments are those of `from_pretrained`.
 
-    `options` are its `block_size`, `mode` and `mask_token_id`, as far as they are given.
+    `options` are those of `loading.source.given_options`.
     """
     # 1. The files.
     local = _locate(name_or_path, hub, options)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weight_conversion import Architecture, export_size, n_params, published_architecture
+from weight_conversion.families.family import IGNORED_KEYS
 from weight_conversion.registry import FAMILIES, recognise
 
 # How an entry was verified. "safetensors seen", "pth seen": the file was listed. "config seen": its config.json, or a
@@ -134,6 +135,7 @@ class Repository:
         """The architecture with options of `from_pretrained`; a `ValueError` for one that its family does not have."""
         if not self.config:
             return None
+        options = {name: value for name, value in options.items() if name != IGNORED_KEYS}  # of the file's config
         config = {**self.known, **options, "_name_or_path": self.repo}
         family = recognise(config, {}, self.name)
         family.check_options(options)

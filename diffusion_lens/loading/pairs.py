@@ -163,7 +163,7 @@ def _two_modes(
         options: Mode and block size of the diffusion model.
     """
     path = Path(name).expanduser()
-    if path.exists() and "mode" not in (family := family_of(path, {"mode": "ar"})).options:
+    if path.exists() and not (family := family_of(path, {"mode": "ar"})).modes:
         raise ValueError(
             f"{name} has one mode only, as all checkpoints of the family {family.name!r}, so that it is one model of a "
             "pair. Load both models by from_pretrained, each from its own checkpoint, and pass the two wherever a pair "

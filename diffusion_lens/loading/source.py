@@ -20,13 +20,14 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.weights import norms_are_one
 from diffusion_lens.settings import at_least
 from weight_conversion import read_json, read_json_object, write_json
+from weight_conversion.families.family import IGNORED_KEYS
 
 
 @dataclass(frozen=True)
 class Source:
     """The arguments of the `from_pretrained` call that gave a model, except its device and its access token.
 
-    `options` are its `block_size`, `mode` and `mask_token_id`, as far as they were given. Relative paths start from
+    `options` are those of `given_options`. Relative paths start from
     `working_directory`.
     """
 
@@ -48,8 +49,9 @@ class Source:
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def in_mode(self, mode: str) -> "Source":
-        """The same checkpoint in another mode, which takes no other option."""
-        return replace(self, options={"mode": mode})
+        """The same checkpoint in another mode, with the same unknown keys of its config and no other option."""
+        kept = {name: value for name, value in self.options.items() if name == IGNORED_KEYS}
+        return replace(self, options={**kept, "mode": mode})
 
     def anywhere(self) -> "Source":
         """The same with absolute paths, for a process with another working directory."""
@@ -125,7 +127,9 @@ def _own(config: Config, folder: Path) -> tuple[Mapping[str, Any], object]:
 MODES = ("bidirectional", "block", "ar")
 
 
-def given_options(mode: Any = None, block_size: Any = None, mask_token_id: Any = None) -> dict[str, Any]:
+def given_options(
+    mode: Any = None, block_size: Any = None, mask_token_id: Any = None, ignore_config_keys: Any = None
+) -> dict[str, Any]:
     """The options that are not `None`, by their name. Whether the checkpoint has them is checked when it is read."""
     if mode is not None and not isinstance(mode, str):
         raise TypeError(f"mode={mode!r} is not the name of a mode; the modes are {', '.join(map(repr, MODES))}")
@@ -134,4 +138,7 @@ def given_options(mode: Any = None, block_size: Any = None, mask_token_id: Any =
         given["block_size"] = at_least(1, "block_size", block_size, "a block has at least one position")
     if mask_token_id is not None:
         given["mask_token_id"] = at_least(0, "mask_token_id", mask_token_id, "it is the id of a token")
+    if ignore_config_keys is not None:
+        keys = [ignore_config_keys] if isinstance(ignore_config_keys, str) else ignore_config_keys
+        given |= {IGNORED_KEYS: [str(key) for key in keys]} if keys else {}
     return given

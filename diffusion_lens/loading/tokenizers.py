@@ -158,7 +158,10 @@ def save_tokenizer(tokenizer: Any, folder: Path, *, prepends_bos: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".tokenizer.") as name:
         written = Path(name)
-        tokenizer.save_pretrained(written)
+        try:
+            tokenizer.save_pretrained(written)
+        except Exception as error:  # the library raises that of a full disk without a type
+            raise OSError(f"{folder / TOKENIZER_FILES[0]} was not written: {error}") from error
         settings = read_json_object(written / TOKENIZER_CONFIG)
         write_json({**settings, "add_bos_token": prepends_bos}, written / TOKENIZER_CONFIG)
         for stale in (folder / CHAT_TEMPLATE, *(folder / MORE_TEMPLATES).glob("*.jinja")):

@@ -2,6 +2,9 @@
 
 import csv
 import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -167,3 +170,49 @@ def test_what_is_wrong_is_said_with_its_line(name: str, text: str, message: str,
     with pytest.raises(ValueError, match=message) as caught:
         open_source(str(written(tmp_path / name, text)))
     assert " Paris" in str(caught.value), "the error shows what a fact looks like"
+
+
+def characters_scanned(read: Callable[[], object]) -> int:
+    """Characters and items that the methods of texts and lists pass over while `read` runs, and its calls."""
+    work = 0
+
+    def count(frame: object, event: str, function: object) -> None:
+        nonlocal work
+        scanned = getattr(function, "__self__", None)
+        appends = getattr(function, "__name__", None) == "append"
+        work += 1 + (len(scanned) if isinstance(scanned, str | list) and not appends else 0)
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        read()
+    finally:
+        sys.setprofile(before)
+    return work
+
+
+@pytest.mark.parametrize("name", ["f.json", "f.jsonl", "f.csv", "repeated.json"])
+def test_the_work_of_reading_grows_as_the_file_does(name: str, tmp_path: Path) -> None:
+    work = []
+    for n in (10, 200, 400):  # the first call imports what it needs
+        rows = [{**ROWS[0], "prompt": f"Ada {i}"} for i in range(n)]
+        text = {
+            "f.json": json.dumps(rows, indent=1),
+            "f.jsonl": "\n".join(map(json.dumps, rows)),
+            "f.csv": "\n".join(["prompt,subject,answer", *(f"Ada {i},Ada, pilot" for i in range(n))]),
+            "repeated.json": f"[{{{', '.join(f'{json.dumps(str(min(i, n - 2)))}: 1' for i in range(n))}}}]",
+        }[name]
+        path = written(tmp_path / name, text)
+
+        def read(path: Path = path) -> None:
+            with pytest.raises(ValueError, match=r"the key '\d+' twice") if "repeated" in name else nullcontext():
+                open_source(str(path))
+
+        work.append(characters_scanned(read))
+    assert 1.5 < work[2] / work[1] < 2.5
+
+
+def test_an_index_of_thousands_of_digits_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "f.csv", f"prompt,subject,answer,subject_start\na,a,b,{'9' * 5000}\n")
+    with pytest.raises(ValueError, match=r"line 2: subject_start is '9+, not the index of a character"):
+        open_source(str(path))

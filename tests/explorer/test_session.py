@@ -256,6 +256,7 @@ def test_an_exception_leaves_no_hook(tiny, session):
         "alternatives/x",
         "../x",
         "lens/-1",
+        "lens/" + "9" * 5000,
     ):
         with pytest.raises(KeyError, match="has no chunk"):
             session.chunk(run["id"], name)

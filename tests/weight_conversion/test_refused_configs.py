@@ -36,7 +36,7 @@ def test_an_unknown_config_key(folder, given, refused):
     refused(
         ValueError,
         "not understood: ['sliding_window']",
-        "remove them only if they change nothing",
+        "only if they change nothing",
         f"[config: {source}]",
         path=path,
         config={"mapping": config, "path": beside, "beside": None}[given],

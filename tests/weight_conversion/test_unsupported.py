@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens import HookedDiffusionTransformer, load_pair
+from weight_conversion import export, open_checkpoint
 from weight_conversion.registry import recognise
 
 # What the published configs (and shrunken ones of the authors' own code) say, but for the numbers of the network.
@@ -102,3 +103,60 @@ def test_an_unknown_config_beside_a_checkpoint_is_reported(tmp_path, refused, wr
     refused(ValueError, words[2], do=lambda: recognise({"architectures": ["GPTNeoXForCausalLM"]}, {}, "x"))
     for given in (path, tmp_path):
         refused(ValueError, *words, do=lambda given=given: HookedDiffusionTransformer.from_pretrained(given))
+
+
+SDAR = {"model_type": "sdar", "architectures": ["SDARForCausalLM"]}
+SEVERAL, I_DLM, RCD = "one of several networks of one model type", "(I-DLM)", "(RCD)"
+
+
+@pytest.mark.parametrize("block_size", [None, 4])
+@pytest.mark.parametrize(
+    ("config", "source", "words"),
+    [
+        (SDAR, "checkpoint-500", [SEVERAL, "model_type='sdar'", "I-DLM", "RCD", "pass mode='block'"]),
+        ({"model_type": "sdar"}, "out/model.safetensors", [SEVERAL, "does not say how to read it"]),
+        (SDAR, "owner/I-DLM-8B", [I_DLM, "its name is 'I-DLM-8B'", "causal"]),
+        ({**SDAR, "_name_or_path": "owner/i-dlm-32b"}, "mine", [I_DLM, "owner/i-dlm-32b"]),
+        ({**SDAR, "architectures": ["IDLMForCausalLM"]}, "my-sdar", [I_DLM, "['IDLMForCausalLM']"]),
+        ({**SDAR, "auto_map": {"AutoModel": "modeling_rcd.SDARModel"}}, "my-sdar", [RCD, "modeling_rcd"]),
+        (SDAR, "owner/RCD-SDAR-4B", [RCD, "its name is 'RCD-SDAR-4B'", "step before"]),
+        ({**SDAR, "mode": "block"}, "residual-context-diffusion-4b", [RCD, "its name is"]),
+    ],
+)
+def test_networks_that_share_a_model_type_are_not_told_by_a_block_size(config, source, words, block_size, refused):
+    config = config if block_size is None else {**config, "block_size": block_size}
+    refused(ValueError, *words, "wrong numbers", do=lambda: recognise(config, {}, source))
+
+
+@pytest.mark.parametrize(
+    ("config", "source"),
+    [
+        (SDAR, "huggingface.co/JetLM/SDAR-4B-Chat-b16"),
+        ({**SDAR, "_name_or_path": "JetLM/SDAR-1.7B-Chat"}, "checkpoint-500"),
+        ({**SDAR, "mode": "block"}, "checkpoint-500"),
+        ({**SDAR, "fuse_cross_entropy": True}, "checkpoint-500"),  # a key of the authors' own class
+    ],
+)
+def test_sdar_is_told_by_its_name_its_own_key_or_the_mode(config, source):
+    assert recognise(config, {}, source).name == "sdar"
+
+
+def test_an_unnamed_sdar_is_read_by_blocks_and_in_no_other_mode(configs, specimen, tmp_path, refused):
+    model = specimen(configs["sdar"]).model
+    folder = tmp_path / "mine"
+    path = export(model.state_dict(), model.cfg.architecture, folder / "model.safetensors")
+    assert open_checkpoint(path).architecture == model.cfg.architecture  # an export says what it is
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "mode"}))
+    load = HookedDiffusionTransformer.from_pretrained
+    refused(ValueError, SEVERAL, "mode='block'", do=lambda: load(path, block_size=4, device="cpu"))
+    read = load(path, block_size=4, mode="block", device="cpu")
+    assert (read.cfg.attention_dir, read.cfg.block_size, read.cfg.architecture.readout) == (
+        "block_causal",
+        4,
+        "in_place",
+    )
+    for mode in ("ar", "bidirectional"):
+        refused(ValueError, f"mode={mode!r}", "'block'", do=lambda mode=mode: load(path, mode=mode, device="cpu"))
+    with pytest.raises(ValueError, match="has one mode only"):
+        load_pair(folder)

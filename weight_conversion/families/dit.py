@@ -73,7 +73,6 @@ MDLM_KEYS = ConfigKeys(
     },
     flags={"time_conditioning": None},
     read=("mask_token_id", "model_type"),
-    ignored=("dropout",),
 )
 UDLM_KEYS = replace(MDLM_KEYS, family="udlm", read=("model_type",), fixed={"cfg": (False,), "cfg_num_classes": (-1,)})
 BD3LM_KEYS = replace(
@@ -81,7 +80,7 @@ BD3LM_KEYS = replace(
     family="bd3lm",
     counts={**MDLM_KEYS.counts, "block_size": None},
     fixed={"adaln": (True,), "causal": (False,)},
-    ignored=("attn_backend", "cross_attn", "dropout", "sampling_eps_max", "sampling_eps_min", "var_min"),
+    ignored=("attn_backend", "cross_attn", "sampling_eps_max", "sampling_eps_min", "var_min"),
 )
 RADD_KEYS = ConfigKeys(
     family="radd",
@@ -96,7 +95,7 @@ RADD_KEYS = ConfigKeys(
     name="model.name",
     fixed={"noise.type": ("loglinear",)},
     ignored=(
-        *("model.cond_dim", "model.dropout", "model.dtype", "model.scale_by_sigma", "model.use_checkpoint"),
+        *("model.cond_dim", "model.dtype", "model.scale_by_sigma", "model.use_checkpoint"),
         *("graph.file", "graph.report_all", "graph.type", "noise.sigma_max", "noise.sigma_min"),
     ),
 )
@@ -105,7 +104,7 @@ SEDD_KEYS = ConfigKeys(
     counts={**RADD_KEYS.counts, "model.cond_dim": None},
     read=("model.name", "graph.type", "noise.type", "noise.sigma_min", "noise.sigma_max", "model.scale_by_sigma"),
     fixed={"model.type": ("ddit",)},
-    ignored=("model.dropout", "graph.file", "graph.report_all"),
+    ignored=("graph.file", "graph.report_all"),
     name="model.name",
 )
 _RADD_TYPE = "ddit_wot"

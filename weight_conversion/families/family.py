@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 from weight_conversion.architecture import (
@@ -23,14 +25,43 @@ from weight_conversion.key_map import Rule
 
 Config = Mapping[str, Any]
 
-# Ignored keys: they concern code, files and training, or token ids that the tokenizer contains, but not the network.
+# Patterns of ignored keys: they concern names, code, files, training or generation, or token ids that the tokenizer
+# contains, but not the network.
 SILENT = (
-    *("_name_or_path", "architectures", "auto_map", "is_encoder_decoder", "problem_type", "transformers_version"),
-    *("attention_dropout", "initializer_range", "pretraining_tp", "dtype", "torch_dtype"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "id2label", "label2id"),
-    *("chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "use_cache"),
+    *("*name_or_path", "model_name", "_commit_hash", "architectures", "auto_map", "is_llama_config", "unsloth_*"),
+    *("transformers.js_config", "transformers_version", "tokenizer_class", "task_specific_params", "problem_type"),
+    *("dtype", "torch_dtype", "torchscript", "use_bfloat16", "tf_legacy_loss", "*attn_implementation*"),
+    *("_flash_attn_2_enabled", "use_flash_attention*", "base_model_*_plan", "keys_to_ignore_at_inference"),
+    *("*dropout", "*_pdrop", "initializer_range", "gradient_checkpointing*", "use_gradient_checkpointing"),
+    *("pretraining_tp", "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict"),
+    *(
+        "use_cache",
+        "cache_implementation",
+        "is_decoder",
+        "is_encoder_decoder",
+        "model_max_length",
+        "router_aux_loss_coef",
+    ),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id"),
+    *("decoder_start_token_id", "id2label", "label2id", "num_labels", "finetuning_task", "classifier_dropout_prob"),
+    # Settings of generation, which old versions of transformers keep in the config of the model.
+    *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+    *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
+    *("*no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate"),
+    *("forced_*_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "*suppress_tokens", "prefix"),
     "block_size",  # null: not trained by blocks. `check` refuses any other value unless the family reads it.
 )
+# Switches of parts that our networks do not have, with the values that leave them off.
+OFF: dict[str, Sequence[Any]] = {
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "rope_interleaved": (False, None),
+    "tie_encoder_decoder": (False, None),
+    "use_sliding_window": (False, None),
+}
+# The option that names further keys as ignored. `open_checkpoint` puts it into the config with the other options.
+IGNORED_KEYS = "ignore_config_keys"
 # Keys of sizes that the configs of transformers share.
 SIZES = {
     "hidden_size": "d_model",
@@ -50,6 +81,7 @@ _NOT_OPEN = {
     "block_size": "whose config already says which positions see each other",
     "mode": "which is read in one mode only",
     "mask_token_id": "whose config says whether there is a [MASK], and which token it is",
+    IGNORED_KEYS: "whose config has no unknown keys",
 }
 
 
@@ -66,8 +98,8 @@ class Family:
         write_config: Inverse of `read_architecture`, for export.
         config_file: File name of the config beside the checkpoint.
         ignored: Patterns of the names of tensors that are not needed.
-        options: The arguments of `open_checkpoint` that its config may be completed with, of "block_size", "mode" and
-            "mask_token_id"; `read_architecture` finds them under these keys of the config.
+        options: The arguments of `open_checkpoint` that its config may be completed with, of "block_size", "mode",
+            "mask_token_id" and "ignore_config_keys"; `read_architecture` finds them under these keys of the config.
         modes: The names of its modes by direction of attention, where each of its checkpoints is several models.
         classes: Model types of the family, each with a pattern of the class names that its configs list under
             `architectures`.
@@ -123,7 +155,7 @@ class ConfigKeys:
         flags: Keys whose values are true, false, absent or null.
         read: Other keys that are read if present.
         fixed: Keys with the values that our network supports; the first one is written on export.
-        ignored: Keys that do not affect the network, in addition to `SILENT`.
+        ignored: Keys that do not affect the network, in addition to `SILENT` and, if they are off, `OFF`.
         name: Key of the model's name.
     """
 
@@ -157,13 +189,24 @@ class ConfigKeys:
 
     def check(self, config: Config) -> None:
         """Raise a `ValueError` that names keys that are missing, unknown, or have a value that is not supported."""
-        known = {*self.counts, *self.optional, *self.flags, *self.read, *self.fixed, *self.ignored, *SILENT}
+        fixed = {**OFF, **self.fixed}
+        read = {*self.counts, *self.optional, *self.flags, *self.read, *fixed, *self.ignored, IGNORED_KEYS}
+        others = [key for key in map(str, config) if key not in read]
+        unknown = sorted(key for key in others if not any(fnmatchcase(key, pattern) for pattern in SILENT))
+        ignored = config.get(IGNORED_KEYS, ())
+        if useless := [key for key in ignored if key not in others]:
+            near = get_close_matches(useless[0], unknown, n=1)
+            raise ValueError(
+                f"{IGNORED_KEYS} names {useless[0]!r}, and "
+                + (f"the {self.family} family reads it" if useless[0] in config else "the config has no such key")
+                + (f" (nearest: {near[0]!r})" if near else f"; the unknown keys are {unknown}")
+            )
         if missing := [key for key in self.counts if key not in config]:
             raise ValueError(f"the {self.family} config lacks {missing}; add them")
-        if unknown := sorted(map(str, set(config) - known)):
+        if unknown := [key for key in unknown if key not in ignored]:
             raise ValueError(
-                f"the {self.family} config has keys that are not understood: {unknown}; remove them only if they "
-                "change nothing in the network"
+                f"the {self.family} config has keys that are not understood: {unknown}; only if they change nothing "
+                f"in the network, pass {IGNORED_KEYS}={unknown}"
             )
         if config.get("block_size") is not None and "block_size" not in (*self.read, *self.counts):
             raise ValueError(
@@ -184,7 +227,7 @@ class ConfigKeys:
             )
         if other := sorted({str(layer_type) for layer_type in layer_types} - {"full_attention"}):
             raise ValueError(f"layer_types in the {self.family} config names {other}; only full_attention is supported")
-        for key, allowed in self.fixed.items():
+        for key, allowed in fixed.items():
             if key in config and config[key] not in allowed:
                 raise ValueError(
                     f"{key}={config[key]!r} is not supported in the {self.family} family: it must be {allowed[0]!r}"
@@ -218,6 +261,8 @@ def of_config(
     recognises: Callable[[Config], bool],
     read: Callable[[Config], Architecture],
     write: Callable[[Architecture], dict[str, Any]],
+    *,
+    options: tuple[str, ...] = (),
     **more: Any,
 ) -> Family:
     """A family that its config.json shows without the tensors.
@@ -225,6 +270,7 @@ def of_config(
     `read` takes the config after the check of its `keys`, one in sections `flattened`; `more` are further attributes of
     the `Family`.
     """
+    more["options"] = (*options, IGNORED_KEYS)
 
     def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
         assert config is not None

@@ -43,6 +43,7 @@ class Kind:
         published: Pattern of the published names of checkpoints whose config does not show the kind.
         supported: Values of `model_type` of the checkpoints of this kind that a family supports.
         settled_by: Keys of the config, or arguments of `from_pretrained`, that say what the checkpoint is.
+        supported_names: Pattern of the published names of checkpoints that a family supports.
     """
 
     what: str
@@ -54,6 +55,7 @@ class Kind:
     published: str = r"(?!)"
     supported: tuple[str, ...] = ()
     settled_by: tuple[str, ...] = ()
+    supported_names: str = r"(?!)"
 
     def evidence(self, config: Config, shapes: Mapping[str, Shape], names: Sequence[str], beside: Config) -> str | None:
         """The evidence that a checkpoint is of this kind, or `None`.
@@ -62,6 +64,8 @@ class Kind:
         the checkpoint decides, then the checkpoint's names.
         """
         if config.get("model_type") in self.supported or any(key in config for key in self.settled_by):
+            return None
+        if any(re.search(self.supported_names, name, re.IGNORECASE) for name in names):
             return None
         for tensor in shapes:
             if any(fnmatchcase(tensor, pattern) for pattern in self.tensors):
@@ -134,6 +138,26 @@ KINDS = (
         supported=("nemotron_labs_diffusion", "mdlm", "udlm", "bd3lm"),
         settled_by=("mode",),
     ),
+    Kind(
+        "an introspective diffusion model (I-DLM)",
+        "its attention is causal and its logits are shifted by one, unlike those of SDAR, whose model type it has",
+        classes=r"(?i:i_?dlm|introspective)",
+        published=r"(?<![a-z])i-?dlm(?![a-z])|introspective",
+    ),
+    Kind(
+        "a model with residual context (RCD)",
+        "it also reads what the step before predicted, unlike SDAR, whose model type it has",
+        classes=r"(?i:rcd|residual_?context)",
+        published=r"(?<![a-z])rcd(?![a-z])|residual[-_]?context",
+    ),
+    Kind(
+        "one of several networks of one model type",
+        "SDAR attends by blocks and predicts in place, I-DLM is causal and shifted, and RCD reads the step before; if "
+        "it is SDAR, pass mode='block'",
+        model_types=("sdar",),
+        settled_by=("mode", "fuse_cross_entropy"),  # a key that the authors' own configs of SDAR have
+        supported_names=r"(?<![a-z])sdar(?![a-z])",
+    ),
 )
 
 
@@ -176,8 +200,11 @@ def refuse_unsupported(
         return
     kinds = ", and ".join(f"{kind.what} ({evidence})" for kind, evidence in matches)
     differences = "; ".join(f"as {kind.what}, {kind.difference}" for kind, _ in matches)
-    named_only = all(kind.settled_by and evidence.startswith("its name") for kind, evidence in matches)
-    verdict = "Its config does not say how to read it" if named_only else "This is not supported"
+    undecided = all(
+        kind.settled_by and evidence.startswith(("its name", "its config says model_type"))
+        for kind, evidence in matches
+    )
+    verdict = "Its config does not say how to read it" if undecided else "This is not supported"
     raise ValueError(
         f"{source} is {kinds}. {verdict}, and read as another kind it would give wrong numbers: {differences}"
         f"{_remedy(matches)}"
@@ -243,8 +270,10 @@ def warn_if_silent(config: Config, source: str, config_path: str | None = None) 
 
 def names_of(config: Config, source: str, config_path: str | None) -> list[str]:
     """The names of a checkpoint: of its files and folders, of its repository in a cache, and in its config."""
-    own_name = [config["_name_or_path"]] if isinstance(config.get("_name_or_path"), str) else []
-    return [*dict.fromkeys(name for path in (source, config_path) if path for name in _names_in(path)), *own_name]
+    given = [*dict.fromkeys(name for path in (source, config_path) if path for name in _names_in(path))]
+    own_name = config.get("_name_or_path")
+    # An export of a model without a name repeats the model type.
+    return [*given, own_name] if isinstance(own_name, str) and own_name != config.get("model_type") else given
 
 
 def _remedy(matches: Sequence[tuple[Kind, str]]) -> str:

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from weight_conversion.architecture import Architecture, Shape
-from weight_conversion.families.family import Config, ConfigKeys, Family
+from weight_conversion.families.family import IGNORED_KEYS, Config, ConfigKeys, Family
 from weight_conversion.key_map import GroupMajorQKV, Rule
 
 # name: (n_layer, n_head, n_embd, intermediate_size); every size has n_query_groups = n_head, vocabulary 32000 and
@@ -170,4 +170,14 @@ def _config_of_shapes(shapes: Mapping[str, Shape]) -> Config:
     )
 
 
-FAMILIES = (Family("lit_gpt", RULES, recognises, read_architecture, write_config, config_file="lit_config.json"),)
+FAMILIES = (
+    Family(
+        "lit_gpt",
+        RULES,
+        recognises,
+        read_architecture,
+        write_config,
+        config_file="lit_config.json",
+        options=(IGNORED_KEYS,),
+    ),
+)

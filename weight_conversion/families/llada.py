@@ -44,7 +44,7 @@ KEYS = ConfigKeys(
     },
     ignored=(
         *("alibi_bias_max", "attention_layer_norm_with_affine", "flash_attention", "mlp_ratio", "precision"),
-        *("embedding_dropout", "init_cutoff_factor", "init_device", "init_fn", "init_std", "residual_dropout"),
+        *("init_cutoff_factor", "init_device", "init_fn", "init_std"),
     ),
 )
 

@@ -63,10 +63,9 @@ KEYS = ConfigKeys(
         "use_qk_norm": (True,),
         "use_qkv_bias": (False,),
         "use_rmsnorm": (True,),
-        "use_sliding_window": (False,),
         "using_split_qkv_in_self_attention": (False,),
     },
-    ignored=("embedding_dropout", "max_window_layers", "output_dropout", "output_router_logits", "sliding_window"),
+    ignored=("max_window_layers", "output_router_logits", "sliding_window"),
 )
 
 _LAYER, _BLOCK = "model.layers.{i}.", "blocks.{i}."

@@ -38,7 +38,7 @@ KEYS = ConfigKeys(
     fixed={"attention_bias": (False, None), "hidden_act": ("silu",)},
     ignored=(
         *("moe_router_score_function", "norm_topk_prob", "output_router_logits", "routed_scaling_factor"),
-        *("router_aux_loss_coef", "router_num_group", "router_topk_group"),
+        *("router_num_group", "router_topk_group"),
     ),
 )
 

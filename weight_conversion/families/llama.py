@@ -74,7 +74,8 @@ def decoder_family(
         return read_decoder(keys, config, **how)
 
     def write(a: Architecture) -> dict[str, Any]:
-        return {"model_type": list(classes)[-1 if a.has_mask else 0], **write_decoder(keys, a)}
+        mode = {"mode": keys.written["mode"]} if "mode" in keys.fixed else {}
+        return {"model_type": list(classes)[-1 if a.has_mask else 0], **write_decoder(keys, a), **mode}
 
     return by_model_type(keys, rules, read, write, classes, options=options)
 

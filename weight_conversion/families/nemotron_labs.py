@@ -37,7 +37,7 @@ KEYS = replace(
         "sliding_window": (None,),
     },
     # Of the training, and of code that computes the same in another way.
-    ignored=("ar_loss_weight", "attn_implementation", "dlm_loss_weight", "dp_varying_mask_ratio"),
+    ignored=("ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio"),
 )
 
 RULES = tuple(

@@ -9,7 +9,8 @@ and keys instead. Sources: transformers `models/qwen2/modeling_qwen2.py`, `model
   `dllm/pipelines/dream/models/modeling_dream.py`, `generation_utils.py`.
 - SDAR is block diffusion made from Qwen3 (Cheng et al. 2025, arXiv 2510.06303): a position sees its block and the
   blocks before it, and predicts its own token. The published configs say neither the number of positions in a block nor
-  the id of [MASK] (`kinds.py`). Source: JetAstra/SDAR `training/model/SDAR-4B-Chat/modeling_sdar.py`.
+  the id of [MASK], and I-DLM and RCD have the same model type (`kinds.py`). Source: JetAstra/SDAR
+  `training/model/SDAR-4B-Chat/modeling_sdar.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ QWEN2_KEYS = replace(
     KEYS,
     family="qwen2",
     flags={"tie_word_embeddings": "tied"},
-    fixed={**KEYS.fixed, "use_sliding_window": (False,), "use_mrope": (False,)},
+    fixed={**KEYS.fixed, "use_mrope": (False,)},
     ignored=("max_window_layers", "sliding_window", "layer_types"),
 )
 QWEN3_KEYS = replace(QWEN2_KEYS, family="qwen3", flags={**QWEN2_KEYS.flags, "attention_bias": "o_bias"})
@@ -32,8 +33,9 @@ DREAM_KEYS = replace(QWEN2_KEYS, family="dream", read=tuple(key for key in QWEN2
 SDAR_KEYS = replace(
     QWEN3_KEYS,
     family="sdar",
+    fixed={**QWEN3_KEYS.fixed, "mode": ("block",)},  # other networks have its model type (`kinds.py`)
     ignored=(
-        *(*QWEN3_KEYS.ignored, "attn_implementation", "block_causal_prompt", "debug", "ep_size"),
+        *(*QWEN3_KEYS.ignored, "block_causal_prompt", "debug", "ep_size"),
         *("fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep"),
     ),
 )
@@ -65,6 +67,12 @@ FAMILIES = (
         qk_norm=True,
     ),
     decoder_family(
-        SDAR_KEYS, {"sdar": "SDAR(Model|ForCausalLM)"}, QWEN3_RULES, masked=True, by_blocks=True, qk_norm=True
+        SDAR_KEYS,
+        {"sdar": "SDAR(Model|ForCausalLM)"},
+        QWEN3_RULES,
+        masked=True,
+        by_blocks=True,
+        qk_norm=True,
+        options=("mode", "block_size", "mask_token_id"),
     ),
 )

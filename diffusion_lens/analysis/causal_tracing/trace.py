@@ -148,7 +148,7 @@ def causal_trace(
         ValueError: A setting out of range, a query without an answer, a budget too small for one cell.
     """
     # 1. Lay out the inputs of the clean and the corrupted run.
-    if isinstance(query, Fact):
+    if not isinstance(query, Query):
         query = as_query(model, query)
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
     real = model.padding.real(canvas)

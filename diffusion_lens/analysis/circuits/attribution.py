@@ -242,7 +242,7 @@ def edge_attribution(
 
     Args:
         model: Model whose corrupted run is patched, of either variant.
-        clean, corrupted: Inputs of one length: texts, tokens, queries or, with `steps`, trajectories.
+        clean, corrupted: Inputs of one length, as in `patch_grid`: facts, queries, texts, tokens or trajectories.
         metric: Function of the logits, as in `patch_grid`; it must be differentiable.
         steps: Steps of the trajectories, each with scores of its own.
         ig_steps: Number m of gradients that are averaged; 1 is plain EAP, with the gradient of the corrupted run.

@@ -204,6 +204,17 @@ def padded(model: DiffusionTransformer, rows: Sequence[Tensor]) -> tuple[Tokens,
     return tokens, torch.arange(tokens.shape[1], device=tokens.device) < ends
 
 
+def as_batch(model: DiffusionTransformer, queries: Sequence[Query]) -> tuple[Tokens, PosMask | None]:
+    """The canvases as rows, padded on the right so that every position keeps its number, and their attention mask.
+
+    Padding inside a canvas is padding here too. The mask is `None` where there is no padding.
+    """
+    tokens, real = padded(model, [query.tokens.to(model.cfg.device, torch.long) for query in queries])
+    if (own := model.padding.real(tokens)) is not None:
+        real &= own
+    return tokens, None if bool(real.all()) else real
+
+
 def sha256_of(tensors: Iterable[Tensor]) -> str:
     """SHA-256 of the shapes and values of tensors."""
     digest = hashlib.sha256()

@@ -22,9 +22,17 @@ from torch import Tensor
 
 from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.cells import CellBudget
-from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Metric, Reading
+from diffusion_lens.analysis.engine.layout import Queries, as_queries
+from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbabilities, AnswerProbability, Metric, Reading
 from diffusion_lens.analysis.patching.result import EstimateError, PatchGrid
-from diffusion_lens.analysis.patching.runs import Side, SidePair, cell_budgets, sweep_by_gradient, sweep_exactly
+from diffusion_lens.analysis.patching.runs import (
+    Given,
+    Side,
+    SidePair,
+    cell_budgets,
+    sweep_by_gradient,
+    sweep_exactly,
+)
 from diffusion_lens.analysis.patching.sites import (
     CellPositions,
     PositionPairs,
@@ -35,7 +43,6 @@ from diffusion_lens.analysis.patching.sites import (
 )
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_tokens, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.facts.fact import Query
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
@@ -62,7 +69,7 @@ class PatchSettings(PatchFields):
             raise ValueError(f"heads={list(self.heads)}, but {', '.join(site.name for site in sites)} has no heads")
 
 
-Patchable = str | Sequence[str] | Tensor | Query | Trajectory
+Patchable = Given | Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +160,7 @@ def plain_steps(steps: Iterable[Whole] | None) -> list[int] | None:
     return None if steps is None else whole_numbers("steps", steps)
 
 
-def answer_probability(model: DiffusionTransformer, query: Query) -> AnswerProbability:
+def answer_probability(model: DiffusionTransformer, query: Queries) -> AnswerProbability | AnswerProbabilities:
     """p(answer) of a query as a metric for `patch_grid`: the product of its tokens' probabilities, mean over the batch.
 
     With `steps`, p(answer) is read from each step's canvas, as in `trace_trajectory`. Tokens that are already revealed
@@ -161,12 +168,14 @@ def answer_probability(model: DiffusionTransformer, query: Query) -> AnswerProba
 
     Args:
         model: Model that predicts the answer.
-        query: Query with the answer.
+        query: Query or fact with the answer; or one for each row of the batch. A fact is laid out as in `causal_trace`.
 
     Raises:
         ValueError: No answer, or an answer that the model cannot write.
+        TypeError: A text, which does not say what its answer is.
     """
-    return AnswerProbability(query, Answer.of(model, query))
+    metrics = tuple(AnswerProbability(each, Answer.of(model, each)) for each in as_queries(model, query))
+    return AnswerProbabilities(metrics) if len(metrics) > 1 else metrics[0]
 
 
 @takes(PatchSettings)
@@ -191,7 +200,9 @@ def patch_grid(
 
     Args:
         model: Model whose corrupted run is patched.
-        clean, corrupted: Text or texts, tokens Int[batch pos], a `Query` or, with `steps`, a `Trajectory` each.
+        clean, corrupted: A `Fact` or a `Query`, or several as rows of a batch (a fact is laid out as in
+            `causal_trace`); texts as they stand, without masked positions; tokens Int[batch pos]; or, with `steps`, a
+            `Trajectory` each.
         metric: Function from the corrupted model's logits [batch pos d_vocab_out] to a scalar tensor, as in
             TransformerLens. Their softmax is p(x_0), whatever the head's output means. The logits are guided if the
             corrupted trajectory is. `answer_probability(model, query)`

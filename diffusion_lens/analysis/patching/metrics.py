@@ -65,6 +65,29 @@ class AnswerProbability:
         return TracedTrajectory.of(model, replace(self.query, tokens=tokens), trajectory)
 
 
+@dataclass(frozen=True, eq=False)
+class AnswerProbabilities:
+    """The metric p(answer) of a batch in which each row has a query of its own, mean over the rows."""
+
+    of_rows: tuple[AnswerProbability, ...]
+
+    @property
+    def rows(self) -> Int[Tensor, "selected"]:
+        """Rows of the logits that predict some answer."""
+        rows: Tensor = torch.cat([each.rows for each in self.of_rows]).unique()
+        return rows
+
+    def __call__(self, logits: Float[Tensor, "batch selected d_vocab_out"]) -> Float[Tensor, ""]:
+        if len(logits) != len(self.of_rows):
+            raise ValueError(
+                f"{len(logits)} rows are patched, and the metric has {len(self.of_rows)} answers: one each"
+            )
+        own = [torch.searchsorted(self.rows, each.rows) for each in self.of_rows]
+        by_row = [each(row[None, rows]) for each, row, rows in zip(self.of_rows, logits, own, strict=True)]
+        mean: Tensor = torch.stack(by_row).mean()
+        return mean
+
+
 @dataclass(frozen=True)
 class Reading:
     """A function from logits [batch selected d_vocab_out] to one number, and the rows that it reads; `None` for all."""

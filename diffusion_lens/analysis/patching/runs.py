@@ -14,7 +14,7 @@ largest estimates are also patched exactly, and the result contains the differen
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -22,18 +22,22 @@ from torch import Tensor
 
 from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.engine.cells import Cell, CellBudget, CellRuns, Patch, reaches_a_row
+from diffusion_lens.analysis.engine.inputs import as_batch
 from diffusion_lens.analysis.engine.kept_run import KeptRun, NetworkInput, stream_entering
-from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbability, Reading
+from diffusion_lens.analysis.engine.layout import Queries, as_queries
+from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbabilities, AnswerProbability, Reading
 from diffusion_lens.analysis.patching.result import EstimateError
 from diffusion_lens.analysis.patching.sites import Cells, Site, Sweep
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.facts.fact import Query
+from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.inputs import check_attention_mask, check_tokens
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable
+
+Given = str | Sequence[str] | Tensor | Queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +55,17 @@ class Side:
     step: StepState | None = None  # as hooks read it; `None` outside the loop
 
     @classmethod
-    def of(cls, model: DiffusionTransformer, prompt: str | Sequence[str] | Tensor | Query, reading: Reading) -> "Side":
-        """The side that reads a text, tokens or a query."""
-        prompt = prompt.tokens if isinstance(prompt, Query) else prompt
+    def of(cls, model: DiffusionTransformer, prompt: Given, reading: Reading) -> "Side":
+        """The side that reads texts, tokens, queries or facts."""
         if isinstance(prompt, Tensor):
             tokens = check_tokens(prompt, model.cfg)
             # Passes that start from a residual stream cannot infer the padding from tokens.
             real = model.padding.real(tokens)
+        elif isinstance(prompt, Query | Fact) or not all(isinstance(each, str) for each in prompt):
+            tokens, real = as_batch(model, as_queries(model, cast(Queries, prompt)))
+            tokens = check_tokens(tokens, model.cfg)
         else:
-            tokens, real = model.tokenize(prompt)
+            tokens, real = model.tokenize(cast(Sequence[str], prompt))
             real = None if real is None or bool(real.all()) else real
         return cls(model, tokens, real, reading, tokens.shape[1])
 
@@ -74,6 +80,11 @@ class Side:
         n_canvas = int((reached(canvas) & real).any(dim=0).nonzero().max()) + 1
         whole, metric = canvas.shape[1], reading.function
         n_shown = whole if model.is_hooked else min(whole, _with_block(model, n_canvas))
+        if isinstance(metric, AnswerProbabilities):
+            raise ValueError(
+                f"with steps=, p(answer) is read of one fact, and the metric has {len(metric.of_rows)}: give each fact "
+                "a grid of its own"
+            )
         if isinstance(metric, AnswerProbability):
             run = metric.traced(model, trajectory)
             n_shown = min(whole, max(n_shown, _with_block(model, int(metric.rows.max()) + 1)))
@@ -100,7 +111,7 @@ class Side:
     def through_head(self) -> "Side":
         """This side with its metric applied to what its head's output means: logits whose softmax is p(x_0), guided if
         its run was. The probability of an answer reads the head itself."""
-        if self.reading is UNREAD or isinstance(self.reading.function, AnswerProbability):
+        if self.reading is UNREAD or isinstance(self.reading.function, AnswerProbability | AnswerProbabilities):
             return self
         rows, present = self.reading.rows, None
         if self.model.head.needs_canvas:  # the token at each position that the metric's rows predict

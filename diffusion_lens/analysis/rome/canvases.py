@@ -29,7 +29,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.engine.answer import clean_logits
-from diffusion_lens.analysis.rome.keys import as_batch, check_object, key_site
+from diffusion_lens.analysis.engine.inputs import as_batch
+from diffusion_lens.analysis.rome.keys import check_object, key_site
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.hooks.names import mlp_out
 from diffusion_lens.model.attention import AttentionContext, LayerKeyValues

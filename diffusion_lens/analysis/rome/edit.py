@@ -36,8 +36,9 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.engine.answer import Answer
+from diffusion_lens.analysis.engine.inputs import as_batch
 from diffusion_lens.analysis.rome.covariance import Covariance, InverseMoment, SecondMoment, require_covariance_of
-from diffusion_lens.analysis.rome.keys import KeyResult, as_batch, pick_edited_layer
+from diffusion_lens.analysis.rome.keys import KeyResult, pick_edited_layer
 from diffusion_lens.analysis.rome.values import ValueResult
 from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before_gate, require_same_model, say_layers
 from diffusion_lens.facts.fact import Probe, Query

@@ -21,13 +21,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.engine.answer import check_answer
-from diffusion_lens.analysis.engine.inputs import padded
-from diffusion_lens.analysis.engine.layout import CanvasLayout
+from diffusion_lens.analysis.engine.inputs import as_batch
+from diffusion_lens.analysis.engine.layout import CanvasLayout, Queries, as_queries
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.facts.fact import Fact, Query
-from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import Result, Saved, Table, provenance
 from diffusion_lens.settings import (
@@ -42,7 +41,6 @@ from diffusion_lens.settings import (
 )
 from diffusion_lens.settings.shared import check_key_position
 
-Request = Query | Sequence[Query]
 KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
     "subject_last": lambda query: query.subject[1] - 1,
     "subject_first": lambda query: query.subject[0],
@@ -79,7 +77,7 @@ class KeyResult(Result, Saved):
 
 @suggest_keywords
 def compute_key(
-    model: DiffusionTransformer, queries: Request, layer: Whole, at: str = "subject_last", *, max_batch: Whole = 256
+    model: DiffusionTransformer, queries: Queries, layer: Whole, at: str = "subject_last", *, max_batch: Whole = 256
 ) -> KeyResult:
     """k* of one request.
 
@@ -88,7 +86,8 @@ def compute_key(
     on the same canvas.
 
     Args:
-        queries: The plain request and the same after prefixes (`query_with_prefixes`), or a single query.
+        queries: The plain request and the same after prefixes (`query_with_prefixes`), or a single one. A fact is laid
+            out as in `causal_trace`.
         layer: Number of the block; negative ones count from the end.
         at: Token at which the key is taken: "subject_last", as in ROME, or "subject_first".
         max_batch: Largest number of rows in one forward pass.
@@ -100,7 +99,7 @@ def compute_key(
 @torch.no_grad()
 def compute_keys(
     model: DiffusionTransformer,
-    requests: Sequence[Request],
+    requests: Sequence[Queries],
     layer: Whole,
     at: str = "subject_last",
     *,
@@ -109,7 +108,7 @@ def compute_keys(
     """The keys of many requests, whose prompts share batches; `compute_key` describes the arguments."""
     layer, max_batch = pick_edited_layer(model, layer), at_least(1, "max_batch", max_batch)
     check_key_position("at", at)
-    prompts = [*map(as_request, requests)]
+    prompts = [as_queries(model, request) for request in requests]
     states = states_at(model, [*chain(*prompts)], key_site(layer), layer, at, max_batch).float()
     record = {"at": at, **provenance(model, model.cfg)}
     return [
@@ -188,20 +187,6 @@ def lay_out_request(
     return queries
 
 
-def as_request(queries: Request) -> list[Query]:
-    """A request as a list of queries, at least one."""
-    if isinstance(queries, Query):
-        return [queries]
-    request = list(queries)
-    if not request:
-        raise ValueError("the request is empty: give at least the plain prompt, as a Query")
-    if wrong_types := [type(query).__name__ for query in request if not isinstance(query, Query)]:
-        raise TypeError(
-            f"a request consists of queries, not of {wrong_types[0]}; query_with_prefixes(model, fact, []) makes one"
-        )
-    return request
-
-
 def check_object(model: DiffusionTransformer, request: Sequence[Query]) -> None:
     """Raise a `ValueError` unless all prompts of a request have the same object, in the same tokens."""
     for i, query in enumerate(request):
@@ -256,17 +241,6 @@ def states_at(
         with model.hooks(fwd_hooks=[(site, store)]):
             model(tokens, attention_mask=real, stop_at_layer=layer + 1)
     return torch.cat(states[1:] or states)
-
-
-def as_batch(model: DiffusionTransformer, queries: Sequence[Query]) -> tuple[Tokens, PosMask | None]:
-    """The canvases as rows, padded on the right so that every position keeps its number, and their attention mask.
-
-    Padding inside a canvas is padding here too. The mask is `None` where there is no padding.
-    """
-    tokens, real = padded(model, [query.tokens.to(model.cfg.device, torch.long) for query in queries])
-    if (own := model.padding.real(tokens)) is not None:
-        real &= own
-    return tokens, None if bool(real.all()) else real
 
 
 def key_site(layer: int) -> str:

@@ -36,6 +36,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.analysis.engine.layout import Queries, as_queries
 from diffusion_lens.analysis.over_facts.study import FactsJob, Study
 from diffusion_lens.analysis.rome.covariance import (
     Covariance,
@@ -46,7 +47,7 @@ from diffusion_lens.analysis.rome.covariance import (
 )
 from diffusion_lens.analysis.rome.edit import judge
 from diffusion_lens.analysis.rome.edit_study import EditOutcome, EditStudy, RequestSettings
-from diffusion_lens.analysis.rome.keys import Request, as_request, compute_keys, pick_edited_layers, states_at
+from diffusion_lens.analysis.rome.keys import compute_keys, pick_edited_layers, states_at
 from diffusion_lens.analysis.rome.values import search_together
 from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before_gate
 from diffusion_lens.data.rome_facts import EditRequest
@@ -105,7 +106,7 @@ class MemitEdit(WeightEdit):
 @begins_run
 def memit(
     model: DiffusionTransformer,
-    requests: Sequence[Request],
+    requests: Sequence[Queries],
     layers: Iterable[Whole],
     *,
     covariances: Covariances | None = None,
@@ -130,7 +131,7 @@ def memit(
         ValueError: There are no requests, a layer is out of range or has no covariance, a covariance belongs to
             another layer or model, λ is not positive, or `optimize_value` refuses a request.
     """
-    settings, given = settings or SEARCH, [as_request(request) for request in requests]
+    settings, given = settings or SEARCH, [as_queries(model, request) for request in requests]
     if not given:
         raise ValueError("there are no requests: give at least one")
     chosen = pick_edited_layers(model, layers)

@@ -34,6 +34,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.engine.batching import in_batches
+from diffusion_lens.analysis.engine.layout import Queries, as_queries
 from diffusion_lens.analysis.rome.canvases import (
     Canvases,
     ReadCanvas,
@@ -42,7 +43,7 @@ from diffusion_lens.analysis.rome.canvases import (
     objective_of,
     widened,
 )
-from diffusion_lens.analysis.rome.keys import Request, as_request, pick_edited_layer
+from diffusion_lens.analysis.rome.keys import pick_edited_layer
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.model.packing import is_plain
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -110,7 +111,7 @@ class ValueResult(PicturedResult, Saved):
 @begins_run
 def optimize_value(
     model: DiffusionTransformer,
-    queries: Request,
+    queries: Queries,
     layer: Whole,
     *,
     settings: ValueSettings,
@@ -121,7 +122,8 @@ def optimize_value(
 
     Args:
         queries: The plain request and the same after prefixes (`query_with_prefixes`), or a single query. Their answer
-            is the object. On a causal model the sequence contains the object except for its last token.
+            is the object. A fact is laid out as in `causal_trace`. On a causal model the sequence contains the object
+            except for its last token.
         layer: Number of the block; negative ones count from the end.
         settings: Settings of the search.
         essence: Query whose prediction should not change, with its subject marked; by default "{subject} is a",
@@ -139,7 +141,7 @@ def optimize_value(
 @begins_run
 def optimize_values(
     model: DiffusionTransformer,
-    requests: Sequence[Request],
+    requests: Sequence[Queries],
     layer: Whole,
     *,
     essences: Sequence[Query] | None = None,
@@ -157,7 +159,7 @@ def optimize_values(
     """
     settings = settings or ValueSettings()
     layer, max_batch = pick_edited_layer(model, layer), at_least(1, "max_batch", max_batch)
-    prompts = [as_request(request) for request in requests]
+    prompts = [as_queries(model, request) for request in requests]
     found = search_together(model, prompts, essences, layer, settings, max_batch=max_batch, progress=progress)
     record = {"settings": asdict(settings), **provenance(model, model.cfg)}
     return [replace(result, record={**record, **result.record}) for result in found]

@@ -272,7 +272,7 @@ def test_bad_requests(tiny, requests, moments):
         (dict(layers=[2], covariances=moments), r"no covariance of layer 2; covariances has those of \[0, 1\]"),
         (dict(covariances={1: moments[0]}), "of layer 1, but the covariance was taken at layer 0"),
         (dict(covariances={1: torch.eye(3)}), r"the covariance of layer 1 is \[3, 3\], and its MLP has 352 units"),
-        (dict(requests=[[]]), "the request is empty"),
+        (dict(requests=[[]]), "there is no query"),
     ):
         with pytest.raises(ValueError, match=message):
             memit(tiny, **(dict(requests=requests, layers=[1], settings=SEARCH) | given))

@@ -130,7 +130,7 @@ def test_a_layer_out_of_range(either, prompts, layer):
 def test_bad_requests(either, prompts):
     with pytest.raises(ValueError, match="at='subject_middle' is unknown, nearest is subject_last"):
         compute_key(either.model, prompts, 1, at="subject_middle")
-    with pytest.raises(ValueError, match="the request is empty"):
+    with pytest.raises(ValueError, match="there is no query"):
         compute_key(either.model, [], 1)
     with pytest.raises(ValueError, match="max_batch=0"):
         compute_key(either.model, prompts, 1, max_batch=0)
