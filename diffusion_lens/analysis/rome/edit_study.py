@@ -11,7 +11,7 @@ always computed in full, so results are bit-identical in one process, in shards,
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -74,6 +74,9 @@ class EditOutcome(FactResult, Saved):
 
     __repr__ = one_line
 
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("probe", self.groups), ("state", 2))
+
 
 @dataclass(frozen=True)
 class GroupScore:
@@ -130,8 +133,12 @@ class EditStudy(StudyResult[EditOutcome]):
     record: dict[str, Any]
 
     KIND: ClassVar[str] = "edit study"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {**StudyResult.ENTRIES, "model": str}
     FACT_FILE: ClassVar[type[Any]] = EditOutcome
     UNIT: ClassVar[str] = "request"
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("request", self.ids), ("probe", self.groups), ("state", 2))
 
     @classmethod
     def of(cls, results: Mapping[str, EditOutcome], record: dict[str, Any]) -> "EditStudy":
