@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from diffusion_lens.loading.catalogue import list_pretrained
     from diffusion_lens.loading.pairs import load_pair
     from diffusion_lens.model.config import DiffusionConfig
+    from diffusion_lens.records.results import load
 
     __version__: str
 
@@ -31,6 +32,7 @@ __all__ = [
     "StepState",
     "__version__",
     "list_pretrained",
+    "load",
     "load_pair",
 ]
 
@@ -41,6 +43,7 @@ _MODULE_OF = {
     "Query": "facts",
     "StepState": "hooks.step",
     "list_pretrained": "loading.catalogue",
+    "load": "records.results",
     "load_pair": "loading.pairs",
 }
 

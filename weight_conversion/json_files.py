@@ -51,14 +51,21 @@ def from_json(text: str | bytes) -> Any:
 
 
 def restore_numbers(data: Any) -> Any:
-    """Restore, in place, the numbers that are not finite of a parsed document; returns the document."""
+    """Restore, in place, the numbers that are not finite of a parsed document; returns the document.
+
+    Raises:
+        ValueError: The list of these numbers does not fit the document.
+    """
     not_finite = data.pop(NOT_FINITE, None) if isinstance(data, dict) else None
-    for pointer, number in (not_finite or {}).items():
-        *path, last = [part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")[1:]]
-        container = data
-        for part in path:
-            container = container[_key(container, part)]
-        container[_key(container, last)] = float(number)
+    try:
+        for pointer, number in (not_finite or {}).items():
+            *path, last = [part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")[1:]]
+            container = data
+            for part in path:
+                container = container[_key(container, part)]
+            container[_key(container, last)] = float(number)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its list of numbers that are not finite does not fit: {not_finite!r:.60}") from error
     return data
 
 

@@ -19,7 +19,7 @@ and never kept.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -87,6 +87,7 @@ class AttentionSinks(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "attention sinks"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "layers": list[int]}
 
     received: Float[Tensor, "*step layer head batch pos"]
     even: Float[Tensor, "*step batch pos"]
@@ -99,6 +100,9 @@ class AttentionSinks(PicturedResult, Saved):
     threshold: float
     words: dict[int, str]
     record: dict[str, Any]
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("*step", self.steps), ("layer", self.layers))
 
     @property
     def steps(self) -> tuple[int, ...] | None:

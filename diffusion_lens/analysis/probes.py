@@ -24,7 +24,7 @@ every layer and shows nothing about the model. One state of a masked position sa
 the same vector at every step, and what it contains about t at a later layer was brought there by attention.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -138,6 +138,7 @@ class TimeProbe(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "time probe"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"rows": str}
 
     weights: dict[str, Tensor]
     bias: Float[Tensor, "point"]
@@ -147,6 +148,13 @@ class TimeProbe(PicturedResult, Saved):
     penalty: Float[Tensor, "point"]
     r2_position: float
     record: dict[str, Any]
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("point", self.names),)
+
+    def _check(self) -> None:
+        if not self.weights:
+            raise ValueError("there is no hook point")
 
     @property
     def names(self) -> tuple[str, ...]:

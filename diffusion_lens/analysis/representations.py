@@ -36,10 +36,9 @@ which need neither common axes nor equal widths, are meaningful. Each statistic 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -53,12 +52,8 @@ from diffusion_lens.records.results import (
     PicturedResult,
     Saved,
     Table,
-    as_dataclass,
     installed_version,
-    load_result,
-    save_result,
     shown_model,
-    split_fields,
 )
 from diffusion_lens.settings import suggest_keywords
 
@@ -94,6 +89,7 @@ class Comparison(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "comparison"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"source": dict[str, Any]}
 
     values: Float[Tensor, "statistic"]
     null: Float[Tensor, "resample statistic"]
@@ -105,6 +101,13 @@ class Comparison(PicturedResult, Saved):
     ids: list[str]
     names: tuple[str, str]
     record: dict[str, Any]
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("statistic", self.statistics), ("fact", self.ids))
+
+    def _check(self) -> None:
+        if not len(self.null) or not self.singular_values.numel():
+            raise ValueError("there are no resamples or no singular values")
 
     @property
     def p(self) -> Float[Tensor, "statistic"]:
@@ -172,7 +175,7 @@ class Comparison(PicturedResult, Saved):
 
 
 @dataclass(frozen=True, eq=False)
-class Comparisons(PicturedResult):
+class Comparisons(PicturedResult, Saved):
     """One comparison per layer, or per step.
 
     Columns of the data frame: layer or step, then those of a `Comparison`.
@@ -181,6 +184,8 @@ class Comparisons(PicturedResult):
         axis: "layer" or "step".
         at: The comparison at each layer or step, in order.
     """
+
+    KIND: ClassVar[str] = "comparisons"
 
     axis: str
     at: dict[int, Comparison]
@@ -196,22 +201,9 @@ class Comparisons(PicturedResult):
             raise ValueError(f"{statistic!r} was not computed; the statistics here are {', '.join(known)}")
         return {index: comparison.table(level)[statistic] for index, comparison in self.at.items()}
 
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        parts = {index: split_fields(comparison) for index, comparison in self.at.items()}
-        tensors = {f"{index}.{name}": value for index, (own, _) in parts.items() for name, value in own.items()}
-        record = {"axis": self.axis, "at": {index: record for index, (_, record) in parts.items()}}
-        return save_result(path, "comparisons", tensors, record)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Comparisons":
-        """Read what `save` wrote."""
-        tensors, record = load_result(path, "comparisons")
-        at = {}
-        for index, others in record["at"].items():
-            own = {name.removeprefix(f"{index}."): t for name, t in tensors.items() if name.startswith(f"{index}.")}
-            at[int(index)] = as_dataclass(Comparison, {**own, **others})
-        return cls(record["axis"], at)
+    def _check(self) -> None:
+        if not self.at:
+            raise ValueError("there is no comparison")
 
     def plot(
         self,

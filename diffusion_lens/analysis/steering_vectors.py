@@ -43,6 +43,7 @@ from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
+from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import Whole, at_least, plain_number, whole_numbers
 
 _GROUPS = ("positive", "negative")
@@ -67,12 +68,25 @@ class SteeringVectors(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "steering vectors"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "n_steps": int | None}
 
     positive: dict[str, Tensor]
     negative: dict[str, Tensor]
     n_positive: Int[Tensor, "*step"]
     n_negative: Int[Tensor, "*step"]
     record: dict[str, Any]
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("*step", self.steps),)
+
+    def _check(self) -> None:
+        shapes = [{name: mean.shape for name, mean in group.items()} for group in (self.positive, self.negative)]
+        if shapes[0] != shapes[1] or any(
+            shape[: self.n_positive.dim()] != self.n_positive.shape for shape in shapes[0].values()
+        ):
+            raise ValueError("the means of both groups need the same hook points, axes and steps")
+        if self.steps is not None:
+            require_indices("steps", self.steps, self.record["n_steps"])
 
     @property
     def names(self) -> tuple[str, ...]:

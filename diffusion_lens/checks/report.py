@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from diffusion_lens.records.results import Saved
+from diffusion_lens.records.schema import built
 from weight_conversion import read_json, restore_numbers, write_json
 
 Outcome = Literal["ok", "off", "noted", "not run"]
@@ -42,7 +44,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class CheckReport:
+class CheckReport(Saved):
     """All findings on one model.
 
     Attributes:
@@ -51,6 +53,8 @@ class CheckReport:
         findings: Findings in the order of the checks.
         record: Model, hash of its weights, dtype, device, versions, seconds, memory.
     """
+
+    KIND: ClassVar[str] = KIND
 
     model: str
     expected: str | None
@@ -134,5 +138,4 @@ class CheckReport:
         content = restore_numbers(read_json(Path(path)))
         if not isinstance(content, Mapping) or content.get("kind") != KIND:
             raise ValueError(f"{path} is not a report of `check`")
-        findings = tuple(Finding(**finding) for finding in content["findings"])
-        return cls(content["model"], content["expected"], findings, content["record"])
+        return built(cls, content, str(path))

@@ -3,7 +3,7 @@
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -29,47 +29,19 @@ def plot(
     Example: diffusion-lens plot trace/trace.safetensors --out trace.png
     """
     require("pictures")
-    from diffusion_lens.records.results import kind_of
+    from diffusion_lens.records.results import load
 
-    kind, classes = kind_of(result), _result_classes()
-    if kind not in classes:
-        raise ValueError(
-            f"{result} contains a {kind}, which has no figure; results with a figure: {', '.join(classes)}"
-        )
+    loaded = load(result)
+    kind = loaded.KIND
+    if not hasattr(loaded, "plot"):
+        raise ValueError(f"{result} contains a {kind}, which has no figure")
     drawn = {"step": step, "position": position, "head": head}
     selected = {name: number for name, number in drawn.items() if number is not None}
-    parameters = signature(classes[kind].plot).parameters
+    parameters = signature(loaded.plot).parameters
     if unknown := selected.keys() - parameters.keys():
         raise ValueError(f"{result} contains a {kind}, whose figure does not depend on a {min(unknown)}")
-    loaded = classes[kind].load(result)
     if kind == "trajectory trace" and step is None:
         raise ValueError(f"--step: say which step to draw, one of {loaded.steps}")
     picture = save_figure(loaded.plot(**selected), image or result.with_suffix(".png"))
     report.say(f"wrote {picture}")
     report.finish({"kind": kind}, picture=picture)
-
-
-def _result_classes() -> dict[str, Any]:
-    """Classes of results that have a figure, by the kind in their file."""
-    from diffusion_lens import analysis
-    from diffusion_lens.analysis.rome import EditReport
-    from diffusion_lens.denoising.trajectory import Trajectory
-    from diffusion_lens.evaluation import Recall
-
-    return {
-        "trajectory": Trajectory,
-        "causal trace": analysis.CausalTrace,
-        "trajectory trace": analysis.TrajectoryTrace,
-        "average effect": analysis.AverageEffect,
-        "average trajectory effect": analysis.AverageTrajectoryEffect,
-        "patch grid": analysis.PatchGrid,
-        "logit lens": analysis.LogitLens,
-        "ROME value": analysis.ValueResult,
-        "edit report": EditReport,
-        "edit study": analysis.EditStudy,
-        "comparison": analysis.Comparison,
-        "comparisons": analysis.Comparisons,
-        "key and value study": analysis.KeyValueStudy,
-        "recall": Recall,
-        "reversal signatures": analysis.ReversalSignatures,
-    }

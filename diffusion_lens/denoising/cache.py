@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -39,6 +39,8 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
         n_steps: Number of steps of the run.
         canvases: Int[canvas batch pos], those of the run's `Trajectory`; `None` in files of earlier versions.
     """
+
+    KIND: ClassVar[str] = "trajectory cache"
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
             for name, x in cache.cache_dict.items()
         }
         tensors |= {} if self.canvases is None else {_CANVASES: self.canvases}
-        return save_result(path, "trajectory cache", tensors, {"n_steps": self.n_steps})
+        return save_result(path, self.KIND, tensors, {"n_steps": self.n_steps})
 
     @classmethod
     def load(cls, path: str | Path, model: Any = None) -> "TrajectoryCache":
@@ -95,13 +97,18 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
         Args:
             model: Model for the methods of `ActivationCache` that need one, such as `logit_attrs`.
         """
-        tensors, record = open_result(path, "trajectory cache")
-        canvases = tensors.pop(_CANVASES, None)
+        tensors, record = open_result(path, cls.KIND)
+        canvases, n_steps = tensors.pop(_CANVASES, None), record.get("n_steps")
         by_step: dict[int, dict[str, Tensor]] = {}
         for key, x in tensors.items():
-            step, name = key.split(_SEPARATOR, 1)
+            step, _, name = key.partition(_SEPARATOR)
+            if not (step.isdecimal() and name and isinstance(n_steps, int) and int(step) < n_steps):
+                raise ValueError(
+                    f"{path} has activations of {key!r} in a run of {n_steps} steps, where STEP{_SEPARATOR}HOOK POINT "
+                    "should be. The file was changed: save the cache again"
+                )
             by_step.setdefault(int(step), {})[name] = x
-        return cls(by_step, record["n_steps"], model, canvases)
+        return cls(by_step, n_steps or 0, model, canvases)
 
     def _table(self) -> Table:
         rows = [(step, name, x) for step, cache in self._by_step.items() for name, x in cache.cache_dict.items()]

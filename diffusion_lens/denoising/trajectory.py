@@ -1,10 +1,10 @@
 """`Trajectory`: the result of a denoising run, to be read, saved, drawn, compared and taken again with hooks."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,12 +29,12 @@ from diffusion_lens.records.results import (
     Result,
     Saved,
     Table,
-    as_dataclass,
     load_result,
     one_line,
     shown_model,
     texts_of,
 )
+from diffusion_lens.records.schema import built, require_indices
 from diffusion_lens.settings import at_least, one_of, suggest_keywords, whole_number
 from weight_conversion import Architecture, NoiseSchedule, Variant
 
@@ -107,6 +107,15 @@ class Trajectory(Saved, Result):
     words: dict[int, str]
     record: dict[str, Any]
     KIND = "trajectory"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "blank": int, "first_step": int, "forward_passes": int}
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("batch", self.text), ("batch", self.completion))
+
+    def _check(self) -> None:
+        require_indices("first_step", [self.first_step], len(self.canvases))
+        if unknown := set(self.canvases.unique().tolist()) - self.words.keys():
+            raise ValueError(f"words lacks the token {min(unknown)}, which is on the canvases")
 
     @classmethod
     def of(cls, run: Run, record: dict[str, Any]) -> "Trajectory":
@@ -196,10 +205,9 @@ class Trajectory(Saved, Result):
     def load(cls, path: str | Path) -> "Trajectory":
         """Read what `save` wrote."""
         tensors, record = load_result(path, cls.KIND)
-        words = {int(token): word for token, word in record["words"].items()}  # JSON's keys are strings
-        # Files of earlier versions have no completions.
-        missing = {"completion": [""] * len(record["text"])}
-        return as_dataclass(cls, {**missing, **tensors, **record, "words": words})
+        texts = record.get("text")  # Files of earlier versions have no completions.
+        missing = {"completion": [""] * len(texts) if isinstance(texts, list) else []}
+        return built(cls, {**missing, **tensors, **record}, str(path))
 
     def repeat(self, n: SupportsIndex) -> "Trajectory":
         """`n` copies of the batch, one after the other, with the same seeds, to be replayed under hooks by row."""

@@ -25,10 +25,9 @@ None depends on a schedule: it says only which p a network meets at which time, 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 import torch
@@ -58,10 +57,7 @@ from diffusion_lens.records.results import (
     Result,
     Saved,
     Table,
-    as_dataclass,
-    load_result,
     provenance,
-    save_result,
 )
 from diffusion_lens.settings import at_least, not_negative, suggest_keywords
 
@@ -69,7 +65,7 @@ Text = str | Tensor
 
 
 @dataclass(frozen=True, repr=False)
-class NLLEstimate(Result):
+class NLLEstimate(Result, Saved):
     """A Monte-Carlo estimate of a negative log-likelihood, in nats: the mean of `samples`.
 
     Columns of the data frame: value, standard_error, samples.
@@ -80,6 +76,8 @@ class NLLEstimate(Result):
         record: Prompt and answer, noise, guidance, seed, model, weights' hash, versions.
     """
 
+    KIND: ClassVar[str] = "NLL estimate"
+
     value: float
     standard_error: float
     samples: int
@@ -87,17 +85,6 @@ class NLLEstimate(Result):
 
     def _table(self) -> Table:
         return Table({name: [getattr(self, name)] for name in ("value", "standard_error", "samples")})
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        numbers = {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("value", "standard_error")}
-        return save_result(path, "NLL estimate", numbers, {"samples": self.samples, "record": self.record})
-
-    @classmethod
-    def load(cls, path: str | Path) -> "NLLEstimate":
-        """Read what `save` wrote."""
-        numbers, record = load_result(path, "NLL estimate")
-        return as_dataclass(cls, {**record, **{name: number.item() for name, number in numbers.items()}})
 
 
 @suggest_keywords
@@ -250,6 +237,13 @@ class AnswerRanks(Result, Saved):
     top_logit: Float[Tensor, "answer top"]
     top_probability: Float[Tensor, "answer top"]
     record: dict[str, Any] = field(repr=False)
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("answer", self.answer), ("answer top", self.top))
+
+    def _check(self) -> None:
+        if not self.top_logit.shape[1]:
+            raise ValueError("there are no likeliest tokens")
 
     def to_text(self) -> str:
         """The table that TransformerLens's `test_prompt` prints."""

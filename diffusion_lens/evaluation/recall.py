@@ -14,7 +14,7 @@ in reverse, as Rai's is.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -198,6 +198,9 @@ class Reply(Saved):
 
     __repr__ = one_line
 
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("step", self.written),)
+
     @classmethod
     def to(cls, fact: Fact, written: Sequence[str]) -> "Reply":
         """The reply to a fact, with its scores."""
@@ -238,7 +241,22 @@ class Recall(StudyResult[Reply]):
     record: dict[str, Any]
 
     KIND: ClassVar[str] = "recall"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {
+        "facts": dict[str, dict[str, Any]],
+        "set_aside": dict[str, str],
+        "too_long": list[str],
+        "seed": int,
+        "model": str,
+    }
     FACT_FILE: ClassVar[type[Any]] = Reply
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("fact", self.ids), ("step", self.steps), ("fact step", self.written))
+
+    def _check(self) -> None:
+        super()._check()
+        for fact in self.facts:
+            hash((fact.trained, fact.asked, fact.person))
 
     @classmethod
     def of(cls, results: Mapping[str, Reply], record: dict[str, Any]) -> "Recall":

@@ -17,9 +17,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from html import escape
+from importlib import import_module
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
+from pkgutil import walk_packages
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,12 +34,14 @@ from torch import Tensor, nn
 from diffusion_lens.model.config import DiffusionConfig, name_with_mode
 from diffusion_lens.records.identity import ATTRIBUTES, identity_of, require_named_hooks
 from diffusion_lens.records.identity import weights_sha256 as weights_sha256
-from weight_conversion import as_json, from_json, read_json, restore_numbers, to_json, write_safetensors
+from diffusion_lens.records.schema import built, checksum
+from weight_conversion import as_json, parse_json, read_json, restore_numbers, to_json, write_safetensors
 
-D = TypeVar("D")  # a dataclass
 S = TypeVar("S", bound="Saved")
 RECORD = "diffusion_lens"
 PART = "diffusion_lens.part"
+CHECKSUM = "diffusion_lens.checksum"
+_ROOMS = ("denoising", "training", "analysis", "evaluation", "checks")  # that have results
 NOT_COMPARED = ("device", "versions", "failed")
 NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
 SHOWN_ROWS = 10
@@ -108,10 +113,12 @@ def tokenizer_sha256(tokenizer: Any, prepend_bos: bool) -> str | None:
 class Saved:
     """A dataclass that is kept in one `.safetensors` file, its tensors as tensors and all other fields in the record.
 
-    Fields that only earlier versions had are ignored. `diffusion_lens.load` reads any of them.
+    A file is checked against the dataclass when it is read (`records.schema`). Fields that only earlier versions had
+    are ignored. `diffusion_lens.load` reads any of them.
     """
 
     KIND: ClassVar[str]  # what it is, in the file
+    ENTRIES: ClassVar[Mapping[str, Any]] = {}  # entries of the record that the class reads, with their types
 
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
@@ -119,9 +126,53 @@ class Saved:
 
     @classmethod
     def load(cls: type[S], path: str | Path) -> S:
-        """Read what `save` wrote."""
+        """Read what `save` wrote; a `ValueError` if the file is incomplete, of another kind, or was changed."""
         tensors, record = load_result(path, cls.KIND)
-        return as_dataclass(cls, {**tensors, **record})
+        return built(cls, {**tensors, **record}, str(path))
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        """Axes of the tensors with the lists, lists of lists, or numbers that say how long they are."""
+        return ()
+
+    def _check(self) -> None:
+        """Raise a `ValueError` if fields contradict each other in another way."""
+
+
+def load(path: str | Path) -> Any:
+    """Any saved result, by its own header: a file, or the folder of a study or of activations.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        ValueError: It is not a saved result of this library, or was changed; the message says what it is, if that is
+            known, and what reads it.
+    """
+    source = Path(path)
+    if source.is_dir():
+        return _class_of_folder(source).load(source)
+    if source.suffix == ".json" and source.is_file():
+        content = read_json(source)
+        kind = content.get("kind") if isinstance(content, dict) else None
+    else:
+        kind = kind_of(source)
+    return class_of(kind, source).load(source)
+
+
+def class_of(kind: Any, path: str | Path) -> type[Any]:
+    """The class of results of this kind, which a file has named."""
+    classes = _classes()
+    if kind not in classes:
+        for room in _ROOMS:
+            package = import_module(f"diffusion_lens.{room}")
+            for module in walk_packages(package.__path__, f"{package.__name__}."):
+                import_module(module.name)
+        classes = _classes()
+    if kind in classes:
+        return classes[kind]
+    raise ValueError(
+        f"{path} contains {'no saved result' if kind is None else f'a {kind}'}, which is none of the results that "
+        f"diffusion_lens.load reads: {', '.join(sorted(classes))}. If a class of your own wrote it, import its module "
+        "first; a model is loaded by HookedDiffusionTransformer.from_pretrained"
+    )
 
 
 def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
@@ -130,33 +181,37 @@ def save_result(path: str | Path, kind: str, tensors: Mapping[str, Tensor], reco
     if target.suffix != ".safetensors":
         raise ValueError(f"results are safetensors files; {target} should end in .safetensors")
     part = _PART.get()
-    described = {"kind": kind, **record, **({} if part is None else {PART: part})}
-    write_safetensors(tensors, target, {RECORD: to_json(described)})
+    described = to_json({"kind": kind, **record, **({} if part is None else {PART: part})})
+    write_safetensors(tensors, target, {RECORD: described, CHECKSUM: checksum(tensors, described)})
     return target
 
 
 def load_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and record of a saved result; a `ValueError` if the file is incomplete or of another kind."""
-    tensors, record = open_result(path, kind)
-    return {name: tensor.clone() for name, tensor in tensors.items()}, record
+    """Tensors and record of a saved result; a `ValueError` if the file is incomplete, of another kind, or was changed.
+
+    Files of earlier versions have no checksum of their content, and no change of their tensors is noticed.
+    """
+    with _opened(path, kind) as file:
+        record, tensors, metadata = _record_of(file, path, kind), _tensors_of(file), file.metadata()
+        if metadata.get(CHECKSUM, "") not in ("", checksum(tensors, metadata[RECORD])):
+            raise ValueError(
+                f"{path}: the content is not what was saved, by its checksum. The file was damaged or changed: delete "
+                "it and save the result again, or compute it again"
+            )
+        return {name: tensor.clone() for name, tensor in tensors.items()}, record
 
 
 def open_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Like `load_result`, but the tensors are memory-mapped: they stay on disk until they are used."""
+    """Like `load_result`, but the tensors are memory-mapped: they stay on disk until they are used, and unchecked."""
     with _opened(path, kind) as file:
-        record = _record_of(file)
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if record.pop("kind", None) != kind:
-        raise ValueError(f"{path} is not a saved {kind}")
-    record.pop(PART, None)
-    return tensors, record
+        return _tensors_of(file), _record_of(file, path, kind)
 
 
 def split_fields(result: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a dataclass and its other fields; `as_dataclass` is the inverse.
+    """The tensors of a dataclass and its other fields; `records.schema.built` is the inverse.
 
     Those of a mapping of tensors are named after field and key, and the record lists the keys in their order; those of
-    a field that is a dataclass itself are named after both fields.
+    a field that is a dataclass itself are named after both fields, and of a mapping of dataclasses after key and field.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
@@ -169,29 +224,13 @@ def split_fields(result: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         elif is_dataclass(value):
             own_tensors, others[name] = split_fields(value)
             tensors |= {f"{name}.{key}": each for key, each in own_tensors.items()}
+        elif isinstance(value, dict) and value and all(map(is_dataclass, value.values())):
+            parts = {str(key): split_fields(each) for key, each in value.items()}
+            others[name] = {key: own for key, (_, own) in parts.items()}
+            tensors |= {f"{key}.{part}": each for key, (own, _) in parts.items() for part, each in own.items()}
         else:
-            others[name] = value
+            others[name] = sorted(value) if isinstance(value, frozenset) else value
     return tensors, others
-
-
-def as_dataclass(result_type: type[D], saved: Mapping[str, Any]) -> D:
-    """An instance with the saved values. JSON stores tuples as lists, and whole numbers that are keys as texts."""
-    given: dict[str, Any] = {}
-    for field in fields(cast(Any, result_type)):
-        if field.type == dict[str, Tensor]:  # Earlier versions list the keys as the `names` of the record.
-            keys = saved.get(field.name) or saved["record"]["names"]
-            given[field.name] = {key: saved[f"{field.name}/{key}"] for key in keys}
-        elif nested := next(filter(is_dataclass, (field.type, *get_args(field.type))), None):
-            value, prefix = saved.get(field.name), f"{field.name}."
-            own = {name.removeprefix(prefix): each for name, each in saved.items() if name.startswith(prefix)}
-            is_saved = own or isinstance(value, Mapping)
-            given[field.name] = as_dataclass(cast(Any, nested), {**(value or {}), **own}) if is_saved else value
-        elif field.name in saved:
-            value, kind = saved[field.name], get_origin(field.type)
-            if kind is dict and get_args(field.type)[0] is int:
-                value = {int(key): each for key, each in dict(value).items()}
-            given[field.name] = tuple(value) if kind is tuple else value
-    return result_type(**given)
 
 
 @contextmanager
@@ -208,15 +247,18 @@ def mark_of(path: str | Path) -> str | None:
     """The mark that `part_of_run` wrote into a result; `None` if it was saved without one."""
     with _opened(path, "result") as file:
         in_metadata: str | None = (file.metadata() or {}).get(PART)  # as earlier versions wrote it
-        return in_metadata or _record_of(file).get(PART)
+        return in_metadata or _header_of(file, path).get(PART)
 
 
 def kind_of(path: str | Path) -> str:
     """Kind of a saved result, the name that its class has given it; a `ValueError` if the file is none."""
     with _opened(path, "result") as file:
-        kind = _record_of(file).get("kind")
+        kind = _header_of(file, path).get("kind")
     if not isinstance(kind, str):
-        raise ValueError(f"{path} is not a saved result of diffusion_lens")
+        raise ValueError(
+            f"{path} is not a saved result of diffusion_lens: its header does not say which. A model is loaded by "
+            "HookedDiffusionTransformer.from_pretrained"
+        )
     return kind
 
 
@@ -465,21 +507,70 @@ def _opened(path: str | Path, kind: str) -> Iterator[Any]:
     source = Path(path)
     if not source.exists():
         raise FileNotFoundError(f"there is no saved {kind} at {source}")
-    if source.is_dir():
-        raise ValueError(f"{source} is a folder; name the file of the saved {kind} in it")
+    if not source.is_file():
+        what = "a folder; name the file" if source.is_dir() else "no regular file; name that"
+        raise ValueError(f"{source} is {what} of the saved {kind}{' in it' if source.is_dir() else ''}")
     try:
         with safe_open(source, framework="pt") as file:
             yield file
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError) as error:
         raise ValueError(
             f"{source} is not a complete safetensors file: {error}. It was truncated or changed: delete it and save "
             "the result again, or name another file or folder"
         ) from error
 
 
-def _record_of(file: Any) -> dict[str, Any]:
-    record: dict[str, Any] = from_json((file.metadata() or {}).get(RECORD, "{}"))
+def _tensors_of(file: Any) -> dict[str, Tensor]:
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _record_of(file: Any, path: str | Path, kind: str) -> dict[str, Any]:
+    """The record of a result, which must be of this kind."""
+    record = _header_of(file, path)
+    if record.pop("kind", None) != kind:
+        raise ValueError(f"{path} is not a saved {kind}")
+    record.pop(PART, None)
     return record
+
+
+def _header_of(file: Any, path: str | Path) -> dict[str, Any]:
+    """What a file says about itself; empty if this library did not write it."""
+    try:
+        record = restore_numbers(parse_json((file.metadata() or {}).get(RECORD, "{}")))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a saved result: the record in its header was changed ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} is not a saved result: the record in its header is {record!r:.40}, not a mapping")
+    return record
+
+
+def _classes() -> dict[Any, type[Any]]:
+    """The classes of results that are imported by now, by their kind, those of the user's own modules included."""
+    waiting: list[type[Any]] = [Saved, Result]
+    for each in waiting:  # which grows
+        waiting += each.__subclasses__()
+    return {each.KIND: each for each in waiting if "KIND" in vars(each)}
+
+
+def _class_of_folder(folder: Path) -> type[Any]:
+    """The class that reads the folder of a study or of activations."""
+    file = folder / "run.json"
+    if not file.exists():
+        raise ValueError(
+            f"{folder} is a folder without {file.name}, so it is not that of a study or of activations. Name a file of "
+            "a result in it; a model is loaded by HookedDiffusionTransformer.from_pretrained"
+        )
+    if kind := read_run(file).get("kind"):
+        return class_of(kind, folder)
+    for part in islice(folder.glob("*.safetensors"), 1):
+        fact_file = class_of(kind_of(part), part)
+        for each in _classes().values():
+            if getattr(each, "FACT_FILE", None) is fact_file:
+                return each
+    raise ValueError(
+        f"{folder} has the {file.name} of a run, but no result of a fact, of which there would be a study. If it is "
+        "being computed, load it later; a trained model is loaded by HookedDiffusionTransformer.from_pretrained"
+    )
 
 
 def _difference(name: str, saved: Any, current: Any) -> str:

@@ -29,7 +29,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -41,9 +41,8 @@ from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import (
     Result,
+    Saved,
     Table,
-    as_dataclass,
-    load_result,
     open_result,
     provenance,
     read_run,
@@ -146,7 +145,7 @@ def smdm_reverse(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TrainingRecord(Result):
+class TrainingRecord(Result, Saved):
     """The record of a training.
 
     Columns of the data frame: step, loss.
@@ -159,6 +158,8 @@ class TrainingRecord(Result):
         evaluations: Results of `evaluate`, each with the number of completed steps.
     """
 
+    KIND: ClassVar[str] = "training record"
+
     config: TrainingConfig
     losses: Float[Tensor, "step"]
     record: dict[str, Any]
@@ -166,18 +167,6 @@ class TrainingRecord(Result):
 
     def _table(self) -> Table:
         return Table({"step": range(1, len(self.losses) + 1), "loss": self.losses})
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything to one `.safetensors` file."""
-        settings = {"config": asdict(self.config), "record": self.record, "evaluations": self.evaluations}
-        return save_result(path, "training record", {"losses": self.losses}, settings)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "TrainingRecord":
-        """Read what `save` wrote."""
-        tensors, settings = load_result(path, "training record")
-        config = as_dataclass(TrainingConfig, settings["config"])
-        return as_dataclass(cls, {**tensors, **settings, "config": config})
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,9 +37,9 @@ others, and each prediction depends on what is revealed. On a causal model that 
 the same facts, because its sequence contains the answer's earlier tokens in both cases.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -124,6 +124,13 @@ class FactAverage(StudyResult[FactEffect]):
     """
 
     BY_STEP: ClassVar[bool]
+    ENTRIES: ClassVar[Mapping[str, Any]] = {
+        **StudyResult.ENTRIES,
+        "model": str,
+        "kind": str,
+        "seed": int,
+        "known": Literal["recalled", "one_canvas", "all", "ids"],
+    }
 
     effects: Float[Tensor, "fact ... role layer"]
     clean: Float[Tensor, "fact ..."]
@@ -175,6 +182,9 @@ class FactAverage(StudyResult[FactEffect]):
     def from_file(cls, saved: Any, record: Mapping[str, Any]) -> FactEffect:
         """The effects in a fact, from its trace."""
         return FactEffect.of(saved, record["roles"])
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("fact", self.ids), ("role", self.roles), ("layer", self.layers))
 
     def warn_of_gaps(self) -> None:
         """Warn if the rule of a whole study leaves out every fact. A single shard may have no fact to average."""

@@ -55,6 +55,7 @@ from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Result, Saved, Table, shaped
+from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import Whole, pick_indices, takes
 
 
@@ -86,6 +87,12 @@ class TemporalEffect(Result, Saved):
     str_tokens: list[str]
     subject: tuple[int, int]
     record: dict[str, Any]
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("step", self.steps), ("pos", self.positions), ("layer", self.layers))
+
+    def _check(self) -> None:
+        require_indices("positions", self.positions, len(self.str_tokens))
 
     @property
     def indirect_effect(self) -> Float[Tensor, "step pos layer"]:

@@ -17,7 +17,7 @@ after it (`engine.cells`). The caller's hooks may mix positions wherever they ac
 the span's first block and are written into there too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -35,6 +35,7 @@ from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.model.shapes import Resid
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shaped, shown_model
+from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import pick_indices, takes
 
 Scores = Float[Tensor, "sample selected"]
@@ -62,6 +63,7 @@ class CausalTrace(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "causal trace"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "kind": str, "answer": list[str]}
 
     scores: Float[Tensor, "pos layer"]
     token_scores: Float[Tensor, "pos layer selected"]
@@ -75,6 +77,12 @@ class CausalTrace(PicturedResult, Saved):
     positions: list[int]
     layers: list[int]
     record: dict[str, Any]
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("pos", self.positions), ("layer", self.layers))
+
+    def _check(self) -> None:
+        require_indices("positions", self.positions, len(self.str_tokens))
 
     @property
     def indirect_effect(self) -> Float[Tensor, "pos layer"]:

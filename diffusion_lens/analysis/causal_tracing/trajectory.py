@@ -17,7 +17,7 @@ The caller's hooks inside the network act here as in the loop, and can read the 
 points (`denoise.hook_*`) do not act here; their changes to the clean run are in its canvases.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -48,6 +48,7 @@ from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shaped, shown_model
+from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import Whole, one_of, pick_indices, takes
 
 # Canvases that the corrupted runs read: those of the clean run, or those that each corrupted run writes itself.
@@ -78,6 +79,7 @@ class TrajectoryTrace(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "trajectory trace"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "kind": str, "answer": list[str]}
 
     scores: Float[Tensor, "step pos layer"]
     token_scores: Float[Tensor, "step pos layer selected"]
@@ -94,6 +96,19 @@ class TrajectoryTrace(PicturedResult, Saved):
     positions: list[int]
     layers: list[int]
     record: dict[str, Any]
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (
+            ("step", self.steps),
+            ("pos", self.positions),
+            ("layer", self.layers),
+            ("selected", self.revealed_at),
+            ("step canvas", self.str_canvases),
+        )
+
+    def _check(self) -> None:
+        for canvas in self.str_canvases:
+            require_indices("positions", self.positions, len(canvas))
 
     @property
     def indirect_effect(self) -> Float[Tensor, "step pos layer"]:

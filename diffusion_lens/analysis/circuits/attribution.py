@@ -66,6 +66,12 @@ class AttributionScores(PicturedResult, Saved):
     graph: Graph
     record: dict[str, Any]
 
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None}
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        sizes = (("writer", self.graph.n_writers), ("reader", self.graph.n_readers))
+        return (("*step", self.record["steps"]), *sizes)
+
     @property
     def writers(self) -> tuple[str, ...]:
         """Name of each writer: "embed", head "a0.h0" of layer 0, MLP "m0", and so on."""

@@ -8,7 +8,7 @@ At a denoising step, the metric of every pass is that of the clean canvas, as in
 always gives the metric of the clean run, and no edge that of the corrupted run.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -54,12 +54,16 @@ class Faithfulness(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "faithfulness"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None}
 
     sizes: tuple[int, ...]
     scores: Float[Tensor, "*step entry"]
     clean: Float[Tensor, "*step"]
     corrupted: Float[Tensor, "*step"]
     record: dict[str, Any] = field(repr=False)
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("*step", self.record["steps"]), ("entry", self.sizes))
 
     @property
     def share(self) -> Float[Tensor, "*step entry"]:

@@ -10,12 +10,11 @@ A `Circuit` is some of the edges, such as those with the largest scores.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, compress, product
-from pathlib import Path
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,10 +22,11 @@ from torch import Tensor
 
 from diffusion_lens.hooks.names import mlp_out, resid_post
 from diffusion_lens.model.config import DiffusionConfig
-from diffusion_lens.records.results import Result, Table, load_result, save_result
+from diffusion_lens.records.results import Result, Saved, Table
 
 # The optional hook points at which writers and readers pass.
 OPTIONAL = {"use_attn_result": True, "use_split_qkv_input": True, "use_hook_mlp_in": True}
+MOST_PAIRS = 2**29  # of writer and reader: the table of the edges then takes 512 MiB
 _HEAD = re.compile(r"\.h\d+")
 
 
@@ -46,6 +46,24 @@ class Graph:
     n_layers: int
     n_heads: int
     n_key_value_heads: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.n_layers, self.n_heads, self.n_key_value_heads)
+        if min(sizes) < 1 or self.n_writers * self.n_readers > MOST_PAIRS:
+            raise ValueError(
+                f"a network of {sizes[0]} layers, {sizes[1]} heads and {sizes[2]} key/value heads has no graph that "
+                f"fits in memory; give positive numbers with at most {MOST_PAIRS:,} pairs of writer and reader"
+            )
+
+    @property
+    def n_writers(self) -> int:
+        """Number of writers."""
+        return 1 + self.n_layers * (self.n_heads + 1)
+
+    @property
+    def n_readers(self) -> int:
+        """Number of readers."""
+        return 1 + self.n_layers * (self.n_heads + 2 * self.n_key_value_heads + 1)
 
     @classmethod
     def of(cls, cfg: DiffusionConfig) -> "Graph":
@@ -117,11 +135,6 @@ class Graph:
             table[: point.n_writers, list(point.columns)] = True
         return table
 
-    @cached_property
-    def pairs(self) -> frozenset[tuple[str, str]]:
-        """The edges by the names of writer and reader."""
-        return frozenset(compress(product(self.writers, self.readers), self.edges.flatten().tolist()))
-
     def written(self, activations: Mapping[str, Tensor]) -> Float[Tensor, "batch pos writer d_model"]:
         """What each writer added to the residual stream."""
         device = activations["hook_embed"].device  # blocks may be on several
@@ -142,7 +155,7 @@ def by_part(activation: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Circuit(Result):
+class Circuit(Result, Saved):
     """Some edges of a network's graph.
 
     Columns of the data frame: writer, reader.
@@ -155,12 +168,16 @@ class Circuit(Result):
         ValueError: The graph lacks one of the edges.
     """
 
+    KIND: ClassVar[str] = "circuit"
+
     edges: frozenset[tuple[str, str]]
     graph: Graph
 
     def __post_init__(self) -> None:
-        if unknown := sorted(self.edges - self.graph.pairs):
-            raise ValueError("this graph has no edge from {!r} to {!r}".format(*unknown[0]))
+        writers, readers = (set(names) for names in (self.graph.writers, self.graph.readers))
+        unknown = {(writer, reader) for writer, reader in self.edges if writer not in writers or reader not in readers}
+        if unknown := unknown or set(self.edges.difference(self._named(self.mask & self.graph.edges))):
+            raise ValueError("this graph has no edge from {!r} to {!r}".format(*min(unknown)))
 
     def __len__(self) -> int:
         return len(self.edges)
@@ -168,8 +185,13 @@ class Circuit(Result):
     @property
     def mask(self) -> Bool[Tensor, "writer reader"]:
         """True at the edges of the circuit."""
-        chosen = [pair in self.edges for pair in product(self.graph.writers, self.graph.readers)]
-        return torch.tensor(chosen).view_as(self.graph.edges)
+        rows, columns = (
+            {name: i for i, name in enumerate(names)} for names in (self.graph.writers, self.graph.readers)
+        )
+        mask = torch.zeros_like(self.graph.edges)
+        for writer, reader in self.edges:
+            mask[rows[writer], columns[reader]] = True
+        return mask
 
     def jaccard(self, other: "Circuit") -> float:
         """Edges of both circuits, divided by edges of at least one; NaN if both are empty.
@@ -190,22 +212,16 @@ class Circuit(Result):
         counts = Counter(layers[reader] for _, reader in self.edges)
         return {name: counts[name] / len(self) if len(self) else math.nan for name in dict.fromkeys(layers.values())}
 
-    def save(self, path: str | Path) -> Path:
-        """Write the edges and the graph to one `.safetensors` file."""
-        return save_result(path, "circuit", {}, {"edges": sorted(self.edges), "graph": asdict(self.graph)})
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Circuit":
-        """Read what `save` wrote."""
-        _, saved = load_result(path, "circuit")
-        return cls(frozenset((writer, reader) for writer, reader in saved["edges"]), Graph(**saved["graph"]))
-
     def _table(self) -> Table:
         edges = sorted(self.edges)
         return Table({"writer": [writer for writer, _ in edges], "reader": [reader for _, reader in edges]})
 
     def _settings(self) -> Mapping[str, Any]:
         return {}
+
+    def _named(self, mask: Bool[Tensor, "writer reader"]) -> Iterator[tuple[str, str]]:
+        writers, readers = self.graph.writers, self.graph.readers
+        return ((writers[row], readers[column]) for row, column in mask.nonzero().tolist())
 
     def __repr__(self) -> str:
         return f"Circuit({len(self)} of {int(self.graph.edges.sum())} edges)"

@@ -84,6 +84,7 @@ class DictionaryLoss(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "dictionary loss"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "name": str}
 
     losses: Float[Tensor, "entry level state"]
     n_counted: Int[Tensor, "entry"]
@@ -94,6 +95,9 @@ class DictionaryLoss(PicturedResult, Saved):
     n_rows: Int[Tensor, "level"]
     overall_variance_explained: float
     record: dict[str, Any] = field(repr=False)
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("state", len(STATES)), ("axis", 2))
 
     def loss(self, state: str = "clean", level: Whole | None = None) -> Estimate:
         """Mean loss per position in a state, at one level or over all.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -84,6 +84,8 @@ class ActivationStore(Result):
         record: Hook points, positions (`mask`), bounds of the noise levels, seed, hash of the texts, facts set aside,
             model, hash of its weights, hooks, versions.
     """
+
+    KIND: ClassVar[str] = KIND
 
     path: Path
     shards: tuple[ShardFile, ...]
@@ -499,8 +501,14 @@ def shard_files(folder: Path, mark: str) -> list[ShardFile]:
     shards: list[ShardFile] = []
     for path in sorted(folder.glob("[0-9]*.safetensors")):
         tensors, record = open_result(path, KIND)
-        if record["call"] != mark:
+        if record.get("call") != mark:
             raise ValueError(f"{path} belongs to another call than {folder / 'run.json'}: delete it and call again")
+        rows, bounds = (
+            {len(tensor) for tensor in tensors.values() if tensor.dim()},
+            (record.get("start"), record.get("stop")),
+        )
+        if len(rows) > 1 or (tensors and "t" not in tensors) or not all(isinstance(bound, int) for bound in bounds):
+            raise ValueError(f"{path} was changed: its tensors or its canvases do not fit. Delete it and call again")
         number, n_before, end = int(path.stem), len(shards) and shards[-1].number + 1, shards[-1].stop if shards else 0
         if path.stem != f"{number:06d}" or (record["start"] > end) != (number > n_before) or record["start"] < end:
             raise ValueError(

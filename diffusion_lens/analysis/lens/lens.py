@@ -14,9 +14,8 @@ Positions are those of the predicted tokens. Where the state is, in the row of t
 before, depends on the model's readout.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -97,6 +96,7 @@ class LogitLens(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "logit lens"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "blank": int | None}
 
     top_tokens: Int[Tensor, "*step layer batch selected top"]
     top_probabilities: Float[Tensor, "*step layer batch selected top"]
@@ -113,6 +113,14 @@ class LogitLens(PicturedResult, Saved):
     steps: list[int] | None
     words: dict[int, str] = field(repr=False)
     record: dict[str, Any] = field(repr=False)
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (
+            ("*step", self.steps),
+            ("layer", self.layers),
+            ("layer", self.labels),
+            ("selected", self.positions),
+        )
 
     @property
     def masked(self) -> Bool[Tensor, "*step batch selected"]:
@@ -142,21 +150,6 @@ class LogitLens(PicturedResult, Saved):
         n_layers = reached.flip(axis).long().cumprod(dim=axis).sum(dim=axis)
         layers = torch.tensor([*(self.layers[i] for i in order.flip(0).tolist()), -1])
         return torch.where(n_layers > 0, layers[n_layers - 1], -1)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "LogitLens":
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: The file is damaged, or gives the rows of all steps of a run together.
-        """
-        saved = super().load(path)
-        if saved.rows.shape != saved.tokens.shape:
-            raise ValueError(
-                f"{path} gives one row for all steps of a run, and a position may be read in another row at another "
-                "step: apply logit_lens to the run again"
-            )
-        return saved
 
     def plot(
         self,

@@ -3,7 +3,7 @@
 `Translators`: an affine map for each layer, to states that the last norm and the unembedding can read.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -107,12 +107,16 @@ class Translators(Result, Saved):
     """
 
     KIND: ClassVar[str] = "translators"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str}
 
     weights: Float[Tensor, "layer d_model d_model"]
     biases: Float[Tensor, "layer d_model"]
     layers: list[int]
     losses: Float[Tensor, "iteration layer"]
     record: dict[str, Any] = field(repr=False)
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("layer", self.layers),)
 
     def translate(self, states: Float[Tensor, "*rest d_model"], layer: int) -> Float[Tensor, "*rest d_model"]:
         """The states of a layer, translated in float32 at least; those of the last layer are returned unchanged."""

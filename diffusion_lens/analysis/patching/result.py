@@ -1,7 +1,7 @@
 """The result of a patching sweep, and how far its estimates are from exact patching."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -97,6 +97,21 @@ class PatchGrid(PicturedResult, Saved):
     labels: list[list[str]]
     error: EstimateError | None
     record: dict[str, Any]
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("*step", self.coordinates.get("step")),)
+
+    def _check(self) -> None:
+        shape, n_steps = [len(self.coordinates[axis]) for axis in self.axes], len(self.coordinates.get("step", [0]))
+        if list(self.scores.shape) != shape or "step" in self.axes[1:]:
+            raise ValueError(f"the scores are {list(self.scores.shape)}, and the coordinates of their axes {shape}")
+        others = [each for axis in self.axes if axis != "pos" for each in self.coordinates[axis]]
+        _both_sides(self.coordinates.get("pos", ()))
+        if not all(isinstance(each, int) for each in others):
+            raise ValueError("the coordinates of steps, layers and heads are whole numbers")
+        n_pos = len(self.coordinates.get("pos", ()))
+        if len(self.labels) < n_steps or ("pos" in self.axes and any(len(row) != n_pos for row in self.labels)):
+            raise ValueError("labels needs a text for each position of each step")
 
     @property
     def effect(self) -> Float[Tensor, "*rest"]:

@@ -26,7 +26,7 @@ log-probability of its tokens is above the rival's. Without a rival the criterio
 be the likeliest of those that the model may write (never [MASK]).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -173,6 +173,9 @@ class EditReport(PicturedResult, Saved):
     probabilities: Float[Tensor, "state probe"]
     groups: list[str]
     record: dict[str, Any]
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("probe", self.groups), ("state", 2))
 
     def table(self) -> dict[str, Score]:
         """The scores of the groups that have probes, in the order of `GROUPS`."""

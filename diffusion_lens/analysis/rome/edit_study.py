@@ -12,7 +12,7 @@ always computed in full, so results are bit-identical in one process, in shards,
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -75,6 +75,9 @@ class EditOutcome(FactResult, Saved):
 
     __repr__ = one_line
 
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("probe", self.groups), ("state", 2))
+
 
 @dataclass(frozen=True)
 class GroupScore:
@@ -135,8 +138,12 @@ class EditStudy(StudyResult[EditOutcome]):
     record: dict[str, Any]
 
     KIND: ClassVar[str] = "edit study"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {**StudyResult.ENTRIES, "model": str}
     FACT_FILE: ClassVar[type[Any]] = EditOutcome
     UNIT: ClassVar[str] = "request"
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("request", self.ids), ("probe", self.groups), ("state", 2))
 
     @classmethod
     def of(cls, results: Mapping[str, EditOutcome], record: dict[str, Any]) -> "EditStudy":

@@ -11,7 +11,7 @@ computed in full, even to fill in one missing fact.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,15 @@ class KeyValueStudy(StudyResult[FactVectors]):
     record: dict[str, Any]
 
     KIND: ClassVar[str] = "key and value study"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {
+        "facts": dict[str, dict[str, Any]],
+        "set_aside": dict[str, str],
+        "model": str,
+    }
     FACT_FILE: ClassVar[type[Any]] = FactVectors
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("fact", self.ids), ("layer", self.layers))
 
     @classmethod
     def of(cls, results: Mapping[str, FactVectors], record: dict[str, Any]) -> "KeyValueStudy":

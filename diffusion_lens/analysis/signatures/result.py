@@ -1,7 +1,7 @@
 """Results of the three signatures: of one pair, and of all pairs of a study with means, intervals and a picture."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -86,8 +86,18 @@ class ReversalSignatures(StudyResult[FactSignatures]):
     record: dict[str, Any]
 
     KIND: ClassVar[str] = "reversal signatures"
+    ENTRIES: ClassVar[Mapping[str, Any]] = {
+        "facts": dict[str, dict[str, Any]],
+        "set_aside": dict[str, str],
+        "model": str,
+        "parameters": list[str],
+    }
     FACT_FILE: ClassVar[type[Any]] = FactSignatures
     CLUSTER: ClassVar[str] = "group"
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        sizes = (("canvas", 2), ("estimate", 2), ("route", 3))
+        return (("fact", self.ids), ("parameter", self.record["parameters"]), *sizes)
 
     @classmethod
     def of(cls, results: Mapping[str, FactSignatures], record: dict[str, Any]) -> "ReversalSignatures":

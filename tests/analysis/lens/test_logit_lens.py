@@ -363,7 +363,7 @@ def test_the_layer_from_which_the_target_leads(tiny):
 def test_a_file_with_one_row_for_all_steps_is_refused(tiny, tmp_path):
     lens = logit_lens(tiny, tiny.denoise(PROMPT, length=10, steps=2))
     object.__setattr__(lens, "rows", lens.rows[0])
-    with pytest.raises(ValueError, match="gives one row for all steps of a run"):
+    with pytest.raises(ValueError, match=r"'rows', which should be .*step batch selected.* compute it again"):
         LogitLens.load(lens.save(tmp_path / "lens.safetensors"))
 
 
