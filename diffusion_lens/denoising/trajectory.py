@@ -113,7 +113,8 @@ class Trajectory(Saved, Result):
         return (("batch", self.text), ("batch", self.completion))
 
     def _check(self) -> None:
-        require_indices("first_step", [self.first_step], len(self.canvases))
+        if "times" in self.record:
+            require_indices("times", [self.first_step, self.first_step + self.n_steps], len(self.record["times"]))
         if unknown := set(self.canvases.unique().tolist()) - self.words.keys():
             raise ValueError(f"words lacks the token {min(unknown)}, which is on the canvases")
 

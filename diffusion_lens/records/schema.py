@@ -18,6 +18,8 @@ import xxhash
 from jaxtyping import AbstractArray, Shaped, jaxtyped
 from torch import Tensor
 
+from weight_conversion.files import bytes_of
+
 D = TypeVar("D")  # a dataclass
 # Entries that most records have, which are shown with every result.
 _SHOWN = {"model": str | None, "mode": str | None, "weights_sha256": str | None}
@@ -31,7 +33,7 @@ def checksum(tensors: Mapping[str, Tensor], record: str) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(tensor).numpy().data)
     return digest.hexdigest()
 
 

@@ -136,7 +136,16 @@ def average_of(people):
     n_facts = 3 * people
     own = torch.rand(people, generator=torch.Generator().manual_seed(2)).double().repeat_interleave(3)
     facts = {f"fact {i}": {"person": f"person {i // 3}"} for i in range(n_facts)}
-    record = {"facts": facts, "seed": 1, "known": "all", "set_aside": {}, "roles": ["answer"], "layers": [0]}
+    record = {
+        "model": "small",
+        "kind": "resid",
+        "facts": facts,
+        "seed": 1,
+        "known": "all",
+        "set_aside": {},
+        "roles": ["answer"],
+        "layers": [0],
+    }
     effects = own.view(n_facts, 1, 1).float()
     return AverageEffect(effects, own, torch.zeros(n_facts).double(), list(facts), ["answer"], [0], {}, record)
 

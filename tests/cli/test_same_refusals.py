@@ -53,6 +53,7 @@ WRONG = {
     "--device": "foo",
     "--dtype": "foo",
     "--mode": "foo",
+    "--ignore-config-keys": "foo",
     "--data": "nowhere",
     "--trained": "foo",
     "--asked": "foo",
