@@ -1,16 +1,19 @@
 """`StepState`, the value of `hook.step` in the denoising loop, and `StepClock`, which hook points read it from."""
 
-from collections import Counter
+import os
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from typing import Any, Literal, get_args
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from diffusion_lens.hooks.interrupts import restoring
 from diffusion_lens.model.shapes import PosMask, Tokens
 
 Branch = Literal["conditional", "unconditional"]
@@ -103,8 +106,9 @@ class StepState:
         return replace(self, **rows, sigma=sigma, block=None if self.block is None else self.block.repeat(copies))
 
 
-# Protects the counters of all clocks; it is shared by all models, so that a model can be copied.
-_COUNTING = Lock()
+# Protects the state of all clocks; it is shared by all models, so that a model can be copied. A context that the garbage
+# collector ends may need it where this thread has it already.
+_COUNTING = RLock()
 _HELD = (
     "another thread is running hooks or the denoising loop on this model, which would change the result of this call. "
     "Use a lock, or load a second copy"
@@ -126,10 +130,12 @@ class StepClock:
         self.branches: tuple[StepState, StepState] | None = None
         self.time: float | None = None
         self.origins: Int[Tensor, "batch"] | None = None
+        self.levels = 0  # contexts of hooks inside each other
         self._busy = False
         self._holder: int | None = None
         self._depth = 0
-        self._passing: Counter[int] = Counter()
+        self._passes: defaultdict[int, Any] = defaultdict(RLock)  # by thread
+        _CLOCKS.add(self)
 
     @property
     def origin(self) -> Int[Tensor, "batch"] | None:
@@ -142,13 +148,17 @@ class StepClock:
         # A copy of the model is idle, even if the original is running.
         return StepClock()
 
-    @contextmanager
+    @property
+    def is_held(self) -> bool:
+        """Whether a thread is inside `held`."""
+        return self._holder is not None
+
+    @restoring
     def held(self) -> Iterator[None]:
         """Exclude other threads while hooks are attached; the same thread may enter again."""
         with _COUNTING:
-            if self._holder not in (None, get_ident()):
-                raise RuntimeError(_HELD)
-            if self._passing.keys() - {get_ident()}:
+            self.require_free()
+            if not self._depth and any(map(_is_locked, self._passes_of_others())):
                 raise RuntimeError(
                     "another thread is running a forward pass on this model. Changing its hooks or starting "
                     "the denoising loop now would change its result. Use a lock, or load a second copy"
@@ -162,22 +172,27 @@ class StepClock:
                 if not self._depth:
                     self._holder = None
 
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Count a forward pass of this thread: until it ends, no other thread may hold the model."""
-        thread = get_ident()
-        with _COUNTING:
-            if self._holder not in (None, thread):
-                raise RuntimeError(_HELD)
-            self._passing[thread] += 1
-        try:
-            yield
-        finally:
-            with _COUNTING:
-                self._passing[thread] -= 1
-                self._passing += Counter()  # drops counts of zero
+    def passing(self) -> AbstractContextManager[Any]:
+        """The lock of this thread's forward passes. While it is locked, no other thread may hold the model; once it is,
+        the thread calls `require_free`. No signal can interrupt the beginning or the end of `with` a lock, and no
+        handler is needed for it, which would slow down every pass."""
+        lock: AbstractContextManager[Any] = self._passes[get_ident()]
+        return lock
 
-    @contextmanager
+    def require_free(self) -> None:
+        """Raise a `RuntimeError` if another thread holds the model."""
+        with _COUNTING:
+            if self._holder not in (None, get_ident()):
+                raise RuntimeError(_HELD)
+
+    def _passes_of_others(self) -> list[Any]:
+        return [lock for thread, lock in list(self._passes.items()) if thread != get_ident()]
+
+    def forget_other_passes(self) -> None:
+        """Drop the passes of other threads, which a copy of the process does not have."""
+        self._passes = defaultdict(RLock, {get_ident(): self._passes[get_ident()]})
+
+    @restoring
     def running(self, model_name: str) -> Iterator[None]:
         """Hold the model for one run of the loop; at its end, exception or not, the step is `None` again."""
         if self._busy:
@@ -194,7 +209,7 @@ class StepClock:
                 self.step = self.branches = None
                 self._busy = False
 
-    @contextmanager
+    @restoring
     def at(
         self, step: StepState | None, copies: int = 1, origins: Int[Tensor, "batch"] | None = None
     ) -> Iterator[None]:
@@ -214,7 +229,7 @@ class StepClock:
             finally:
                 self.step, self.branches, self.origins = before
 
-    @contextmanager
+    @restoring
     def telling(self, **values: Any) -> Iterator[None]:
         """Give all passes inside that have no step this `time`, or these `origins`; the previous ones are restored."""
         with self.held():
@@ -224,3 +239,24 @@ class StepClock:
                 yield
             finally:
                 vars(self).update(before)
+
+
+def _is_locked(lock: Any) -> bool:
+    """Whether another thread has locked it."""
+    if not lock.acquire(blocking=False):
+        return True
+    lock.release()
+    return False
+
+
+_CLOCKS: WeakSet[StepClock] = WeakSet()
+
+
+def _begin_child() -> None:
+    for clock in list(_CLOCKS):
+        clock.forget_other_passes()
+    _COUNTING.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_COUNTING.acquire, after_in_parent=_COUNTING.release, after_in_child=_begin_child)

@@ -13,7 +13,6 @@ later ones can read a tree.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from diffusion_lens.hooks.interrupts import restoring
 from diffusion_lens.model.attention import AttentionContext, AttentionPattern, LayerKeyValues, Visibility
 from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.model.inputs import LogitRows, columns_of
@@ -147,6 +147,7 @@ def run_blocks(
     """The residual stream behind the last block, from that which enters the first of these; new keys and values are
     appended to `past`, and the last block computes `rows` only."""
     with model.clock.passing():
+        model.clock.require_free()
         blocks = model.blocks[first_block:]
         for i, (block, known) in enumerate(zip(blocks, past, strict=True)):
             resid = block(resid, context, known, rows if i == len(blocks) - 1 else None)
@@ -238,7 +239,7 @@ class TextTree:
         )
 
 
-@contextmanager
+@restoring
 def reading_tree(model: Any, tree: TextTree) -> Iterator[None]:
     """Let the network read a row that is laid out as this tree, in every forward pass inside.
 

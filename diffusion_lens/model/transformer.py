@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
 from itertools import chain
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformer_lens import FactoredMatrix, HookedRootModule
 from transformer_lens.utilities.matrix import composition_scores
 
+from diffusion_lens.hooks.interrupts import restoring
 from diffusion_lens.hooks.step import StepClock
 from diffusion_lens.model import build
 from diffusion_lens.model import text as texts
@@ -127,6 +127,7 @@ class DiffusionTransformer(HookedRootModule):
         super().__init__()
         self.loop_hooks = LoopHooks()
         self.clock = StepClock()
+        self._edits: list[Any] = []  # of the weights, as `analysis.RankOneEdit` has written them, the last one last
         # Device, dtype and flags in the config are those of one model, also if several are made from the same config.
         cfg, given = copy(cfg), cfg.architecture
         if folds := is_constant(given):
@@ -205,6 +206,11 @@ class DiffusionTransformer(HookedRootModule):
             model.cfg.device, model.cfg.dtype = str(self.unembed.weight.device), self.unembed.weight.dtype
         return self
 
+    def restore_edits(self) -> None:
+        """Take all edits such as `RankOneEdit` out of the weights, also one whose end was cut off."""
+        while self._edits:
+            self._edits[-1].put_back()
+
     # The forward pass
 
     def _run(
@@ -223,6 +229,8 @@ class DiffusionTransformer(HookedRootModule):
     ) -> Tensor | None:
         """The logits, or the residual stream at `stop_at_layer`. See the model's `forward` for the other arguments."""
         with self.clock.passing():
+            self.clock.require_free()
+            self._drop_dead_hooks()
             # 1. Check the input and embed it.
             n_layers = self.cfg.n_layers
             start, stop = 0, n_layers
@@ -287,6 +295,13 @@ class DiffusionTransformer(HookedRootModule):
             logits: Tensor = self.unembed(rows.without_padding(normalized))
             return logits
 
+    def _drop_dead_hooks(self) -> None:
+        """Remove the hooks of `hooks()` contexts whose end was cut off: no thread holds the model any longer."""
+        if self.clock.levels and not self.clock.is_held:
+            for level in range(1, self.context_level + 1):
+                self.remove_all_hook_fns("both", level=level)
+            self.clock.levels = self.context_level = 0
+
     def _enter(
         self,
         input: Input,
@@ -347,14 +362,6 @@ class DiffusionTransformer(HookedRootModule):
         assert resid is not None
         return resid, tokens, None, mask
 
-    def normalized(
-        self, resid: Resid | Float[Tensor, "entry d_model"], sigma: Float[Tensor, "rest"] | None = None
-    ) -> Tensor:
-        """The input of the unembedding for a residual stream, at the noise level of all rows or of each: by default
-        that of the step, then that of `at_time`."""
-        final = self.time.of_final_norm(self.time.condition(sigma, len(resid), resid.device))
-        return normed(self.ln_final, resid, final)
-
     # What the logits mean, and what a pass reads beside its tokens
 
     @property
@@ -381,7 +388,7 @@ class DiffusionTransformer(HookedRootModule):
         """What the time does to the network, such as `model.time.gates(layer)`."""
         return NetworkTime(self)
 
-    @contextmanager
+    @restoring
     def at_time(self, time: SupportsFloat) -> Iterator[Any]:
         """Give the network this time in every forward pass inside that has no other, so that analyses can run.
 
@@ -398,7 +405,7 @@ class DiffusionTransformer(HookedRootModule):
         with self.clock.telling(time=one_time_for_all(time)):
             yield self
 
-    @contextmanager
+    @restoring
     def at_block(self, start: SupportsIndex | Sequence[int] | Int[Tensor, "batch"]) -> Iterator[Any]:
         """Let the open block begin at this position in every forward pass inside that is no step of the loop.
 
@@ -474,7 +481,7 @@ class DiffusionTransformer(HookedRootModule):
             refuse_bypassed(self, flag)
         setattr(self.cfg, flag, value)
 
-    @contextmanager
+    @restoring
     def optional_hooks(
         self,
         *,
@@ -804,6 +811,17 @@ def attention_context(
         bias = bias.masked_fill(~visibility.dense(n_pos, n_past + n_pos, device), float("-inf"))
     factors = None if model.positions.query_scale is None else model.positions.query_factors_of_pass(at)
     return AttentionContext(visibility, rotary, factors, bias, optional_hooks_of_pass(model), condition)
+
+
+def normalized(
+    model: DiffusionTransformer,
+    resid: Resid | Float[Tensor, "entry d_model"],
+    sigma: Float[Tensor, "rest"] | None = None,
+) -> Tensor:
+    """The input of the unembedding for a residual stream, at the noise level of all rows or of each: by default that of
+    the step, then that of `at_time`."""
+    final = model.time.of_final_norm(model.time.condition(sigma, len(resid), resid.device))
+    return normed(model.ln_final, resid, final)
 
 
 def origins_of(

@@ -1,0 +1,169 @@
+"""Contexts that change a model and put it back, also when Ctrl-C arrives at any point of them.
+
+Python handles a signal between any two bytecodes of the main thread, so that a `KeyboardInterrupt` may cut off an
+`__exit__` or a `finally` before its first line. While one of these contexts is open, SIGINT has a handler that looks at
+the frame that it interrupts. Inside a section (the beginning or the end of a context, or a function that is
+`uninterrupted`), the signal waits for the end of the section; everywhere else the previous handler is called at once. A
+context that a signal interrupts as it begins is ended before the interrupt is raised.
+"""
+
+import contextlib
+import inspect
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import wraps
+from sys import _getframe
+from threading import current_thread, main_thread
+from types import CodeType, FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch.autograd.grad_mode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SECTIONS: set[CodeType] = set()
+_INTERRUPTIBLE: set[CodeType] = set()
+# Python code that runs as other contexts begin and end. A signal waits there too, for the end of the next section.
+_OTHER_CONTEXTS = (contextlib.__file__, torch.autograd.grad_mode.__file__)
+
+
+class _Interrupts:
+    """The handler of SIGINT while a context is open."""
+
+    def __init__(self) -> None:
+        self.before: Any = None  # the handler that it replaced
+        self.taken = False
+        self.waiting = False
+
+    def take(self) -> bool:
+        """Become the handler, in the main thread; false if it is already, or if no Python code handles SIGINT."""
+        if self.taken or current_thread() is not main_thread():
+            return False
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):
+            return False
+        if handler != self.receive:
+            self.before = handler
+            signal.signal(signal.SIGINT, self.receive)
+        self.taken = True
+        return True
+
+    def give(self, taken: bool, around: FrameType) -> None:
+        """At the end of a section: put the handler back if this section's context has `taken` it, and handle a signal
+        that waits, unless there is a section `around` it too."""
+        if not (taken or self.waiting) or current_thread() is not main_thread():
+            return
+        if taken:
+            self.taken = False
+            if signal.getsignal(signal.SIGINT) == self.receive:  # unless the caller has set another one
+                signal.signal(signal.SIGINT, self.before)
+        if self.waiting and not _in_section(around):
+            self.waiting = False
+            self.before(signal.SIGINT, around)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal, or let it wait."""
+        self.waiting = _in_section(frame) or (frame is not None and frame.f_code.co_filename in _OTHER_CONTEXTS)
+        if not self.waiting:
+            self.before(number, frame)
+
+
+_INTERRUPTS = _Interrupts()
+
+
+def _in_section(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code not in _INTERRUPTIBLE:
+        if frame.f_code in _SECTIONS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Restoring(ABC):
+    """A context manager whose beginning and end are not interrupted."""
+
+    _taken = False
+
+    @abstractmethod
+    def _begin(self) -> Any:
+        """Change what the context changes, or nothing if it raises an error; the result is that of `with ... as`."""
+
+    @abstractmethod
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
+        """Put it back, as `__exit__` does."""
+
+    def __enter__(self) -> Any:
+        taken = _INTERRUPTS.take()
+        try:
+            entered = self._begin()
+        except BaseException:
+            _INTERRUPTS.give(taken, _getframe(1))
+            raise
+        self._taken = taken
+        try:
+            _INTERRUPTS.give(False, _getframe(1))
+        except BaseException as error:
+            self._close(type(error), error, error.__traceback__, _getframe(1))
+            raise
+        return entered
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
+        return self._close(kind, error, trace, _getframe(1))
+
+    def _close(self, kind: Any, error: Any, trace: Any, around: FrameType) -> Any:
+        try:
+            return self._end(kind, error, trace)
+        finally:
+            _INTERRUPTS.give(self._taken, around)
+
+
+class _OfGenerator(Restoring):
+    """What `restoring` makes of a generator function."""
+
+    def __init__(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        self._context = context
+
+    def _begin(self) -> Any:
+        return self._context.__enter__()
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
+        return self._context.__exit__(kind, error, trace)
+
+
+def restoring(function: Callable[P, Iterator[R]]) -> Callable[P, contextlib.AbstractContextManager[R]]:
+    """As `contextlib.contextmanager`, for a context that changes a model and puts it back (see `Restoring`)."""
+    make = contextlib.contextmanager(function)
+
+    @wraps(function)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return _OfGenerator(make(*args, **kwargs))
+
+    return made
+
+
+def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Ctrl-C wait until the function has ended, which should be soon."""
+
+    @wraps(function)
+    def section(*args: P.args, **kwargs: P.kwargs) -> R:
+        taken = _INTERRUPTS.take()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _INTERRUPTS.give(taken, _getframe(1))
+
+    _SECTIONS.add(section.__code__)
+    return section
+
+
+def interruptible(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Ctrl-C end a function that takes long, although a section calls it."""
+    _INTERRUPTIBLE.add(inspect.unwrap(function).__code__)
+    return function
+
+
+_SECTIONS |= {inspect.unwrap(method).__code__ for method in (Restoring.__enter__, Restoring.__exit__, Restoring._close)}
