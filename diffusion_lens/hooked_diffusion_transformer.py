@@ -429,7 +429,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), bwd_hooks=list(bwd_hooks), **kwargs)
 
     @restoring
-    def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:  # type: ignore[override]
         """As in TransformerLens; inside, no other thread may use the model."""
         for given in (*args[:2], kwargs.get("fwd_hooks", ()), kwargs.get("bwd_hooks", ())):
             if given:

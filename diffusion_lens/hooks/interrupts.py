@@ -7,12 +7,13 @@ the frame that it interrupts. Inside a section (the beginning or the end of a co
 context that a signal interrupts as it begins is ended before the interrupt is raised.
 """
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations of handlers, many times as slow
 import contextlib
 import inspect
-import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import wraps
+from signal import SIGINT
 from sys import _getframe
 from threading import current_thread, main_thread
 from types import CodeType, FrameType, TracebackType
@@ -41,12 +42,12 @@ class _Interrupts:
         """Become the handler, in the main thread; false if it is already, or if no Python code handles SIGINT."""
         if self.taken or current_thread() is not main_thread():
             return False
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _signal.getsignal(SIGINT)
         if not callable(handler):
             return False
         if handler != self.receive:
             self.before = handler
-            signal.signal(signal.SIGINT, self.receive)
+            _signal.signal(SIGINT, self.receive)
         self.taken = True
         return True
 
@@ -57,11 +58,11 @@ class _Interrupts:
             return
         if taken:
             self.taken = False
-            if signal.getsignal(signal.SIGINT) == self.receive:  # unless the caller has set another one
-                signal.signal(signal.SIGINT, self.before)
+            if _signal.getsignal(SIGINT) == self.receive:  # unless the caller has set another one
+                _signal.signal(SIGINT, self.before)
         if self.waiting and not _in_section(around):
             self.waiting = False
-            self.before(signal.SIGINT, around)
+            self.before(SIGINT, around)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal, or let it wait."""
@@ -156,7 +157,7 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
         finally:
             _INTERRUPTS.give(taken, _getframe(1))
 
-    _SECTIONS.add(section.__code__)
+    _SECTIONS.add(section.__code__)  # type: ignore[attr-defined]
     return section
 
 

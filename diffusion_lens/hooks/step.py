@@ -106,8 +106,8 @@ class StepState:
         return replace(self, **rows, sigma=sigma, block=None if self.block is None else self.block.repeat(copies))
 
 
-# Protects the state of all clocks; it is shared by all models, so that a model can be copied. A context that the garbage
-# collector ends may need it where this thread has it already.
+# Protects the state of all clocks; it is shared by all models, so that a model can be copied. A thread may need it
+# twice, where the garbage collector ends a context.
 _COUNTING = RLock()
 _HELD = (
     "another thread is running hooks or the denoising loop on this model, which would change the result of this call. "

@@ -144,6 +144,8 @@ _RECORDED: ContextVar[dict[int, Identity | None]] = ContextVar("_RECORDED", defa
 def identity_of(model: nn.Module) -> Identity:
     """The identity that the call in progress recorded; outside any call, the model's identity now."""
     recorded = _RECORDED.get()
+    if id(model) not in recorded:
+        _refuse_cut_off_edits(model)
     identity = recorded.get(id(model)) or _identify(model)
     if id(model) in recorded:
         recorded[id(model)] = identity
@@ -165,18 +167,22 @@ def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), edits: b
     if id(model) in recorded:
         yield
         return
-    for edit in getattr(model, "_edits", ()):
-        if edit.is_cut_off:
-            raise RuntimeError(
-                f"the {type(edit).__name__} of blocks {edit.layers} could not be taken out of the weights of this "
-                "model, so that this call would read edited weights: call model.restore_edits() first"
-            )
+    _refuse_cut_off_edits(model)
     at_once = edits or fwd_hooks or hooked_modules(model)
     token = _RECORDED.set({**recorded, id(model): _identify(model, fwd_hooks) if at_once else None})
     try:
         yield
     finally:
         _RECORDED.reset(token)
+
+
+def _refuse_cut_off_edits(model: nn.Module) -> None:
+    for edit in getattr(model, "_edits", ()):
+        if edit.is_cut_off:
+            raise RuntimeError(
+                f"the {type(edit).__name__} of blocks {edit.layers} could not be taken out of the weights of this "
+                "model, so that this call would read edited weights: call model.restore_edits() first"
+            )
 
 
 def begins_run(function: Callable[P, R]) -> Callable[P, R]:
