@@ -20,7 +20,7 @@ from diffusion_lens.denoising.denoise import denoise, denoise_with_cache
 from diffusion_lens.denoising.sampler import Sampler, Seed
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.hooks.interrupts import restoring, uninterrupted
+from diffusion_lens.hooks.interrupts import held_whole, restoring
 from diffusion_lens.hooks.names import ByHookPoint, FwdHooks, NamesFilter, hook_pairs
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.loading.source import Source, given_options
@@ -412,7 +412,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Hook and cache
 
-    @uninterrupted
+    @held_whole
     def setup(self) -> None:
         """Name the hook points and give them this model's clock; call it again after adding hook points."""
         with self.clock.held():
@@ -434,7 +434,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         for given in (*args[:2], kwargs.get("fwd_hooks", ()), kwargs.get("bwd_hooks", ())):
             if given:
                 hook_pairs(given)
-        self._drop_dead_hooks()
+        if self.clock.levels:
+            self._drop_dead_hooks()
         with self.clock.held():
             self.clock.levels = self.context_level + 1
             try:
@@ -469,7 +470,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         cached: dict[str, Tensor] = ByHookPoint() if cache is None else cache
         return cached, *caching_hooks(points, cached, incl_bwd, device, remove_batch_dim, Slice.unwrap(pos_slice))
 
-    @uninterrupted
+    @held_whole
     def add_caching_hooks(
         self,
         names_filter: NamesFilter = None,
@@ -502,7 +503,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             return out, AliasedCache(cache, self, has_batch_dim=not remove_batch_dim)
         return out, ByHookPoint(cache)
 
-    @uninterrupted
+    @held_whole
     def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens; a name or predicate that selects nothing is an error with the nearest names."""
         points = check_hookable(self, name)
@@ -512,7 +513,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 # A predicate may select points that do not pass, beside others; a name says that the hook matters.
                 handle.by_predicate = callable(name)
 
-    @uninterrupted
+    @held_whole
     def reset_hooks(self, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens."""
         with self.clock.held():

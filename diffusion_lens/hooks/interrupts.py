@@ -10,7 +10,6 @@ context that a signal interrupts as it begins is ended before the interrupt is r
 import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations of handlers, many times as slow
 import contextlib
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import wraps
 from signal import SIGINT
@@ -53,14 +52,19 @@ class _Interrupts:
 
     def give(self, taken: bool, around: FrameType) -> None:
         """At the end of a section: put the handler back if this section's context has `taken` it, and handle a signal
-        that waits, unless there is a section `around` it too."""
-        if not (taken or self.waiting) or current_thread() is not main_thread():
+        that waits."""
+        if current_thread() is not main_thread():
             return
         if taken:
             self.taken = False
             if _signal.getsignal(SIGINT) == self.receive:  # unless the caller has set another one
                 _signal.signal(SIGINT, self.before)
-        if self.waiting and not _in_section(around):
+        if self.waiting:
+            self.deliver(around, taken)
+
+    def deliver(self, around: FrameType, at_once: bool = False) -> None:
+        """Handle a signal that waits, unless there is a section around this one too that is going to do so."""
+        if current_thread() is main_thread() and (at_once or not _in_section(around)):
             self.waiting = False
             self.before(SIGINT, around)
 
@@ -82,57 +86,45 @@ def _in_section(frame: FrameType | None) -> bool:
     return False
 
 
-class Restoring(ABC):
-    """A context manager whose beginning and end are not interrupted."""
+class Restoring:
+    """A context manager whose beginning and end are not interrupted.
 
+    `_begin` changes what the context changes, or nothing if it raises an error; `_end` puts it back.
+    """
+
+    _begin: Callable[..., Any]
+    _end: Callable[..., Any]
     _taken = False
 
-    @abstractmethod
-    def _begin(self) -> Any:
-        """Change what the context changes, or nothing if it raises an error; the result is that of `with ... as`."""
-
-    @abstractmethod
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
-        """Put it back, as `__exit__` does."""
-
     def __enter__(self) -> Any:
-        taken = _INTERRUPTS.take()
+        # Only the outermost context takes the signal.
+        taken = False if _INTERRUPTS.taken else _INTERRUPTS.take()
         try:
             entered = self._begin()
         except BaseException:
             _INTERRUPTS.give(taken, _getframe(1))
             raise
         self._taken = taken
-        try:
-            _INTERRUPTS.give(False, _getframe(1))
-        except BaseException as error:
-            self._close(type(error), error, error.__traceback__, _getframe(1))
-            raise
+        if _INTERRUPTS.waiting:
+            try:
+                _INTERRUPTS.deliver(_getframe(1))
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         return entered
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Any:
-        return self._close(kind, error, trace, _getframe(1))
-
-    def _close(self, kind: Any, error: Any, trace: Any, around: FrameType) -> Any:
         try:
             return self._end(kind, error, trace)
         finally:
-            _INTERRUPTS.give(self._taken, around)
+            if self._taken or _INTERRUPTS.waiting:
+                _INTERRUPTS.give(self._taken, _getframe(1))
 
 
 class _OfGenerator(Restoring):
     """What `restoring` makes of a generator function."""
-
-    def __init__(self, context: contextlib.AbstractContextManager[Any]) -> None:
-        self._context = context
-
-    def _begin(self) -> Any:
-        return self._context.__enter__()
-
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
-        return self._context.__exit__(kind, error, trace)
 
 
 def restoring(function: Callable[P, Iterator[R]]) -> Callable[P, contextlib.AbstractContextManager[R]]:
@@ -141,9 +133,17 @@ def restoring(function: Callable[P, Iterator[R]]) -> Callable[P, contextlib.Abst
 
     @wraps(function)
     def made(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return _OfGenerator(make(*args, **kwargs))
+        context, inner = _OfGenerator(), make(*args, **kwargs)
+        context._begin, context._end = inner.__enter__, inner.__exit__
+        return context
 
     return made
+
+
+def held_whole(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Ctrl-C wait as long as a context is open in the function, which should be a short time."""
+    _SECTIONS.add(inspect.unwrap(function).__code__)
+    return function
 
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
@@ -167,4 +167,4 @@ def interruptible(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-_SECTIONS |= {inspect.unwrap(method).__code__ for method in (Restoring.__enter__, Restoring.__exit__, Restoring._close)}
+_SECTIONS |= {inspect.unwrap(method).__code__ for method in (Restoring.__enter__, Restoring.__exit__)}

@@ -148,17 +148,13 @@ class StepClock:
         # A copy of the model is idle, even if the original is running.
         return StepClock()
 
-    @property
-    def is_held(self) -> bool:
-        """Whether a thread is inside `held`."""
-        return self._holder is not None
-
     @restoring
     def held(self) -> Iterator[None]:
         """Exclude other threads while hooks are attached; the same thread may enter again."""
         with _COUNTING:
-            self.require_free()
-            if not self._depth and any(map(_is_locked, self._passes_of_others())):
+            if self._holder not in (None, get_ident()):
+                raise RuntimeError(_HELD)
+            if not self._depth and len(self._passes) > 1 and self._is_passed_elsewhere():
                 raise RuntimeError(
                     "another thread is running a forward pass on this model. Changing its hooks or starting "
                     "the denoising loop now would change its result. Use a lock, or load a second copy"
@@ -185,8 +181,13 @@ class StepClock:
             if self._holder not in (None, get_ident()):
                 raise RuntimeError(_HELD)
 
-    def _passes_of_others(self) -> list[Any]:
-        return [lock for thread, lock in list(self._passes.items()) if thread != get_ident()]
+    def _is_passed_elsewhere(self) -> bool:
+        return any(_is_locked(lock) for thread, lock in list(self._passes.items()) if thread != get_ident())
+
+    @property
+    def dead_levels(self) -> bool:
+        """Whether hooks are left of contexts whose end was cut off: no thread holds the model any longer."""
+        return self.levels > 0 and self._holder is None
 
     def forget_other_passes(self) -> None:
         """Drop the passes of other threads, which a copy of the process does not have."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from diffusion_lens.hooks.interrupts import uninterrupted
+from diffusion_lens.hooks.interrupts import held_whole
 from diffusion_lens.hooks.step import StepClock, StepState
 
 NO_POSITIONS = -1  # as `pos_dim`, where `None` is an axis that TransformerLens does not know
@@ -51,7 +51,7 @@ class StepHookPoint(HookPoint):
         """Whether a hook is attached, forward or backward: one of TransformerLens, or one of torch."""
         return is_hooked(self)
 
-    @uninterrupted
+    @held_whole
     def add_hook(self, hook: Any, dir: Literal["fwd", "bwd"] = "fwd", *args: Any, **kwargs: Any) -> LensHandle:
         """As in TransformerLens; what a forward hook returns is checked before the next hook sees it."""
         attached: Any = self._forward_hooks if dir == "fwd" else self._backward_hooks
@@ -66,7 +66,7 @@ class StepHookPoint(HookPoint):
         handle.user_hook = hook
         return handle
 
-    @uninterrupted
+    @held_whole
     def remove_hooks(self, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens, which resets every point of a model after every run with hooks at a few of them."""
         if self.fwd_hooks or self.bwd_hooks:

@@ -230,7 +230,8 @@ class DiffusionTransformer(HookedRootModule):
         """The logits, or the residual stream at `stop_at_layer`. See the model's `forward` for the other arguments."""
         with self.clock.passing():
             self.clock.require_free()
-            self._drop_dead_hooks()
+            if self.clock.levels:
+                self._drop_dead_hooks()
             # 1. Check the input and embed it.
             n_layers = self.cfg.n_layers
             start, stop = 0, n_layers
@@ -297,7 +298,7 @@ class DiffusionTransformer(HookedRootModule):
 
     def _drop_dead_hooks(self) -> None:
         """Remove the hooks of `hooks()` contexts whose end was cut off: no thread holds the model any longer."""
-        if self.clock.levels and not self.clock.is_held:
+        if self.clock.dead_levels:
             for level in range(1, self.context_level + 1):
                 self.remove_all_hook_fns("both", level=level)
             self.clock.levels = self.context_level = 0

@@ -144,7 +144,7 @@ _RECORDED: ContextVar[dict[int, Identity | None]] = ContextVar("_RECORDED", defa
 def identity_of(model: nn.Module) -> Identity:
     """The identity that the call in progress recorded; outside any call, the model's identity now."""
     recorded = _RECORDED.get()
-    if id(model) not in recorded:
+    if id(model) not in recorded and getattr(model, "_edits", ()):
         _refuse_cut_off_edits(model)
     identity = recorded.get(id(model)) or _identify(model)
     if id(model) in recorded:
@@ -167,7 +167,8 @@ def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), edits: b
     if id(model) in recorded:
         yield
         return
-    _refuse_cut_off_edits(model)
+    if getattr(model, "_edits", ()):
+        _refuse_cut_off_edits(model)
     at_once = edits or fwd_hooks or hooked_modules(model)
     token = _RECORDED.set({**recorded, id(model): _identify(model, fwd_hooks) if at_once else None})
     try:

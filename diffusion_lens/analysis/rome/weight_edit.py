@@ -4,7 +4,7 @@ An edit adds to the down-projection W of each of its blocks a product A Bᵀ of 
 float64 and rounded to the dtype of W.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -41,7 +41,7 @@ def before_gate(added: Float[Tensor, "*rest d_model"], gate: Float[Tensor, "d_mo
     return added / gate.cpu().double()
 
 
-class WeightEdit(Restoring):
+class WeightEdit(Restoring, ABC):
     """An edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
 
     The weights are written in place, and restored bit for bit. Edits can be nested: each starts from the current W, and
