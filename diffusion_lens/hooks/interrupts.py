@@ -119,8 +119,12 @@ class Restoring:
         try:
             return self._end(kind, error, trace)
         finally:
-            if self._taken or _INTERRUPTS.waiting:
-                _INTERRUPTS.give(self._taken, _getframe(1))
+            if self._taken and current_thread() is main_thread():
+                _INTERRUPTS.taken = False
+                if _signal.getsignal(SIGINT) == _INTERRUPTS.receive:  # unless the caller has set another one
+                    _signal.signal(SIGINT, _INTERRUPTS.before)
+            if _INTERRUPTS.waiting:
+                _INTERRUPTS.deliver(_getframe(1), self._taken)
 
 
 class _OfGenerator(Restoring):

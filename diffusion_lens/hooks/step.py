@@ -132,7 +132,7 @@ class StepClock:
         self.origins: Int[Tensor, "batch"] | None = None
         self.levels = 0  # contexts of hooks inside each other
         self._busy = False
-        self._holder: int | None = None
+        self.holder: int | None = None
         self._depth = 0
         self._passes: defaultdict[int, Any] = defaultdict(RLock)  # by thread
         _CLOCKS.add(self)
@@ -152,21 +152,24 @@ class StepClock:
     def held(self) -> Iterator[None]:
         """Exclude other threads while hooks are attached; the same thread may enter again."""
         with _COUNTING:
-            if self._holder not in (None, get_ident()):
+            if self.holder not in (None, get_ident()):
                 raise RuntimeError(_HELD)
+            # First the holder, then the passes: a pass locks first, and then asks for the holder.
+            self.holder = get_ident()
             if not self._depth and len(self._passes) > 1 and self._is_passed_elsewhere():
+                self.holder = None
                 raise RuntimeError(
                     "another thread is running a forward pass on this model. Changing its hooks or starting "
                     "the denoising loop now would change its result. Use a lock, or load a second copy"
                 )
-            self._holder, self._depth = get_ident(), self._depth + 1
+            self._depth += 1
         try:
             yield
         finally:
             with _COUNTING:
                 self._depth -= 1
                 if not self._depth:
-                    self._holder = None
+                    self.holder = None
 
     def passing(self) -> AbstractContextManager[Any]:
         """The lock of this thread's forward passes. While it is locked, no other thread may hold the model; once it is,
@@ -177,8 +180,8 @@ class StepClock:
 
     def require_free(self) -> None:
         """Raise a `RuntimeError` if another thread holds the model."""
-        with _COUNTING:
-            if self._holder not in (None, get_ident()):
+        with _COUNTING:  # a thread that is about to hold it may yet be refused
+            if self.holder not in (None, get_ident()):
                 raise RuntimeError(_HELD)
 
     def _is_passed_elsewhere(self) -> bool:
@@ -187,7 +190,7 @@ class StepClock:
     @property
     def dead_levels(self) -> bool:
         """Whether hooks are left of contexts whose end was cut off: no thread holds the model any longer."""
-        return self.levels > 0 and self._holder is None
+        return self.levels > 0 and self.holder is None
 
     def forget_other_passes(self) -> None:
         """Drop the passes of other threads, which a copy of the process does not have."""

@@ -229,7 +229,8 @@ class DiffusionTransformer(HookedRootModule):
     ) -> Tensor | None:
         """The logits, or the residual stream at `stop_at_layer`. See the model's `forward` for the other arguments."""
         with self.clock.passing():
-            self.clock.require_free()
+            if self.clock.holder is not None:
+                self.clock.require_free()
             if self.clock.levels:
                 self._drop_dead_hooks()
             # 1. Check the input and embed it.
