@@ -434,7 +434,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         for given in (*args[:2], kwargs.get("fwd_hooks", ()), kwargs.get("bwd_hooks", ())):
             if given:
                 hook_pairs(given)
-        if self.clock.levels:
+        if self.clock.levels and self.clock.holder is None:
             self._drop_dead_hooks()
         with self.clock.held():
             self.clock.levels = self.context_level + 1

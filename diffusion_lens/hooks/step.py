@@ -187,11 +187,6 @@ class StepClock:
     def _is_passed_elsewhere(self) -> bool:
         return any(_is_locked(lock) for thread, lock in list(self._passes.items()) if thread != get_ident())
 
-    @property
-    def dead_levels(self) -> bool:
-        """Whether hooks are left of contexts whose end was cut off: no thread holds the model any longer."""
-        return self.levels > 0 and self.holder is None
-
     def forget_other_passes(self) -> None:
         """Drop the passes of other threads, which a copy of the process does not have."""
         self._passes = defaultdict(RLock, {get_ident(): self._passes[get_ident()]})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import asdict
 from itertools import chain
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 import torch
@@ -229,10 +230,11 @@ class DiffusionTransformer(HookedRootModule):
     ) -> Tensor | None:
         """The logits, or the residual stream at `stop_at_layer`. See the model's `forward` for the other arguments."""
         with self.clock.passing():
-            if self.clock.holder is not None:
+            if self.clock.holder is None:
+                if self.clock.levels:
+                    self._drop_dead_hooks()
+            elif self.clock.holder != get_ident():
                 self.clock.require_free()
-            if self.clock.levels:
-                self._drop_dead_hooks()
             # 1. Check the input and embed it.
             n_layers = self.cfg.n_layers
             start, stop = 0, n_layers
@@ -298,11 +300,10 @@ class DiffusionTransformer(HookedRootModule):
             return logits
 
     def _drop_dead_hooks(self) -> None:
-        """Remove the hooks of `hooks()` contexts whose end was cut off: no thread holds the model any longer."""
-        if self.clock.dead_levels:
-            for level in range(1, self.context_level + 1):
-                self.remove_all_hook_fns("both", level=level)
-            self.clock.levels = self.context_level = 0
+        """Remove the hooks of `hooks()` contexts whose end was cut off: they are left, and no thread holds the model."""
+        for level in range(1, self.context_level + 1):
+            self.remove_all_hook_fns("both", level=level)
+        self.clock.levels = self.context_level = 0
 
     def _enter(
         self,
