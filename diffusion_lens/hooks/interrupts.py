@@ -98,7 +98,7 @@ class Restoring:
 
     def __enter__(self) -> Any:
         # Only the outermost context takes the signal.
-        taken = False if _INTERRUPTS.taken else _INTERRUPTS.take()
+        taken = not _INTERRUPTS.taken and _INTERRUPTS.take()
         try:
             entered = self._begin()
         except BaseException:

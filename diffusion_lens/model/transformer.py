@@ -300,7 +300,7 @@ class DiffusionTransformer(HookedRootModule):
             return logits
 
     def _drop_dead_hooks(self) -> None:
-        """Remove the hooks of `hooks()` contexts whose end was cut off: they are left, and no thread holds the model."""
+        """Remove the hooks of `hooks()` contexts whose end was cut off, which no thread is inside any longer."""
         for level in range(1, self.context_level + 1):
             self.remove_all_hook_fns("both", level=level)
         self.clock.levels = self.context_level = 0

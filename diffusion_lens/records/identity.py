@@ -144,7 +144,7 @@ _RECORDED: ContextVar[dict[int, Identity | None]] = ContextVar("_RECORDED", defa
 def identity_of(model: nn.Module) -> Identity:
     """The identity that the call in progress recorded; outside any call, the model's identity now."""
     recorded = _RECORDED.get()
-    if id(model) not in recorded and getattr(model, "_edits", ()):
+    if id(model) not in recorded and vars(model).get("_edits"):
         _refuse_cut_off_edits(model)
     identity = recorded.get(id(model)) or _identify(model)
     if id(model) in recorded:
@@ -167,7 +167,7 @@ def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), edits: b
     if id(model) in recorded:
         yield
         return
-    if getattr(model, "_edits", ()):
+    if vars(model).get("_edits"):
         _refuse_cut_off_edits(model)
     at_once = edits or fwd_hooks or hooked_modules(model)
     token = _RECORDED.set({**recorded, id(model): _identify(model, fwd_hooks) if at_once else None})
