@@ -6,6 +6,7 @@ prints a table of JSON: for each call the number of signals, how many of them re
 found afterwards. It sends the signals from a second process, so that they arrive between any two bytecodes.
 """
 
+import faulthandler
 import json
 import os
 import random
@@ -106,8 +107,9 @@ class Law:
 
         thread = threading.Thread(target=use, daemon=True)
         thread.start()
-        thread.join(timeout=60)
+        thread.join(timeout=20)
         if thread.is_alive():
+            faulthandler.dump_traceback(all_threads=True)
             sys.stdout.write(json.dumps({"deadlock": 1}))
             sys.stdout.flush()
             os._exit(1)
