@@ -8,7 +8,7 @@ CLUSTER := $(VENV)/.cluster
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test clients cluster browser lint check bench results tiny kinds pair notebooks docs
+.PHONY: help install demo test clients cluster browser lint check bench results signals tiny kinds pair notebooks docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -27,6 +27,9 @@ clients: $(CLIENTS)  ## test circuitsvis, captum, nnsight and notebooks (they ar
 
 cluster: $(CLUSTER)  ## test studies on Dask, Slurm and other executors (the extra is installed on first use, Slurm by .ci/cluster)
 	$(BIN)/python -m pytest -q --confcutdir tests/cluster tests/cluster
+
+signals: $(READY)  ## interrupt eight public calls 2,000 times each by Ctrl-C, and look what is left (about an hour)
+	$(BIN)/python tests/interrupted.py 2000
 
 browser: $(READY)  ## test the explorer and the built site in Chromium (it and axe-core are installed on first use)
 	.ci/browser

@@ -4,7 +4,6 @@ The chapters follow a session: load, call, hook, cache, denoise, generate, save.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat, SupportsIndex
@@ -21,6 +20,7 @@ from diffusion_lens.denoising.denoise import denoise, denoise_with_cache
 from diffusion_lens.denoising.sampler import Sampler, Seed
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.hooks.clock import held_whole, restoring
 from diffusion_lens.hooks.names import ByHookPoint, FwdHooks, NamesFilter, hook_pairs
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.loading.source import Source, given_options
@@ -415,6 +415,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Hook and cache
 
+    @held_whole
     def setup(self) -> None:
         """Name the hook points and give them this model's clock; call it again after adding hook points."""
         with self.clock.held():
@@ -430,14 +431,21 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         self._check_keywords("run_with_hooks", kwargs)
         return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), bwd_hooks=list(bwd_hooks), **kwargs)
 
-    @contextmanager
-    def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    @restoring
+    def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:  # type: ignore[override]
         """As in TransformerLens; inside, no other thread may use the model."""
         for given in (*args[:2], kwargs.get("fwd_hooks", ()), kwargs.get("bwd_hooks", ())):
             if given:
                 hook_pairs(given)
-        with self.clock.held(), super().hooks(*args, **kwargs) as model:
-            yield model
+        if self.clock.levels and self.clock.holder is None:
+            self._drop_dead_hooks()
+        with self.clock.held():
+            self.clock.levels = self.context_level + 1
+            try:
+                with super().hooks(*args, **kwargs) as model:
+                    yield model
+            finally:  # where detaching was cut off, TransformerLens has not lowered its level
+                self.clock.levels = self.context_level
 
     def get_caching_hooks(
         self,
@@ -465,6 +473,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         cached: dict[str, Tensor] = ByHookPoint() if cache is None else cache
         return cached, *caching_hooks(points, cached, incl_bwd, device, remove_batch_dim, Slice.unwrap(pos_slice))
 
+    @held_whole
     def add_caching_hooks(
         self,
         names_filter: NamesFilter = None,
@@ -497,6 +506,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             return out, AliasedCache(cache, self, has_batch_dim=not remove_batch_dim)
         return out, ByHookPoint(cache)
 
+    @held_whole
     def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens; a name or predicate that selects nothing is an error with the nearest names."""
         points = check_hookable(self, name)
@@ -506,6 +516,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 # A predicate may select points that do not pass, beside others; a name says that the hook matters.
                 handle.by_predicate = callable(name)
 
+    @held_whole
     def reset_hooks(self, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens."""
         with self.clock.held():

@@ -18,7 +18,6 @@ What depends on numbers is that of random weights: when a search stops, and in w
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.engine.batching import graph_row_bytes, listening, proposal_bytes, reserved, row_bytes
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.hooks.clock import restoring
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.settings import Real
 from weight_conversion import tensor_shapes
@@ -177,7 +177,7 @@ def _counted(part: str, *given: Any) -> Any:
     return getattr(_COUNTER.get(), part)(*given)
 
 
-@contextmanager
+@restoring
 def counting(model: Any) -> Iterator[Counter]:
     """Count the blocks of a network that run inside."""
     counter = Counter(model)

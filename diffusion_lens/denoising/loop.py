@@ -75,7 +75,8 @@ def run_loop(
     model, steps = run.model, range(first_step, len(run.times) - 1 if stop is None else stop)
     with torch.no_grad(), model.clock.running(model.cfg.model_name), model.hooks(fwd_hooks=list(fwd_hooks)):
         require_set_up(model)
-        for index in tqdm(steps, desc="denoise", unit="step", disable=not progress):
+        # A disabled bar takes a lock of tqdm too, which Ctrl-C may leave locked for all threads.
+        for index in tqdm(steps, desc="denoise", unit="step") if progress else steps:
             with around(index) if around else nullcontext():
                 # 1. Enter: set `hook.step`; a hook may rewrite the canvas x_t.
                 state = run.enter(index)

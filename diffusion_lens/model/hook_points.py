@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from diffusion_lens.hooks.step import StepClock, StepState
+from diffusion_lens.hooks.clock import StepClock, held_whole
+from diffusion_lens.hooks.step import StepState
 
 NO_POSITIONS = -1  # as `pos_dim`, where `None` is an axis that TransformerLens does not know
 # Hooks of torch at all modules, in dictionaries that torch fills and empties.
@@ -50,13 +51,22 @@ class StepHookPoint(HookPoint):
         """Whether a hook is attached, forward or backward: one of TransformerLens, or one of torch."""
         return is_hooked(self)
 
+    @held_whole
     def add_hook(self, hook: Any, dir: Literal["fwd", "bwd"] = "fwd", *args: Any, **kwargs: Any) -> LensHandle:
         """As in TransformerLens; what a forward hook returns is checked before the next hook sees it."""
+        attached: Any = self._forward_hooks if dir == "fwd" else self._backward_hooks
+        before = attached.copy()
         with self.clock.held():
-            handle = super().add_hook(self._checked(hook) if dir == "fwd" else hook, dir, *args, **kwargs)
+            try:
+                handle = super().add_hook(self._checked(hook) if dir == "fwd" else hook, dir, *args, **kwargs)
+            except BaseException:  # A hook of torch without a handle of TransformerLens could not be removed.
+                for key in attached.keys() - before.keys():
+                    del attached[key]
+                raise
         handle.user_hook = hook
         return handle
 
+    @held_whole
     def remove_hooks(self, *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens, which resets every point of a model after every run with hooks at a few of them."""
         if self.fwd_hooks or self.bwd_hooks:

@@ -278,11 +278,6 @@ class LogitRows:
         entries = None if self.entries is None else (self.entries[0].to(device), self.entries[1].to(device))
         return LogitRows(self.grid.to(device), entries, self.n_pos)
 
-    @property
-    def saves_work(self) -> bool:
-        """Whether `grid` omits enough rows to make gathering worthwhile."""
-        return 4 * self.grid.shape[1] <= 3 * self.n_pos
-
     def gather(self, x: Resid) -> Float[Tensor, "batch selected d_model"]:
         """The rows of `grid`."""
         return rows_at(x, self.grid)

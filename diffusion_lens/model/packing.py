@@ -13,15 +13,16 @@ later ones can read a tree.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from threading import get_ident
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from diffusion_lens.hooks.clock import restoring
 from diffusion_lens.model.attention import AttentionContext, AttentionPattern, LayerKeyValues, Visibility
 from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.model.inputs import LogitRows, columns_of
@@ -146,7 +147,8 @@ def run_blocks(
 ) -> Float[Tensor, "batch _ d_model"]:
     """The residual stream behind the last block, from that which enters the first of these; new keys and values are
     appended to `past`, and the last block computes `rows` only."""
-    with model.clock.passing():
+    with model.clock.passes[get_ident()]:
+        model.clock.require_free()
         blocks = model.blocks[first_block:]
         for i, (block, known) in enumerate(zip(blocks, past, strict=True)):
             resid = block(resid, context, known, rows if i == len(blocks) - 1 else None)
@@ -238,7 +240,7 @@ class TextTree:
         )
 
 
-@contextmanager
+@restoring
 def reading_tree(model: Any, tree: TextTree) -> Iterator[None]:
     """Let the network read a row that is laid out as this tree, in every forward pass inside.
 

@@ -196,32 +196,21 @@ class Rotary(Positions):
         """Queries or keys, rotated by their positions; see `Positions.turn`."""
         check_positions(positions)
         n_pos = int(positions.max()) + 1 if positions.numel() else 0
-        return rotate(x, self.tables(n_pos, x.device, positions.to(x.device), activation=x.dtype))
+        at = PassPositions(n_pos, x.device, positions.to(x.device), 0, x.dtype)
+        return rotate(x, self.of_pass(at)[0])
 
     def of_pass(self, at: PassPositions) -> tuple[Tables, None]:
-        return self.tables(at.n_pos, at.device, at.given, at.n_past, at.activation), None
-
-    def tables(
-        self,
-        n_pos: int,
-        device: torch.device,
-        positions: Int[Tensor, "#batch pos"] | None = None,
-        n_past: int = 0,
-        activation: torch.dtype = torch.float32,
-    ) -> Tables:
-        """Cosine and signed sine, Float[(batch) pos 1 d_head].
-
-        They are those of `positions`, or by default of the `n_pos` positions from `n_past` on.
-        """
-        n_all, known = n_past + n_pos, self._tables.get(device)
+        """Cosine and signed sine, Float[(batch) pos 1 d_head]."""
+        n_all, known = at.n_past + at.n_pos, self._tables.get(at.device)
         if known is None or known[0].shape[0] < n_all:
-            known = self._tables[device] = self._compute(max(n_all, 2 * known[0].shape[0] if known else 0), device)
+            length = max(n_all, 2 * known[0].shape[0] if known else 0)
+            known = self._tables[at.device] = self._compute(length, at.device)
         cos, sin = known
         if self.rotation == "activation":
-            cos, sin = cos.to(activation), sin.to(activation)
-        if positions is None:
-            return cos[n_past : n_past + n_pos, None], sin[n_past : n_past + n_pos, None]
-        return cos[positions][:, :, None], sin[positions][:, :, None]
+            cos, sin = cos.to(at.activation), sin.to(at.activation)
+        if at.given is None:
+            return (cos[at.n_past : n_all, None], sin[at.n_past : n_all, None]), None
+        return (cos[at.given][:, :, None], sin[at.given][:, :, None]), None
 
     # Tables are reused by later calls, so they must not be inference tensors, even if this call is in inference mode.
     @torch.inference_mode(False)

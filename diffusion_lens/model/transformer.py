@@ -4,10 +4,10 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
 from itertools import chain
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformer_lens import FactoredMatrix, HookedRootModule
 from transformer_lens.utilities.matrix import composition_scores
 
-from diffusion_lens.hooks.step import StepClock
+from diffusion_lens.hooks.clock import StepClock, restoring
 from diffusion_lens.model import build
 from diffusion_lens.model import text as texts
 from diffusion_lens.model.attention import AttentionContext, AttentionPattern, FromPrompt, KeyValueCache, LayerKeyValues
@@ -127,6 +127,7 @@ class DiffusionTransformer(HookedRootModule):
         super().__init__()
         self.loop_hooks = LoopHooks()
         self.clock = StepClock()
+        self._edits: list[Any] = []  # of the weights, as `analysis.RankOneEdit` has written them, the last one last
         # Device, dtype and flags in the config are those of one model, also if several are made from the same config.
         cfg, given = copy(cfg), cfg.architecture
         if folds := is_constant(given):
@@ -205,6 +206,11 @@ class DiffusionTransformer(HookedRootModule):
             model.cfg.device, model.cfg.dtype = str(self.unembed.weight.device), self.unembed.weight.dtype
         return self
 
+    def restore_edits(self) -> None:
+        """Take all edits such as `RankOneEdit` out of the weights, also one whose end was cut off."""
+        while self._edits:
+            self._edits[-1].put_back()
+
     # The forward pass
 
     def _run(
@@ -222,7 +228,12 @@ class DiffusionTransformer(HookedRootModule):
         unembed: bool = True,
     ) -> Tensor | None:
         """The logits, or the residual stream at `stop_at_layer`. See the model's `forward` for the other arguments."""
-        with self.clock.passing():
+        with self.clock.passes[get_ident()]:
+            if self.clock.holder is None:
+                if self.clock.levels:
+                    self._drop_dead_hooks()
+            elif self.clock.holder != get_ident():
+                self.clock.require_free()
             # 1. Check the input and embed it.
             n_layers = self.cfg.n_layers
             start, stop = 0, n_layers
@@ -235,7 +246,8 @@ class DiffusionTransformer(HookedRootModule):
             if logits_at is not None and stop_at_layer is None:
                 rows = LogitRows.parse(logits_at, resid.shape[0], n_read, resid.device)
                 last_parts = (self.blocks[-1], self.ln_final, self.unembed)
-                in_last_block = rows.saves_work and not any(map(hooked_modules, last_parts))
+                saves_work = 4 * rows.grid.shape[1] <= 3 * rows.n_pos  # gathering costs something too
+                in_last_block = saves_work and not any(map(hooked_modules, last_parts))
             # 3. Place the positions: after those of a cache, without padding, and those of both texts alike.
             n_past = 0
             past: Sequence[LayerKeyValues | None] = [None] * (stop - start)
@@ -286,6 +298,12 @@ class DiffusionTransformer(HookedRootModule):
                 normalized = rows.gather(normalized)
             logits: Tensor = self.unembed(rows.without_padding(normalized))
             return logits
+
+    def _drop_dead_hooks(self) -> None:
+        """Remove the hooks of `hooks()` contexts whose end was cut off, which no thread is inside any longer."""
+        for level in range(1, self.context_level + 1):
+            self.remove_all_hook_fns("both", level=level)
+        self.clock.levels = self.context_level = 0
 
     def _enter(
         self,
@@ -347,14 +365,6 @@ class DiffusionTransformer(HookedRootModule):
         assert resid is not None
         return resid, tokens, None, mask
 
-    def normalized(
-        self, resid: Resid | Float[Tensor, "entry d_model"], sigma: Float[Tensor, "rest"] | None = None
-    ) -> Tensor:
-        """The input of the unembedding for a residual stream, at the noise level of all rows or of each: by default
-        that of the step, then that of `at_time`."""
-        final = self.time.of_final_norm(self.time.condition(sigma, len(resid), resid.device))
-        return normed(self.ln_final, resid, final)
-
     # What the logits mean, and what a pass reads beside its tokens
 
     @property
@@ -381,7 +391,7 @@ class DiffusionTransformer(HookedRootModule):
         """What the time does to the network, such as `model.time.gates(layer)`."""
         return NetworkTime(self)
 
-    @contextmanager
+    @restoring
     def at_time(self, time: SupportsFloat) -> Iterator[Any]:
         """Give the network this time in every forward pass inside that has no other, so that analyses can run.
 
@@ -398,7 +408,7 @@ class DiffusionTransformer(HookedRootModule):
         with self.clock.telling(time=one_time_for_all(time)):
             yield self
 
-    @contextmanager
+    @restoring
     def at_block(self, start: SupportsIndex | Sequence[int] | Int[Tensor, "batch"]) -> Iterator[Any]:
         """Let the open block begin at this position in every forward pass inside that is no step of the loop.
 
@@ -474,7 +484,7 @@ class DiffusionTransformer(HookedRootModule):
             refuse_bypassed(self, flag)
         setattr(self.cfg, flag, value)
 
-    @contextmanager
+    @restoring
     def optional_hooks(
         self,
         *,
@@ -804,6 +814,17 @@ def attention_context(
         bias = bias.masked_fill(~visibility.dense(n_pos, n_past + n_pos, device), float("-inf"))
     factors = None if model.positions.query_scale is None else model.positions.query_factors_of_pass(at)
     return AttentionContext(visibility, rotary, factors, bias, optional_hooks_of_pass(model), condition)
+
+
+def normalized(
+    model: DiffusionTransformer,
+    resid: Resid | Float[Tensor, "entry d_model"],
+    sigma: Float[Tensor, "rest"] | None = None,
+) -> Tensor:
+    """The input of the unembedding for a residual stream, at the noise level of all rows or of each: by default that of
+    the step, then that of `at_time`."""
+    final = model.time.of_final_norm(model.time.condition(sigma, len(resid), resid.device))
+    return normed(model.ln_final, resid, final)
 
 
 def origins_of(

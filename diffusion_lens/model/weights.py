@@ -11,11 +11,11 @@ follows them.
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from diffusion_lens.hooks.clock import restoring
 from diffusion_lens.model.build import put_parameter, require_own_weights
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.layers import LayerNorm, Norm, Unembed, beside
@@ -108,7 +108,7 @@ def _fold(norm: Norm, *readers: nn.Linear | Router | Unembed) -> bool:
     return bias is not None
 
 
-@contextmanager
+@restoring
 def lent_weights(
     model: DiffusionTransformer, cfg: DiffusionConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[DiffusionTransformer]:

@@ -21,7 +21,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -30,6 +30,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from diffusion_lens.hooks.clock import restoring
 from diffusion_lens.hooks.names import Hook, hook_pairs, select_names
 from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.settings import check_keywords, keywords_of
@@ -47,7 +48,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _LEFT_OUT = (
     frozenset(("_parameters", "_modules", "training", "cfg", "tokenizer", "clock", "mod_dict", "hook_dict"))
     | {"name", "ctx", "fwd_hooks", "bwd_hooks", "source", "placement", "_block_devices"}
-    | {"_weight_digests", "is_caching", "context_level", "_non_persistent_buffers_set"}
+    | {"_weight_digests", "_edits", "is_caching", "context_level", "_non_persistent_buffers_set"}
     | {name for name in _OF_TORCH if "hook" in name}
 )
 _DEEPEST = 3
@@ -143,17 +144,20 @@ _RECORDED: ContextVar[dict[int, Identity | None]] = ContextVar("_RECORDED", defa
 def identity_of(model: nn.Module) -> Identity:
     """The identity that the call in progress recorded; outside any call, the model's identity now."""
     recorded = _RECORDED.get()
+    if id(model) not in recorded and vars(model).get("_edits"):
+        _refuse_cut_off_edits(model)
     identity = recorded.get(id(model)) or _identify(model)
     if id(model) in recorded:
         recorded[id(model)] = identity
     return identity
 
 
-@contextmanager
+@restoring
 def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), edits: bool = True) -> Iterator[None]:
     """Record the model's identity, with the caller's hooks that this call is going to attach, until the block ends.
 
-    Inside another call with the same model nothing is recorded: the outer record stays.
+    Inside another call with the same model nothing is recorded: the outer record stays. A model with an edit that could
+    not be taken out is a `RuntimeError`.
 
     Args:
         edits: Whether the call itself may change the model. Otherwise only hooks can, and without any the identity is
@@ -163,12 +167,23 @@ def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), edits: b
     if id(model) in recorded:
         yield
         return
+    if vars(model).get("_edits"):
+        _refuse_cut_off_edits(model)
     at_once = edits or fwd_hooks or hooked_modules(model)
     token = _RECORDED.set({**recorded, id(model): _identify(model, fwd_hooks) if at_once else None})
     try:
         yield
     finally:
         _RECORDED.reset(token)
+
+
+def _refuse_cut_off_edits(model: nn.Module) -> None:
+    for edit in getattr(model, "_edits", ()):
+        if edit.is_cut_off:
+            raise RuntimeError(
+                f"the {type(edit).__name__} of blocks {edit.layers} could not be taken out of the weights of this "
+                "model, so that this call would read edited weights: call model.restore_edits() first"
+            )
 
 
 def begins_run(function: Callable[P, R]) -> Callable[P, R]:

@@ -17,6 +17,7 @@ from diffusion_lens.analysis.rome.keys import compute_key
 from diffusion_lens.analysis.rome.values import optimize_value
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.hooks.step import StepState
+from diffusion_lens.model.transformer import normalized
 from diffusion_lens.model.weights import fold_norms
 from diffusion_lens.records.results import provenance
 from weight_conversion import export, open_checkpoint
@@ -192,7 +193,7 @@ def test_at_time_holds_in_every_pass_inside(told):
         assert torch.equal(model(model(tokens, stop_at_layer=1), start_at_layer=1), expected)
         assert torch.equal(model(tokens, time=0.9), model(tokens, time=0.9))
         assert_close(model(tokens, logits_at=[2]), expected[:, [2]], rtol=1e-5, atol=1e-5)
-        assert_close(model.unembed(model.normalized(model(tokens, stop_at_layer=3))), expected, rtol=1e-6, atol=1e-6)
+        assert_close(model.unembed(normalized(model, model(tokens, stop_at_layer=3))), expected, rtol=1e-6, atol=1e-6)
         with pytest.raises(RuntimeError), model.at_time(0.5):
             raise RuntimeError
         assert torch.equal(model(tokens), expected)

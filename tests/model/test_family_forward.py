@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.model.positions import Rotary
+from diffusion_lens.model.positions import PassPositions, Rotary
 from weight_conversion import RotaryScaling
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -251,6 +251,6 @@ def test_rotary_tables_are_theirs_to_the_bit_far_out(base, d_head, scaling):
     cos, sin = theirs(torch.zeros(1), torch.arange(8192)[None])
     rotary = Rotary(d_head, base, torch.float32, scaling=scaled)
     assert torch.equal(rotary.frequencies, theirs.inv_freq)
-    ours_cos, ours_sin = rotary.tables(8192, torch.device("cpu"))
+    (ours_cos, ours_sin), _ = rotary.of_pass(PassPositions(8192, torch.device("cpu"), None, 0, torch.float32))
     assert torch.equal(ours_cos[:, 0], cos[0])
     assert torch.equal(ours_sin[:, 0].abs(), sin[0].abs())

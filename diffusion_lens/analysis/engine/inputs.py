@@ -224,6 +224,7 @@ def sha256_of(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
+_check_branch = one_of("conditional", "unconditional")
 _KNOWN_PADDING = "attention_mask= belongs to tokens: texts, facts, queries and trajectories know their padding"
 Texts = str | Sequence[str] | Sequence[Fact] | Tensor
 
@@ -400,7 +401,7 @@ class Inputs:
 
     def at(self, step: int | None, branch: str = "conditional") -> Iterator[ForwardPass]:
         """The passes of one step in a branch of guidance, or without trajectories, all passes."""
-        one_of("conditional", "unconditional")("branch", branch)
+        _check_branch("branch", branch)
         if branch == "unconditional" and not (
             self.trajectories and all(run.record["cfg_scale"] for run in self.trajectories)
         ):

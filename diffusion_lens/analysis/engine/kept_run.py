@@ -8,7 +8,7 @@ beginnings may be one row (`model/packing.py`); its positions are then the place
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.engine.batching import graph_row_bytes
 from diffusion_lens.denoising.cache import activation_shape
+from diffusion_lens.hooks.clock import restoring
 from diffusion_lens.hooks.names import resid_post
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.interventions import Hook
@@ -92,7 +93,7 @@ class NetworkInput:
         """One past the last position whose states depend on those of this one."""
         return self.n_pos if self.tree is None else min(self.tree.stops[position], self.n_pos)
 
-    @contextmanager
+    @restoring
     def at_step(self, copies: int = 1) -> Iterator[None]:
         """Hooks read the denoising step, for this many copies of these rows, and passes that begin at a residual stream
         have the attention of these tokens."""

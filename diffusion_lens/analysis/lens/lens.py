@@ -16,6 +16,7 @@ before, depends on the model's readout.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -414,7 +415,8 @@ class _Tables:
         """Fill some entries from one forward pass."""
         (batch, selected), n_layers = entries, self.model.cfg.n_layers
         rows = self.rows[next(iter(one.served))][entries]
-        points = {layer: resid_entering(layer, n_layers) for layer in (*self.layers, n_layers)}
+        read = (*self.layers, n_layers)
+        points = dict(zip(read, map(resid_entering, read, repeat(n_layers)), strict=True))
         states = one.read.states(points.values(), (batch, rows), fwd_hooks)
         self.forward_passes += 1
         for block in torch.arange(len(batch), device=batch.device).split(budget.entries_at_once):

@@ -17,7 +17,7 @@ from diffusion_lens.analysis.engine.inputs import ForwardPass, Inputs
 from diffusion_lens.hooks.names import FwdHooks, resid_post
 from diffusion_lens.model.config import UNREACHED, DiffusionConfig
 from diffusion_lens.model.hook_points import hooked_modules
-from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.model.transformer import DiffusionTransformer, normalized
 from diffusion_lens.records.identity import identity_of
 from diffusion_lens.records.results import Result, Saved, Table, shown_model
 from diffusion_lens.settings import Whole, pick_indices, whole_numbers
@@ -178,7 +178,7 @@ def logits_of(
 
     A time-conditioned network gets the noise `sigma`, by default that of the step or of `at_time`.
     """
-    logits: Tensor = model.unembed(model.normalized(states, sigma))
+    logits: Tensor = model.unembed(normalized(model, states, sigma))
     return logits
 
 

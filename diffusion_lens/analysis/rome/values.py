@@ -23,7 +23,6 @@ ended leave the batch.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
@@ -45,6 +44,7 @@ from diffusion_lens.analysis.rome.canvases import (
 )
 from diffusion_lens.analysis.rome.keys import pick_edited_layer
 from diffusion_lens.facts.fact import Query
+from diffusion_lens.hooks.clock import restoring
 from diffusion_lens.model.packing import is_plain
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
@@ -345,7 +345,7 @@ def _share(objectives: Sequence[ValueObjective], padded: bool) -> list[list[list
     return [objects, essences]
 
 
-@contextmanager
+@restoring
 def _frozen(model: DiffusionTransformer) -> Iterator[None]:
     """Enable gradients, except for the weights. The grad mode and the flags are restored, also after an exception."""
     trainable = [weight for weight in model.parameters() if weight.requires_grad]

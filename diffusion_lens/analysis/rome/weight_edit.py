@@ -7,13 +7,13 @@ float64 and rounded to the dtype of W.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.hooks.clock import Restoring, interruptible, uninterrupted
 from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import export
 
@@ -41,15 +41,18 @@ def before_gate(added: Float[Tensor, "*rest d_model"], gate: Float[Tensor, "d_mo
     return added / gate.cpu().double()
 
 
-class WeightEdit(ABC):
+class WeightEdit(Restoring, ABC):
     """An edit of one model: `with edit: ...`, or `edit.apply()` and `edit.revert()`.
 
     The weights are written in place, and restored bit for bit. Edits can be nested: each starts from the current W, and
     the last one applied is the first to be reverted. A `with` restores the weights that it began with, also after an
-    exception. Other changes to those weights inside it are undone too, which raises a `ValueError`.
+    exception or Ctrl-C. Other changes to those weights inside it are undone too, which raises a `ValueError`. An edit
+    that cannot be taken out, as when its device fails, is known to the model, whose analyses are refused until
+    `model.restore_edits()` or the next edit takes it out.
     """
 
     model: DiffusionTransformer
+    is_cut_off = False  # Whether the weights could not be restored, and may be edited in some layers only.
     _applied: _Weights | None = None
 
     @property
@@ -81,11 +84,28 @@ class WeightEdit(ABC):
         left, right = self.factors(self.layers[0] if layer is None else layer)
         return left @ right.T
 
+    @uninterrupted
     @torch.no_grad()
     def apply(self: W) -> W:
         """Write the edit into the model; a `ValueError` if it is applied already, or an edited weight is not finite."""
+        for edit in [edit for edit in reversed(self.model._edits) if edit.is_cut_off]:
+            edit.put_back()
         if self._applied is not None:
             raise ValueError(f"this edit of {say_layers(self.layers)} is applied already; revert it first")
+        written = self._computed()
+        # The model knows the edit before its first weight is written.
+        self._applied = written
+        self.model._edits.append(self)
+        try:
+            for layer, (_, after) in written.items():
+                self.weight_of(layer).copy_(after)
+        except BaseException:
+            self.put_back()
+            raise
+        return self
+
+    @interruptible
+    def _computed(self) -> _Weights:
         applied: _Weights = {}
         for layer in self.layers:
             before = self.weight_of(layer).detach().clone()
@@ -93,16 +113,9 @@ class WeightEdit(ABC):
             if not bool(after.isfinite().all()):
                 raise ValueError(f"the edited weight of layer {layer} is not finite in {after.dtype}")
             applied[layer] = before, after
-        try:
-            for layer, (_, after) in applied.items():
-                self.weight_of(layer).copy_(after)
-        except BaseException:  # Also an interruption by the keyboard must not leave some of the layers edited.
-            self._put_back(applied)
-            raise
-        self._applied = applied
-        return self
+        return applied
 
-    @torch.no_grad()
+    @uninterrupted
     def revert(self) -> None:
         """Restore the weights bit for bit; a `ValueError` if the edit is not applied, or a weight has changed since, so
         that reverting would undo more."""
@@ -113,19 +126,20 @@ class WeightEdit(ABC):
                 f"the weight of layer {changed[0]} has changed since this edit was applied: revert later edits of this "
                 "layer first (the last applied is the first reverted)"
             )
-        self._put_back(self._applied)
+        self.put_back()
 
-    def __enter__(self: W) -> W:
+    def _begin(self: W) -> W:
         return self.apply()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _end(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Restore the weights that the `with` began with, whatever changed them inside; exceptions are passed on."""
         if (applied := self._applied) is None:
             return
-        changed = self._changed(applied)
-        self._put_back(applied)
+        changed: list[int] = []
+        try:
+            changed = self._changed(applied)
+        finally:
+            self.put_back()
         if changed and error is None:
             raise ValueError(
                 f"the weight of layer {changed[0]} was changed inside the `with` of this edit. It is restored to its "
@@ -149,11 +163,16 @@ class WeightEdit(ABC):
                 changed.append(layer)
         return changed
 
+    @uninterrupted
     @torch.no_grad()
-    def _put_back(self, applied: _Weights) -> None:
-        for layer, (before, _) in applied.items():
+    def put_back(self) -> None:
+        """Restore the weights that the edit began with, whatever changed them since."""
+        self.is_cut_off = True
+        for layer, (before, _) in (self._applied or {}).items():
             self.weight_of(layer).copy_(before)
         self._applied = None
+        self.model._edits[:] = [edit for edit in self.model._edits if edit is not self]
+        self.is_cut_off = False
 
 
 def say_layers(layers: list[int]) -> str:

@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -312,7 +313,7 @@ def _cut_at_reader(reading: CanvasReading) -> Callable[[int, Heads], Tensor]:
             return changed
 
         known = LayerKeyValues(*(others.gather(states) for states in reading.attended[layer]))
-        with model.hooks(fwd_hooks=[(_scores_of(layer), cut)]), model.clock.passing():
+        with model.hooks(fwd_hooks=[(_scores_of(layer), cut)]), model.clock.passes[get_ident()]:
             written = model.blocks[layer](readers.gather(streams[layer]), context, known)
         # Behind the last block, only the rows of the readers are read.
         stream = streams[min(layer + 1, len(streams) - 1)].index_put((each, batch.rows), written[:, 0])

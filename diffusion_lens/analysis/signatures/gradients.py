@@ -13,7 +13,7 @@ into the projections (`fold_ln`), the same network has other gradients. The base
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from diffusion_lens.analysis.signatures.evidence import CanvasBatch, PassReader, mean_where, other_facts
+from diffusion_lens.hooks.clock import restoring
 from diffusion_lens.model.hooking import has_module_hooks
 from diffusion_lens.model.layers import Embed, Linear, Norm, Unembed
 from diffusion_lens.model.mlp import Router
@@ -183,7 +184,7 @@ def _by_fact(sizes: Float[Tensor, "fact"], x: Tensor) -> Tensor:
     return sizes.to(x.dtype).view(-1, *[1] * (x.dim() - 1)) * x
 
 
-@contextmanager
+@restoring
 def _recording(
     model: DiffusionTransformer, names: Sequence[str]
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -214,7 +215,7 @@ def _recording(
         yield inputs, outputs
 
 
-@contextmanager
+@restoring
 def _torch_hooks(model: DiffusionTransformer, hooks: Sequence[tuple[str, _TorchHook]]) -> Iterator[None]:
     """Attach hooks of torch to modules, named after them or their weight, while the block is run."""
     with ExitStack() as attached:

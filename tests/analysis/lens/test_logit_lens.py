@@ -13,6 +13,7 @@ from diffusion_lens.analysis import LogitLens, logit_lens
 from diffusion_lens.analysis.lens.lens import TABLES
 from diffusion_lens.denoising.samplers import ReMDM
 from diffusion_lens.interventions import at_steps, zero_ablate
+from diffusion_lens.model.transformer import normalized
 from diffusion_lens.model.weights import fold_norms
 
 PROMPT = "Gustav Geisser is the"
@@ -34,7 +35,7 @@ def written_out(model, states, targets, present, k=5, step=None):
     """Every number of the lens at some rows, from the states Float[layer row d_model] and, for each row, a target and
     the token that stands there."""
     with model.clock.at(step):
-        logits = model.unembed(model.normalized(states)).float()
+        logits = model.unembed(normalized(model, states)).float()
         if model.head.needs_canvas:
             logits = model.head_at(present[None]).clean_logits(logits)
     if model.cfg.head != "logits" and model.cfg.has_mask:  # [MASK] takes no part in the softmax

@@ -12,6 +12,7 @@ from diffusion_lens.analysis import Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.engine.inputs import ForwardPass
 from diffusion_lens.data import toy_facts
 from diffusion_lens.interventions import zero_ablate
+from diffusion_lens.model.transformer import normalized
 
 PROMPT = "Gustav Geisser is the"
 
@@ -50,7 +51,7 @@ def test_a_map_is_applied_before_the_norm(several):
     _, cache = model.run_with_cache(tokens)
     for layer in range(model.cfg.n_layers):
         state = cache["resid_pre", layer][0, lens.rows[0]]
-        logits = model.unembed(model.normalized((state + state @ maps.weights[layer] + maps.biases[layer])[None])[0])
+        logits = model.unembed(normalized(model, (state + state @ maps.weights[layer] + maps.biases[layer])[None])[0])
         if model.cfg.head != "logits":  # [MASK] takes no part in the softmax
             logits[..., model.cfg.mask_token_id] = -1e6
         entropy = torch.distributions.Categorical(logits=logits).entropy()
@@ -116,7 +117,7 @@ def test_the_descent_written_out(several):
             for group in optimizer.param_groups:
                 group["lr"] = 0.01 * (1 - iteration / 4)
             with model.clock.at(step):
-                logits = model.unembed(model.normalized(state + state @ weight + bias))
+                logits = model.unembed(normalized(model, state + state @ weight + bias))
             log_p = head.clean_logits(logits[None])[0].log_softmax(-1)
             loss = (last.exp() * (last - log_p)).sum(-1).mean()
             optimizer.zero_grad()
