@@ -77,7 +77,7 @@ class Proposal:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; it must be a probability above 0, or None to keep all tokens")
         if self.top_k is not None:
-            at_least(1, "top_k", self.top_k, "a token is sampled, and None keeps all")
+            at_least(1, "top_k", self.top_k, or_none="to keep all tokens")
 
     @property
     def is_plain(self) -> bool:
@@ -333,15 +333,11 @@ class Sampler(ABC):
         if variant.noise is not None and variant.noise not in self.noises:
             return OTHER_NOISE[variant.noise]
         if self.writes == "anywhere" and variant.is_autoregressive:
-            return (
-                "reveals positions in any order, and the text of a causal model without [MASK] grows at its end only; "
-                "use 'left_to_right'"
-            )
+            return "reveals positions in any order, and the text of a causal model without [MASK] grows at its end only"
         if self.writes == "anywhere" and variant.opens_blocks:
             return (
                 "shares its steps among all positions of the canvas, and this model writes one block of "
-                f"{variant.block_size} positions after another; use 'block_confidence', 'block_posterior', "
-                "'first_hitting' or 'left_to_right'"
+                f"{variant.block_size} positions after another"
             )
         if variant.opens_blocks and variant.time_conditioning and not self.has_times_of_rows:
             return (

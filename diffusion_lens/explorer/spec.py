@@ -95,6 +95,8 @@ class Intervention(Settings):
 
 
 def _interventions(name: str, value: Any) -> tuple[Intervention, ...]:
+    if value is None:
+        return ()
     if not isinstance(value, list | tuple):
         raise TypeError(f"{name}={value!r} is no list")
     if len(value) > MOST_INTERVENTIONS:  # Each is a hook at every step.

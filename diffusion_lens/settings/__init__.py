@@ -147,7 +147,9 @@ def _plain(name: str, value: Any) -> Any:
     if not hasattr(value, "ndim"):
         return value
     if value.ndim > 1:  # Whether its rows are pairs or groups would be a guess.
-        raise TypeError(f"{name}= is an array {list(value.shape)}; it must have one axis, or be a list")
+        raise TypeError(
+            f"{name}= is an array {list(value.shape)}; it must have one axis: give one of its rows, or a list"
+        )
     return value.tolist()
 
 
@@ -234,11 +236,13 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
-def at_least(least: int, name: str, value: Any, reason: str = "") -> int:
-    """`value` as an int; a `ValueError`, which may end with a reason, if it is below `least`."""
+def at_least(least: int, name: str, value: Any, reason: str = "", *, or_none: str = "") -> int:
+    """`value` as an int; a `ValueError`, which may end with a reason, or with what `None` is for, if it is below
+    `least`."""
     number = whole_number(name, value)
     if number < least:
-        raise ValueError(f"{name}={number}; it must be at least {least}{reason and f', because {reason}'}")
+        why = f", because {reason}" if reason else f", or None {or_none}" if or_none else ""
+        raise ValueError(f"{name}={number}; it must be at least {least}{why}")
     return number
 
 

@@ -70,7 +70,7 @@ def test_a_dry_run_refuses_a_sampler_that_is_none(command: str) -> None:
     asked = ["tiny-ar", *(["Ada"] if command == "denoise" else [])]
     result = CliRunner().invoke(app, [command, *asked, "--sampler", "confidence", "--dry-run"])
     assert result.exit_code == 2
-    assert "grows at its end only; use 'left_to_right'" in result.stderr
+    assert "grows at its end only. Samplers that fit: left_to_right" in result.stderr
 
 
 def test_a_layer_may_be_counted_from_the_end() -> None:

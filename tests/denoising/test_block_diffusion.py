@@ -288,7 +288,10 @@ def test_masks_and_text_after_the_prompt_are_filled_block_by_block():
 def test_samplers_that_do_not_fit_a_model_are_refused(either):
     model, prompt = model_of(4), torch.tensor([[5, 6]])
     for name in ("confidence", "ancestral", "remdm", "blocks", "llada"):
-        with pytest.raises(ValueError, match=r"one block of 4 positions after another; use 'block_confidence'"):
+        with pytest.raises(
+            ValueError,
+            match=r"one block of 4 positions after another. Samplers that fit: left_to_right, block_confidence",
+        ):
             model.denoise(prompt, length=9, sampler=name)
     with pytest.raises(ValueError, match=r"blocks of 8 positions, and this model has blocks of 4.*block_size=8"):
         model.denoise(prompt, length=9, sampler=sdar(8))

@@ -210,7 +210,7 @@ class Blocks(Sampler):
 
     def __post_init__(self) -> None:
         if self.block_length is not None:
-            at_least(1, "block_length", self.block_length)
+            at_least(1, "block_length", self.block_length, or_none="for one block")
         one_of("confidence", "random")("order", self.order)
         one_of("counted", "uncounted")("masks_in_prompt", self.masks_in_prompt)
 
