@@ -55,7 +55,7 @@ def test_a_replay_checks_its_sampler_and_seeds(either):
     with pytest.raises(ValueError, match="3 seeds for 2 rows"):
         run.replay(either.model, canvas="free", seeds=[1, 2, 3])
     if either.kind == "ar":
-        with pytest.raises(ValueError, match="that fit: left_to_right$"):
+        with pytest.raises(ValueError, match=r"that fit: left_to_right$"):
             run.replay(either.model, canvas="free", sampler=Confidence())
     else:
         assert run.replay(either.model, canvas="free", sampler="confidence").record["sampler"]["name"] == "confidence"

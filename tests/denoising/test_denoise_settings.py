@@ -90,7 +90,7 @@ def test_an_unknown_hook_point(either):
 
 @pytest.mark.parametrize("either", ["ar"], indirect=True)
 def test_a_causal_model_writes_left_to_right_only(either):
-    with pytest.raises(ValueError, match="that fit: left_to_right$"):
+    with pytest.raises(ValueError, match=r"that fit: left_to_right$"):
         either.model.denoise(PROMPT, length=6, sampler="confidence")
 
 
