@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 from diffusion_lens.data.download import fetch_from_hub, read_json_lines
 from diffusion_lens.data.toy_facts import Trained
 from diffusion_lens.facts.fact import Direction, Fact
+from weight_conversion import sha256_of_file
 
 AGREEING = 0.9  # Share of rows that must agree.
 MARKS = ".,:;?"
@@ -127,7 +128,7 @@ class ReversalCurse:
         """Open the files of a folder, or the published files, each downloaded into the hub's cache when it is used.
 
         The published files have the commit `REVISION`, and their SHA-256 is verified. A folder may contain other people
-        in the same format.
+        in the same format; `check` tests whether it is the published data set.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -136,6 +137,18 @@ class ReversalCurse:
         if path is not None and not path.is_dir():
             raise FileNotFoundError(f"there is no folder {path}; it should contain {', '.join(FILES)}, each .jsonl")
         return cls(path)
+
+    def check(self) -> None:
+        """Compare all nine files with the published ones.
+
+        Raises:
+            ValueError: The SHA-256 of a file differs; the message names all of these files.
+        """
+        differing = [file for file in FILES if sha256_of_file(self._path(file)) != FILES[file].sha256]
+        if differing:
+            raise ValueError(
+                f"{self.folder or REPO} is not the published data set: another SHA-256 have {', '.join(differing)}"
+            )
 
     def facts(self, trained: str | None = None, asked: str | None = None, held_out: bool = True) -> list[Fact]:
         """Questions, ordered by direction of training, direction of the query, person and template.

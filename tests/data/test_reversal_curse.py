@@ -1,5 +1,6 @@
 """The reversal curse's files, made up here in their form: what is found in them is what they were made from."""
 
+import hashlib
 import json
 
 import pytest
@@ -221,6 +222,18 @@ def test_a_row_whose_subject_is_not_there_is_listed(folder):
 def test_counts_of_the_published_files():
     assert sum(file.rows for file in FILES.values()) == 3600 + 3600 + 4 * 300 + 600
     assert len({file.sha256 for file in FILES.values()}) == 9
+
+
+def test_check_names_every_file_that_is_not_the_published_one(curse, monkeypatch):
+    with pytest.raises(ValueError, match=f"another SHA-256 have {', '.join(FILES)}$"):
+        curse.check()
+    for name, file in FILES.items():
+        digest = hashlib.sha256((curse.folder / f"{name}.jsonl").read_bytes()).hexdigest()
+        monkeypatch.setitem(FILES, name, file._replace(sha256=digest))
+    curse.check()
+    (curse.folder / "both_prompts_test.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match="another SHA-256 have both_prompts_test$"):
+        curse.check()
 
 
 @pytest.fixture
