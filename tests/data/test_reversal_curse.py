@@ -232,7 +232,7 @@ def test_check_names_every_file_that_is_not_the_published_one(curse, monkeypatch
         monkeypatch.setitem(FILES, name, file._replace(sha256=digest))
     curse.check()
     (curse.folder / "both_prompts_test.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match="another SHA-256 have both_prompts_test$"):
+    with pytest.raises(ValueError, match=r"another SHA-256 have both_prompts_test$"):
         curse.check()
 
 
