@@ -13,7 +13,7 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from signal import SIGINT
 from sys import _getframe
 from threading import RLock, current_thread, get_ident, main_thread
@@ -37,27 +37,28 @@ _OTHER_CONTEXTS = (contextlib.__file__, torch.autograd.grad_mode.__file__)
 
 
 class _Interrupts:
-    """The handler of SIGINT while a context is open."""
+    """The handling of SIGINT while contexts are open in the main thread."""
 
-    def __init__(self) -> None:
-        self.before: Any = None  # the handler that it replaced
-        self.taken = False
-        self.waiting = False
+    handler: Any = None  # the one that was installed last
+    n_open = 0
+    waiting: Any = None  # what has to handle a signal that waits
 
     def deliver(self, around: FrameType, at_once: bool = False) -> None:
         """Handle a signal that waits, unless there is a section around this one too that is going to do so."""
         if current_thread() is main_thread() and (at_once or not _in_section(around)):
-            self.waiting = False
-            self.before(SIGINT, around)
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal, or let it wait."""
-        self.waiting = _in_section(frame) or (frame is not None and frame.f_code.co_filename in _OTHER_CONTEXTS)
-        if not self.waiting:
-            self.before(number, frame)
+            before, self.waiting = self.waiting, None
+            before(SIGINT, around)
 
 
 _INTERRUPTS = _Interrupts()
+
+
+def _receive(before: Any, number: int, frame: FrameType | None) -> None:
+    """Handle a signal by the handler that was there before, or let it wait."""
+    if _in_section(frame) or (frame is not None and frame.f_code.co_filename in _OTHER_CONTEXTS):
+        _INTERRUPTS.waiting = before
+    else:
+        before(number, frame)
 
 
 def _in_section(frame: FrameType | None) -> bool:
@@ -76,21 +77,19 @@ class Restoring:
 
     _begin: Callable[..., Any]
     _end: Callable[..., Any]
-    _taken = False
 
     def __enter__(self) -> Any:
-        # Only the outermost context of the main thread takes the signal, if Python code handles it.
-        if not _INTERRUPTS.taken and current_thread() is main_thread():
+        if current_thread() is main_thread():
             handler = _signal.getsignal(SIGINT)
-            if callable(handler):
-                if handler != _INTERRUPTS.receive:
-                    _INTERRUPTS.before = handler
-                    _signal.signal(SIGINT, _INTERRUPTS.receive)
-                _INTERRUPTS.taken = self._taken = True
+            if callable(handler) and handler is not _INTERRUPTS.handler:
+                # A new one each time: what a caller keeps of it goes on to the handler that it replaced.
+                _INTERRUPTS.handler = partial(_receive, handler)
+                _signal.signal(SIGINT, _INTERRUPTS.handler)
+            _INTERRUPTS.n_open += 1
         try:
             entered = self._begin()
         except BaseException:
-            self._give(_getframe(1))
+            self._close(_getframe(1))
             raise
         if _INTERRUPTS.waiting:
             try:
@@ -106,20 +105,27 @@ class Restoring:
         try:
             return self._end(kind, error, trace)
         finally:
-            self._give(_getframe(1))
+            self._close(_getframe(1))
 
-    def _give(self, around: FrameType) -> None:
-        """Put the handler back if this context has taken it, and handle a signal that waits."""
-        if self._taken and current_thread() is main_thread():
-            _INTERRUPTS.taken = False
-            if _signal.getsignal(SIGINT) == _INTERRUPTS.receive:  # unless the caller has set another one
-                _signal.signal(SIGINT, _INTERRUPTS.before)
+    def _close(self, around: FrameType) -> None:
+        """Put the handler back after the last open context, and handle a signal that waits."""
+        if current_thread() is main_thread():
+            _INTERRUPTS.n_open = max(0, _INTERRUPTS.n_open - 1)
+            handler = _INTERRUPTS.handler
+            # Unless the caller has set another one since.
+            if not _INTERRUPTS.n_open and handler is not None and _signal.getsignal(SIGINT) is handler:
+                _signal.signal(SIGINT, handler.args[0])
         if _INTERRUPTS.waiting:
-            _INTERRUPTS.deliver(around, self._taken)
+            _INTERRUPTS.deliver(around, not _INTERRUPTS.n_open)
 
 
-class _OfGenerator(Restoring):
+class _OfGenerator(Restoring, contextlib.ContextDecorator):
     """What `restoring` makes of a generator function."""
+
+    _again: Callable[[], Any]
+
+    def _recreate_cm(self) -> Any:
+        return self._again()
 
 
 class _Unchanging(Restoring):
@@ -138,6 +144,7 @@ def restoring(function: Callable[P, Iterator[R]]) -> Callable[P, contextlib.Abst
     def made(*args: P.args, **kwargs: P.kwargs) -> Any:
         context, inner = _OfGenerator(), make(*args, **kwargs)
         context._begin, context._end = inner.__enter__, inner.__exit__
+        context._again = partial(made, *args, **kwargs)
         return context
 
     return made
@@ -168,7 +175,7 @@ def interruptible(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-_SECTIONS |= {inspect.unwrap(method).__code__ for method in (Restoring.__enter__, Restoring.__exit__, Restoring._give)}
+_SECTIONS |= {inspect.unwrap(method).__code__ for method in (Restoring.__enter__, Restoring.__exit__, Restoring._close)}
 
 
 # Protects the state of all clocks; it is shared by all models, so that a model can be copied. A thread may need it
@@ -212,9 +219,9 @@ class StepClock:
         block = None if self.step is None else self.step.block
         return self.origins if block is None else block.origin
 
-    def __deepcopy__(self, memo: object) -> "StepClock":
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
         # A copy of the model is idle, even if the original is running.
-        return StepClock()
+        return StepClock, ()
 
     @restoring
     def held(self) -> Iterator[None]:
@@ -248,9 +255,13 @@ class StepClock:
     def _is_passed_elsewhere(self) -> bool:
         return any(_is_locked(lock) for thread, lock in list(self.passes.items()) if thread != get_ident())
 
-    def forget_other_passes(self) -> None:
-        """Drop the passes of other threads, which a copy of the process does not have."""
+    def forget_other_threads(self) -> None:
+        """Drop what other threads were doing, which a copy of the process does not have. Their hooks are dropped by the
+        next call."""
         self.passes = defaultdict(RLock, {get_ident(): self.passes[get_ident()]})
+        if self.holder not in (None, get_ident()):
+            self.holder, self._depth, self._busy = None, 0, False
+            self.step = self.branches = None
 
     @restoring
     def running(self, model_name: str) -> Iterator[None]:
@@ -314,7 +325,7 @@ _CLOCKS: WeakSet[StepClock] = WeakSet()
 
 def _begin_child() -> None:
     for clock in list(_CLOCKS):
-        clock.forget_other_passes()
+        clock.forget_other_threads()
     _COUNTING.release()
 
 

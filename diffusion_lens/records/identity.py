@@ -30,7 +30,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from diffusion_lens.hooks.clock import restoring
+from diffusion_lens.hooks.clock import interruptible, restoring
 from diffusion_lens.hooks.names import Hook, hook_pairs, select_names
 from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.settings import check_keywords, keywords_of
@@ -339,6 +339,7 @@ def _call_in_words(function: str, settings: Mapping[str, Any], defaults: Mapping
     return f"{function}({', '.join(words)})"
 
 
+@interruptible  # it hashes all weights, and changes nothing
 def _identify(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> Identity:
     return Identity(weights_sha256(model), describe_hooks(model, fwd_hooks), describe_modules(model))
 

@@ -160,6 +160,7 @@ def load(path: str | Path) -> Any:
 def class_of(kind: Any, path: str | Path) -> type[Any]:
     """The class of results of this kind, which a file has named."""
     classes = _classes()
+    kind = kind if isinstance(kind, str) else None
     if kind not in classes:
         for room in _ROOMS:
             package = import_module(f"diffusion_lens.{room}")
@@ -555,7 +556,7 @@ def _classes() -> dict[Any, type[Any]]:
 def _class_of_folder(folder: Path) -> type[Any]:
     """The class that reads the folder of a study or of activations."""
     file = folder / "run.json"
-    if not file.exists():
+    if not file.is_file():
         raise ValueError(
             f"{folder} is a folder without {file.name}, so it is not that of a study or of activations. Name a file of "
             "a result in it; a model is loaded by HookedDiffusionTransformer.from_pretrained"

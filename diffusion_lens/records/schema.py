@@ -114,7 +114,7 @@ class _Reading:
         if origin is dict and _has_tensors(kind):
             if value is MISSING:  # Earlier versions list the keys as the `names` of the record.
                 value = self.plain(dict[str, Any], "record", saved.get("record", MISSING)).get("names", MISSING)
-            keys = self.plain(list[str], name, value)
+            keys = self.plain(list[str], name, value or [])
             return {each: self.tensor(kind, saved.get(f"{key}/{each}", MISSING), f"{name}/{each}") for each in keys}
         if is_dataclass(kind) and value is not MISSING:
             others = self.plain(dict[str, Any], name, value)

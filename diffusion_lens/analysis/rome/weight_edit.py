@@ -166,7 +166,12 @@ class WeightEdit(Restoring, ABC):
     @uninterrupted
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the weights that the edit began with, whatever changed them since."""
+        """Restore the weights that the edit began with, whatever changed them since; edits of these layers that began
+        later are taken out first."""
+        edits = self.model._edits
+        later = edits[edits.index(self) + 1 :] if self in edits else []
+        for edit in reversed([edit for edit in later if {*edit.layers} & {*self.layers}]):
+            edit.put_back()
         self.is_cut_off = True
         for layer, (before, _) in (self._applied or {}).items():
             self.weight_of(layer).copy_(before)
