@@ -158,7 +158,6 @@ def held_whole(function: Callable[P, R]) -> Callable[P, R]:
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
     """Let Ctrl-C wait until the function has ended, which should be soon."""
-
     held_whole(function)
 
     @wraps(function)

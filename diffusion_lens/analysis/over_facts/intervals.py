@@ -51,10 +51,11 @@ class _Sums:
         numbers = values.double().reshape(len(values), math.prod(values.shape[1:]))
         rows = {name: row for row, name in enumerate(dict.fromkeys(clusters))}
         owner = torch.tensor([rows[name] for name in clusters], dtype=torch.long)
-        differences = numbers - numbers.mean(dim=0)
+        mean = numbers.mean(dim=0)
+        differences = numbers - mean
         return cls(
             n_facts=len(numbers),
-            mean=numbers.mean(dim=0),
+            mean=mean,
             residuals=numbers.new_zeros(len(rows), numbers.shape[1]).index_add_(0, owner, differences),
             sizes=torch.bincount(owner, minlength=len(rows)).double(),
             variance=differences.square().sum(dim=0) / (len(numbers) - 1 or math.nan),
@@ -81,7 +82,8 @@ def mean_interval(
         seed: Seed of the resamples.
         within: Range of the values, at which the ends are cut.
     """
-    sums, n_clusters = _Sums.of(values, clusters, level), len(set(clusters))
+    sums = _Sums.of(values, clusters, level)
+    n_clusters = len(sums.sizes)
     if n_clusters < FEWEST:
         return _no_interval(values)
     # How often each resample contains each cluster
@@ -116,7 +118,8 @@ def share_interval(values: Float[Tensor, "fact *rest"], clusters: Sequence[str],
     """
     from scipy import stats  # imported here because it takes half a second
 
-    sums, n, n_clusters = _Sums.of(values, clusters, level), len(values), len(set(clusters))
+    sums, n = _Sums.of(values, clusters, level), len(values)
+    n_clusters = len(sums.sizes)
     if n_clusters < 2:
         return _no_interval(values)
     upper = (1 + level) / 2
