@@ -17,6 +17,7 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.model.hooking import OptionalHooks
@@ -237,6 +238,24 @@ class KeyValueCache:
     def n_pos(self) -> int:
         """Number of positions stored."""
         return self.layers[0].n_pos
+
+    @classmethod
+    def of(cls, cache: "KeyValueCache | TransformerLensKeyValueCache") -> "KeyValueCache":
+        """The cache itself, or one with what a cache of TransformerLens has."""
+        if isinstance(cache, KeyValueCache):
+            return cache
+        own = cls(0)
+        own.layers = [LayerKeyValues(entry.past_keys, entry.past_values) for entry in cache.entries]
+        return own
+
+    def write_to(self, cache: Any) -> None:
+        """Let the entries of a cache of TransformerLens that are not frozen have what this one has."""
+        for layer, entry in zip(self.layers, cache.entries, strict=True):
+            if not entry.frozen:
+                entry.past_keys, entry.past_values = layer.keys, layer.values
+        if not cache.frozen:
+            mask = cache.previous_attention_mask
+            cache.append_attention_mask(mask.new_ones(len(mask), self.n_pos - mask.shape[1]))
 
     def keep(self, n_pos: int) -> None:
         """Forget the positions from `n_pos` on."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
 from diffusion_lens.model.text import word_of
+from diffusion_lens.settings import warn_user
 
 Rows = Tensor | Sequence[int] | tuple[Tensor, Tensor]
 
@@ -34,6 +35,17 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
         wrong = smallest if smallest < 0 else largest
         raise ValueError(f"token id {wrong} is not among the {cfg.d_vocab} tokens of {cfg.model_name!r}{hint}")
     return tokens
+
+
+def warn_of_bare_prompt(cfg: DiffusionConfig) -> None:
+    """Warn that the logits of a canvas without [MASK] are no predictions."""
+    warn_user(
+        f"no position of these tokens is [MASK], and {cfg.model_name!r} predicts masked positions: every row of the "
+        "logits is about a token that is already there. To read what follows a prompt, take "
+        "tokens, rows = model.canvas(prompt, n_masks) and model(tokens)[:, rows] (the row `logits[:, -1]` of "
+        "docs/coming_from.md). Where the logits are not read, pass return_type=None; where these rows are meant, "
+        "logits_at="
+    )
 
 
 def check_clean(clean: Tensor, noisy: Tensor, cfg: DiffusionConfig) -> Tensor:
@@ -131,20 +143,6 @@ def check_past(n_cached: Sequence[int], n_pos: int, real: Tensor | None, cfg: Di
     return max(lengths)
 
 
-def own_pad_id(tokenizer: Any, mask_token_id: int | None) -> int | None:
-    """The id of a token that is used for padding only, so that tokens alone show the padding; otherwise `None`.
-
-    The token's name must contain "pad", and it must not be another special token: if texts end with the token that pads
-    them, the model may have written it.
-    """
-    name = None if tokenizer is None else tokenizer.pad_token
-    if name is None or "pad" not in name.lower():
-        return None
-    others = [tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token, tokenizer.mask_token]
-    id_ = int(tokenizer.pad_token_id)
-    return None if name in others or id_ == mask_token_id else id_
-
-
 @dataclass(frozen=True)
 class Padding:
     """`model.padding`: which positions are padding, by the mask of a call or by a token that only pads."""
@@ -160,15 +158,30 @@ class Padding:
                 return int(candidate)
         return 0
 
+    @property
+    def own_id(self) -> int | None:
+        """The id of a token that is used for padding only, so that tokens alone show the padding; otherwise `None`.
+
+        The token's name must contain "pad", and it must not be another special token: if texts end with the token that
+        pads them, the model may have written it.
+        """
+        tokenizer = self.model.tokenizer
+        name = None if tokenizer is None else tokenizer.pad_token
+        if name is None or "pad" not in name.lower():
+            return None
+        others = [tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token, tokenizer.mask_token]
+        id_ = int(tokenizer.pad_token_id)
+        return None if name in others or id_ == self.model.cfg.mask_token_id else id_
+
     def real(self, tokens: Tokens) -> PosMask | None:
-        """Bool[batch pos], true from the first to the last token of each row that is not `own_pad_id`.
+        """Bool[batch pos], true from the first to the last token of each row that is not `own_id`.
 
         `None` if there is no padding, or if the tokens alone do not show it.
 
         Raises:
             ValueError: A row has padding only.
         """
-        pad = own_pad_id(self.model.tokenizer, self.model.cfg.mask_token_id)
+        pad = self.own_id
         if pad is None:
             return None
         text = tokens != pad
@@ -184,7 +197,7 @@ class Padding:
 
     def all_real(self, tokens: Tokens) -> Tensor | None:
         """An `attention_mask` for tokens without padding; `None` if no token would be read as padding anyway."""
-        return None if self.model.own_pad_id is None else torch.ones_like(tokens)
+        return None if self.own_id is None else torch.ones_like(tokens)
 
     def removed(self, row: Int[Tensor, "pos"]) -> Int[Tensor, "selected"]:
         """One row of tokens without the padding around them, if the tokens show it (`real`)."""
@@ -201,7 +214,7 @@ class Padding:
                 end with the token that pads shorter rows.
         """
         model, pad = self.model, self.id
-        if model.own_pad_id is not None or model.tokenizer is None or pad == model.cfg.mask_token_id:
+        if self.own_id is not None or model.tokenizer is None or pad == model.cfg.mask_token_id:
             return self.real(tokens)
         filler = tokens == pad
         if pad == model.tokenizer.bos_token_id and bool(filler[:, 0].all()):

@@ -14,6 +14,7 @@ from diffusion_lens.analysis.patching import PatchGrid
 from diffusion_lens.analysis.patching.sites import PATCH_SITES
 from diffusion_lens.hooks.names import resid_post, resid_pre
 from diffusion_lens.model.config import UNREACHED
+from diffusion_lens.model.noise import HeadAt
 
 # A masked diffusion model and a causal one.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
@@ -59,7 +60,7 @@ def metric(logits):
 def scored(model, tokens):
     """The metric of a plain pass, which reads logits of p(x_0)."""
     present = tokens if model.head.needs_canvas else None
-    return metric(model.head_at(present).clean_logits(model(tokens))).detach()
+    return metric(HeadAt.of(model, present).clean_logits(model(tokens))).detach()
 
 
 def close(actual, expected, name=""):
