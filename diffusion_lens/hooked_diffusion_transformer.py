@@ -42,6 +42,7 @@ from diffusion_lens.model.hooking import (
     PosSlice,
     caching_hooks,
     check_hookable,
+    eager_while_hooked,
     name_hook_points,
     select_passing,
 )
@@ -227,14 +228,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`, with the nearest name in the `TypeError` of an unknown keyword."""
-        try:
-            return super().__call__(*args, **kwargs)
-        except TypeError:
-            check_keywords("model", kwargs, keywords_of(self.forward))
-            raise
-
+    @eager_while_hooked
     def forward(
         self,
         input: Input,
