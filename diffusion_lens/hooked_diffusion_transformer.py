@@ -34,6 +34,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.clock import held_whole, restoring
 from diffusion_lens.hooks.names import ByHookPoint, FwdHooks, NamesFilter, hook_pairs
 from diffusion_lens.loading import open_pretrained, save_pretrained
+from diffusion_lens.loading.hugging_face import export_hf
 from diffusion_lens.loading.source import Source, given_options
 from diffusion_lens.model.attention import KeyValueCache
 from diffusion_lens.model.build import DeviceMap
@@ -749,6 +750,22 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         model.cfg.architecture, path)`.
         """
         return save_pretrained(folder, self.state_dict(), self.cfg, self.tokenizer)
+
+    def export_hf(self, folder: str | Path) -> Path:
+        """Write config, weights and tokenizer in the format that transformers, peft, lm-eval and vLLM read.
+
+        For an AR baseline, `AutoModelForCausalLM.from_pretrained(folder)` gives the same logits. One whose rotary
+        tables are rounded, as SMDM's are, is written as a Llama without this rounding. A diffusion model is written in
+        the format of its authors, whose code reads it; transformers has no class for these.
+
+        Raises:
+            ValueError: No such format expresses the model, or the folder contains other files. The folder is then as
+                it was, also after any other error.
+
+        Warns:
+            UserWarning: How far the logits move, if they do; for a diffusion model, what reads the folder.
+        """
+        return export_hf(self, folder)
 
 
 def _own_loss(
