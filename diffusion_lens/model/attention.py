@@ -402,7 +402,7 @@ class Attention(nn.Module):
             v.transpose(1, 2),
             attn_mask=mask,
             is_causal=context.visibility.causal and mask is None,
-            enable_gqa=q.shape[2] != k.shape[2],
+            enable_gqa=bool(q.shape[2] != k.shape[2]),  # a tensor while torch.jit traces
         ).transpose(1, 2)
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
             mixed = self._explicit(q, k, v, context, mixed)

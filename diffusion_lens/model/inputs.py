@@ -29,16 +29,25 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
         raise ValueError(f"tokens have shape {list(tokens.shape)}: the model needs at least one token")
     check_length(tokens.shape[1], cfg)
     tokens = tokens.to(device=cfg.device, dtype=torch.long)
-    smallest, largest = map(int, tokens.aminmax())
-    if smallest < 0 or largest >= cfg.d_vocab:
+    try:
+        smallest, largest = map(int, tokens.aminmax())
+        known = smallest >= 0 and largest < cfg.d_vocab
+    except RuntimeError:  # under vmap or torch.export, where nothing may depend on values
+        return tokens
+    if not known:
         hint = " (-1 marks positions that a causal model has not reached)" if smallest == -1 else ""
         wrong = smallest if smallest < 0 else largest
         raise ValueError(f"token id {wrong} is not among the {cfg.d_vocab} tokens of {cfg.model_name!r}{hint}")
     return tokens
 
 
-def warn_of_bare_prompt(cfg: DiffusionConfig) -> None:
-    """Warn that the logits of a canvas without [MASK] are no predictions."""
+def warn_unless_masked(tokens: Tokens, mask_id: int, cfg: DiffusionConfig) -> None:
+    """Warn if no token is [MASK], so that the logits are no predictions."""
+    try:
+        if bool((tokens == mask_id).any()):
+            return
+    except RuntimeError:  # as in `check_tokens`
+        return
     warn_user(
         f"no position of these tokens is [MASK], and {cfg.model_name!r} predicts masked positions: every row of the "
         "logits is about a token that is already there. To read what follows a prompt, take "
@@ -85,16 +94,19 @@ def check_attention_mask(mask: Tensor, n_batch: int, n_pos: int, device: str | t
     if tuple(mask.shape) != (n_batch, n_pos):
         raise ValueError(f"attention_mask is {list(mask.shape)}; it must match the tokens, {[n_batch, n_pos]}")
     real = mask.to(device) == 1
-    if not bool((real | (mask.to(device) == 0)).all()):
-        wrong = mask[(mask != 0) & (mask != 1)][0].item()
-        raise ValueError(
-            f"attention_mask contains {wrong}; it must be 1 (or true) at real tokens and 0 at padding. Convert a mask "
-            "that is added to scores, 0 at real tokens and very negative at padding, with (attention_mask == 0)"
-        )
-    if not bool(real.any(dim=1).all()):
-        row = int((~real.any(dim=1)).nonzero()[0])
-        raise ValueError(f"attention_mask has a row without a single real token: row {row} is all padding")
-    return None if bool(real.all()) else real
+    try:
+        if not bool((real | (mask.to(device) == 0)).all()):
+            wrong = mask[(mask != 0) & (mask != 1)][0].item()
+            raise ValueError(
+                f"attention_mask contains {wrong}; it must be 1 (or true) at real tokens and 0 at padding. Convert a "
+                "mask that is added to scores, 0 at real tokens and very negative elsewhere, with (attention_mask == 0)"
+            )
+        if not bool(real.any(dim=1).all()):
+            row = int((~real.any(dim=1)).nonzero()[0])
+            raise ValueError(f"attention_mask has a row without a single real token: row {row} is all padding")
+        return None if bool(real.all()) else real
+    except RuntimeError:  # as in `check_tokens`
+        return real
 
 
 def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[int, int]:
@@ -185,13 +197,16 @@ class Padding:
         if pad is None:
             return None
         text = tokens != pad
-        if bool(text.all()):
-            return None
-        if not bool(text.any(dim=1).all()):
-            row, padding = int((~text.any(dim=1)).nonzero()[0]), word_of(self.model, pad)
-            raise ValueError(
-                f"row {row} of the tokens is all padding ({padding!r}), but the model needs at least one token"
-            )
+        try:
+            if bool(text.all()):
+                return None
+            if not bool(text.any(dim=1).all()):
+                row, padding = int((~text.any(dim=1)).nonzero()[0]), word_of(self.model, pad)
+                raise ValueError(
+                    f"row {row} of the tokens is all padding ({padding!r}), but the model needs at least one token"
+                )
+        except RuntimeError:  # as in `check_tokens`
+            pass
         real: PosMask = (text.cumsum(dim=1) > 0) & (text.flip(1).cumsum(dim=1).flip(1) > 0)
         return real
 

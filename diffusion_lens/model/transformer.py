@@ -41,7 +41,7 @@ from diffusion_lens.model.inputs import (
     check_past,
     check_storage,
     check_tokens,
-    warn_of_bare_prompt,
+    warn_unless_masked,
 )
 from diffusion_lens.model.layers import Embed, PosEmbed, beside, normed
 from diffusion_lens.model.mlp import MixtureOfExperts
@@ -239,8 +239,8 @@ class DiffusionTransformer(HookedRootModule):
             if start_at_layer is not None or stop_at_layer is not None:
                 start, stop = check_layers(start_at_layer, stop_at_layer, n_layers)
             resid, real, tokens = self._enter(input, attention_mask, start_at_layer is not None, clean)
-            if mask_id is not None and tokens is not None and not bool((tokens == mask_id).any()):
-                warn_of_bare_prompt(self.cfg)
+            if mask_id is not None and tokens is not None:
+                warn_unless_masked(tokens, mask_id, self.cfg)
             n_read = resid.shape[1] if clean is None else resid.shape[1] // 2
             # 2. Choose the rows. The last block computes only these, unless a hook there expects all rows.
             rows, in_last_block = None, False
