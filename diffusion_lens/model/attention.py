@@ -245,7 +245,10 @@ class KeyValueCache:
         if isinstance(cache, KeyValueCache):
             return cache
         own = cls(0)
-        own.layers = [LayerKeyValues(entry.past_keys, entry.past_values) for entry in cache.entries]
+        own.layers = [
+            LayerKeyValues(entry.past_keys, entry.past_values) if entry.past_keys.shape[1] else LayerKeyValues()
+            for entry in cache.entries
+        ]
         return own
 
     def write_to(self, cache: Any) -> None:

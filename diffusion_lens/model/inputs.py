@@ -123,9 +123,11 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
     return first, last
 
 
-def check_past(n_cached: Sequence[int], n_pos: int, real: Tensor | None, cfg: DiffusionConfig, in_loop: bool) -> int:
-    """Number of earlier positions in the cache, which must be the same in every layer that runs."""
-    lengths = set(n_cached)
+def check_past(
+    layers: Sequence[Any], n_batch: int, n_pos: int, real: Tensor | None, cfg: DiffusionConfig, in_loop: bool
+) -> int:
+    """Number of earlier positions in a cache, which must be the same in every one of its `layers` that runs."""
+    lengths: set[int] = {layer.n_pos for layer in layers}
     if not lengths:
         return 0
     size = cfg.final_together
@@ -141,6 +143,9 @@ def check_past(n_cached: Sequence[int], n_pos: int, real: Tensor | None, cfg: Di
         )
     if real is not None:
         raise ValueError("past_kv_cache cannot be used with padding; pass sequences of one length")
+    n_rows = {len(layer.keys) * (layer.copies or 1) for layer in layers if layer.n_pos}
+    if n_rows - {n_batch}:
+        raise ValueError(f"past_kv_cache has {max(n_rows)} rows, and the input {n_batch}; pass the same rows on")
     if len(lengths) > 1:
         raise ValueError(
             f"past_kv_cache has {sorted(lengths)} positions in different layers; run the same ones in every layer"

@@ -255,7 +255,8 @@ class DiffusionTransformer(HookedRootModule):
             if past_kv_cache is not None:
                 past = past_kv_cache.layers[start:stop]
                 in_loop = self.clock.step is not None and self.clock.step.block is not None
-                n_past = check_past([each.n_pos for each in past if each], resid.shape[1], real, self.cfg, in_loop)
+                n_batch, n_new = resid.shape[:2]
+                n_past = check_past(past_kv_cache.layers[start:stop], n_batch, n_new, real, self.cfg, in_loop)
             positions = None if real is None else (real[:, :n_read].long().cumsum(dim=1) - 1).clamp(min=0)
             if clean is not None:
                 positions = torch.arange(n_read, device=resid.device)[None] if positions is None else positions

@@ -71,3 +71,5 @@ def test_a_cache_of_transformer_lens_is_filled_unless_it_is_frozen(every):
     torch.testing.assert_close(torch.cat([first, rest[0]], dim=1), model(tokens), rtol=1e-5, atol=5e-5)
     assert theirs.previous_attention_mask.shape == (len(tokens), 4)
     assert {entry.past_keys.shape[1] for entry in theirs.entries} == {4}
+    with pytest.raises(ValueError, match=f"past_kv_cache has {len(tokens)} rows, and the input 1; pass the same rows"):
+        model(tokens[:1, 4:], past_kv_cache=theirs)
