@@ -66,10 +66,23 @@ def test_replays_repeat_a_run_under_edits(several, edited, tmp_path):
     same(run.replay(several.model), run)
     same(run.replay(several.model, canvas="free", fwd_hooks=[edits(several.model)]), run)
     for step in (2, 3):
-        branch = run.from_step(step)
-        same(branch.replay(several.model), branch)
-        again = branch.replay(several.model, canvas="free", fwd_hooks=[edits(several.model)])
-        assert torch.equal(again.canvases, branch.canvases)
+        assert_branch_is_repeated(several.model, run.from_step(step), edits(several.model))
+
+
+def assert_branch_is_repeated(model, branch, hook):
+    """By force, and freely under the same hook, unless the sampler needs to know when tokens had been revealed that
+    were rewritten later."""
+    same(branch.replay(model), branch)
+    later = branch.revealed_at > branch.first_step
+    rewritten = ~branch.is_masked(branch.canvases) & (later | (~branch.given & branch.is_masked(branch.tokens)))
+    if branch.first_step and branch.record["sampler"]["name"] == "block_posterior" and rewritten[0].any():
+        with pytest.raises(ValueError, match=r"'block_posterior' needs to know when .* freely from its start"):
+            branch.replay(model, canvas="free", fwd_hooks=[hook])
+        return
+    again = branch.replay(model, canvas="free", fwd_hooks=[hook])
+    assert torch.equal(again.canvases, branch.canvases)
+    if branch.uniform_noise:
+        assert (again.revealed_at == branch.revealed_at)[(branch.canvases == branch.canvases[0]).all(dim=0)].all()
 
 
 @pytest.mark.parametrize("force_at", [0, 5])
@@ -187,6 +200,4 @@ def test_random_edits_are_replayed_from_every_step(several, seed):
     hook = ("denoise.hook_tokens", named(f"random edits {seed}", edit))
     run = record(several, fwd_hooks=(hook,))
     for step in range(run.n_steps):
-        branch = run.from_step(step)
-        same(branch.replay(model), branch)
-        assert torch.equal(branch.replay(model, canvas="free", fwd_hooks=[hook]).canvases, branch.canvases)
+        assert_branch_is_repeated(model, run.from_step(step), hook)

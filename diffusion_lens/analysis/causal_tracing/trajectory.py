@@ -335,7 +335,8 @@ class AnswerCanvas:
         clean_answer, corrupted = run.reading(steps[0], clean), corrupted_canvases(run, steps[0], free, n_rows)
         read = [run.canvas(step)[None] for step in steps]
         read += [] if free is None else [corrupted_canvases(run, step, free, n_rows) for step in steps]
-        open_tokens = run.settled(torch.cat(read)).isnan().any(dim=0).nonzero().flatten().tolist()
+        # Where hooks or a sampler that masks again leave none open, one row is read and not used.
+        open_tokens = run.settled(torch.cat(read)).isnan().any(dim=0).nonzero().flatten().tolist() or [0]
         rows = clean_answer.rows.tolist()
         return cls(
             steps=steps,

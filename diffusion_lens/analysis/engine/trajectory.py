@@ -68,10 +68,11 @@ class TracedTrajectory:
                 "answer)"
             )
         positions = list(query.answer_positions)
-        if bool(trajectory.is_masked(trajectory.canvases[1:, 0, positions]).all()):
+        if bool(trajectory.is_masked(trajectory.tokens[0, positions]).all()):
             raise ValueError(
-                f"the trajectory reveals none of the answer positions {positions}, so no step wrote the answer: give "
-                "one that reveals them (a sampler with Proposal(writes_mask=True) may leave them masked)"
+                f"the trajectory reveals none of the answer positions {positions} for good, so no step wrote the "
+                "answer: give one that reveals them (a sampler with Proposal(writes_mask=True), and hooks, may leave "
+                "them masked)"
             )
         return cls(model, query, trajectory)
 
@@ -79,11 +80,15 @@ class TracedTrajectory:
     def answered_from(self) -> int:
         """t1, the first recorded step that unmasks an answer token, whether or not the token stays.
 
-        Under uniform noise every step may write it, so this is the first one.
+        A token that a hook wrote counts from the step that first reads it, as in `revealed_at`, or from the one before
+        if it is masked again later. Under uniform noise every step may write the answer, so this is the first one.
         """
-        positions = list(self.query.answer_positions)
-        revealed = ~self.trajectory.is_masked(self.trajectory.canvases[1:, 0, positions])
-        return self.trajectory.first_step + int(revealed.any(dim=1).nonzero()[0])
+        run, positions = self.trajectory, list(self.query.answer_positions)
+        steps = torch.arange(run.first_step, run.first_step + run.n_steps)
+        # The token of a hook in the next step is on the canvas after this one.
+        by_hook = run.revealed_at[0, positions].cpu() == steps[:, None] + 1
+        unmasks = ~run.is_masked(run.canvases[1:, 0, positions]).cpu() & ~by_hook
+        return int(steps[unmasks.any(dim=1)][0])
 
     @property
     def revealed_at(self) -> list[int]:
