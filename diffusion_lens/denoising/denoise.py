@@ -85,7 +85,7 @@ def denoise_as_generate(
     def watched() -> Iterator[None]:
         with model.hooks():
             for name in describe_hooks(model):
-                point = model.hook_dict.get(name)
+                point: Any = model.hook_dict.get(name)
                 if point is not None and point.pos_dim != NO_POSITIONS and not name.startswith(loop_hook("")):
                     point.add_hook(keep, level=model.context_level, prepend=True)
                     point.add_hook(compare, level=model.context_level)

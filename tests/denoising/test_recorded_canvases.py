@@ -153,6 +153,28 @@ def test_a_run_is_compared_with_one_edited_from_the_start(several):
     assert plain.diff(later).first_step in (1, 2, 3)
 
 
+def test_a_prompt_is_what_was_given_whatever_hooks_write_over_it(several, tmp_path):
+    plain = record(several)
+    for step in (0, 3):
+
+        def edit(tokens, hook, step=step):
+            tokens = tokens.clone()
+            tokens[:, 1] = TOKEN if hook.step.index >= step else tokens[:, 1]
+            return tokens
+
+        hook = ("denoise.hook_tokens", named(f"another token from {step} on", edit))
+        run = record(several, fwd_hooks=(hook,))
+        assert (run.tokens[:, 1] == TOKEN).all()
+        loaded = Trajectory.load(run.save(tmp_path / "run.safetensors"))
+        rows = run.row(1).repeat(2)
+        for part, given in [(p, PROMPT) for p in (loaded, run.from_step(4), run.replay(several.model))] + [
+            (rows, PROMPT[[1, 1]])
+        ]:
+            assert torch.equal(part.prompt[:, :N_GIVEN], given)
+            assert (part.prompt[:, N_GIVEN:] == run.blank).all()
+        assert plain.diff(run).first_step == step - 1
+
+
 @pytest.mark.parametrize("several", ["dream"], indirect=True)
 def test_a_forced_replay_masks_under_its_own_hook(several):
     """A hook of the replay changes the canvas of its step only, and the recording says so."""

@@ -217,7 +217,7 @@ def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, 
 
 
 def check_steps(run: TracedTrajectory, steps: Iterable[Whole]) -> list[int]:
-    """The steps as a list; a `ValueError` if there is none, or one is named twice or masks no answer token."""
+    """The steps as a list; a `ValueError` if there is none, or one is named twice or after the answer's last token."""
     first, last = run.trajectory.first_step, run.last_step
     selected = whole_numbers("steps", steps)
     if len(set(selected)) < len(selected):
