@@ -283,9 +283,7 @@ class Trajectory(Saved, Result):
             given=canvas.given,
             sigma=self._sigma(step, architecture),
             run=None,
-            block=canvas.open_block(
-                tokens, self.revealed_at.masked_fill(~self._known(step), -1).to(tokens.device), step
-            ),
+            block=canvas.open_block(tokens, self._revealed_before(step).to(tokens.device), step),
         )
 
     @suggest_keywords
@@ -498,6 +496,16 @@ class Trajectory(Saved, Result):
         # Under uniform noise every position is open, and what a step leaves as it is, it has not written.
         by_hook = (self.revealed_at == step) & (~self.is_open(now) | (now == after))
         return ((self.revealed_at >= 0) & (self.revealed_at < step)) | by_hook
+
+    def _revealed_before(self, step: int) -> Int[Tensor, "batch pos"]:
+        """The step that had revealed each position when a step read its canvas; -1 where it was given or masked.
+
+        Of a token that was rewritten later, it is the last recorded step that read its position masked.
+        """
+        masked = self.is_masked(self.canvases[: self._canvas_index(step) + 1])
+        steps = torch.arange(self.first_step, step + 1, device=masked.device)[:, None, None]
+        earlier = torch.where(masked, steps, -1).amax(dim=0).masked_fill(masked[-1], -1)
+        return torch.where(self._known(step), self.revealed_at, earlier)
 
     def _canvas(self, tokens: Tokens, variant: Variant) -> Canvas:
         """The canvas with these tokens, on their device, for a kind of model."""

@@ -36,27 +36,27 @@ def edits(model, force_at=2, mask_at=3):
 
 
 def with_canvases(model, run, **more):
-    """A run, and the canvases that its network read, by step."""
+    """A run, and the states of its steps as hooks inside the network read them, by step."""
     read = {}
 
     def look(activation, hook):
         if hook.step.branch == "conditional":
-            read[hook.step.index] = hook.step.tokens
+            read[hook.step.index] = hook.step
 
     return run(fwd_hooks=[edits(model, **more), ("hook_embed", look)]), read
 
 
 @pytest.fixture(scope="module")
 def edited(several):
-    """A run under edits, with the canvases that its network read; guided where the network masks."""
+    """A run under edits, with the states of its steps; guided where the network masks."""
     return with_canvases(several.model, lambda **hooks: record(several, **{k: tuple(v) for k, v in hooks.items()}))
 
 
 def test_a_recorded_canvas_is_the_one_that_was_read(several, edited):
     run, read = edited
     assert len(read) > 3
-    for step, canvas in read.items():
-        assert torch.equal(run.canvases[step], canvas)
+    for step, state in read.items():
+        assert torch.equal(run.canvases[step], state.tokens)
     assert (run.canvases[2, :, FORCED] == TOKEN).all()
     assert torch.equal(run.canvases[-1], run.tokens)
 
@@ -83,6 +83,28 @@ def assert_branch_is_repeated(model, branch, hook):
     assert torch.equal(again.canvases, branch.canvases)
     if branch.uniform_noise:
         assert (again.revealed_at == branch.revealed_at)[(branch.canvases == branch.canvases[0]).all(dim=0)].all()
+
+
+@pytest.mark.parametrize("several", ["bd3lm"], indirect=True)
+@pytest.mark.parametrize("position", [4, 5, 6, 7])
+def test_the_state_of_an_edited_step_names_the_block_of_the_loop(several, position):
+    """Also where a position of a block that is filled is masked again later."""
+    model, states = several.model, {}
+
+    def look(tokens, hook):
+        tokens = tokens.clone()
+        if hook.step.index == 9:
+            tokens[:, position] = model.cfg.blank
+        states[hook.step.index] = hook.step
+        return tokens
+
+    run = model.denoise(
+        PROMPT, length=12, steps=12, seed=3, temperature=1.0, fwd_hooks=[("denoise.hook_tokens", named("mask", look))]
+    )
+    for step in set(states) - {9}:  # In step 9, hooks see the canvas before it is edited.
+        block = run.state_at(step).block
+        for name in ("index", "start", "stop", "step", "order"):
+            assert torch.equal(getattr(block, name), getattr(states[step].block, name)), (step, name)
 
 
 @pytest.mark.parametrize("force_at", [0, 5])
@@ -194,8 +216,8 @@ def test_samplers_take_edits_for_revealed_positions(several, sampler):
     run, read = with_canvases(
         model, lambda fwd_hooks: model.denoise(PROMPT, length=10, steps=6, sampler=sampler, fwd_hooks=fwd_hooks)
     )
-    for step, canvas in read.items():
-        assert torch.equal(run.canvases[step], canvas)
+    for step, state in read.items():
+        assert torch.equal(run.canvases[step], state.tokens)
     same(run.replay(model), run)
     same(run.replay(model, canvas="free", fwd_hooks=[edits(model)]), run)
     if isinstance(sampler, Blocks):

@@ -67,13 +67,6 @@ class TracedTrajectory:
                 "the trajectory has another prompt than the query; denoise query.tokens (on a causal model up to the "
                 "answer)"
             )
-        positions = list(query.answer_positions)
-        if bool(trajectory.is_masked(trajectory.tokens[0, positions]).all()):
-            raise ValueError(
-                f"the trajectory reveals none of the answer positions {positions} for good, so no step wrote the "
-                "answer: give one that reveals them (a sampler with Proposal(writes_mask=True), and hooks, may leave "
-                "them masked)"
-            )
         return cls(model, query, trajectory)
 
     @property
@@ -84,11 +77,13 @@ class TracedTrajectory:
         if it is masked again later. Under uniform noise every step may write the answer, so this is the first one.
         """
         run, positions = self.trajectory, list(self.query.answer_positions)
+        if run.uniform_noise:
+            return run.first_step
         steps = torch.arange(run.first_step, run.first_step + run.n_steps)
         # The token of a hook in the next step is on the canvas after this one.
         by_hook = run.revealed_at[0, positions].cpu() == steps[:, None] + 1
         unmasks = ~run.is_masked(run.canvases[1:, 0, positions]).cpu() & ~by_hook
-        return int(steps[unmasks.any(dim=1)][0])
+        return min(steps[unmasks.any(dim=1)].tolist(), default=run.first_step)
 
     @property
     def revealed_at(self) -> list[int]:
@@ -98,10 +93,17 @@ class TracedTrajectory:
 
     @property
     def last_step(self) -> int:
-        """The last step at which the answer is read: the one that reveals its last token, or the last of all."""
+        """The last step at which the answer is read: the one that reveals its last token, or the last of all; a
+        `ValueError` if no token of it stays."""
         if self.trajectory.uniform_noise:
             return self.trajectory.first_step + self.trajectory.n_steps - 1
-        return max(self.revealed_at)
+        if (last := max(self.revealed_at)) < 0:
+            raise ValueError(
+                f"the trajectory reveals none of the answer positions {list(self.query.answer_positions)} for good, so "
+                "no step wrote the answer: give one that reveals them (a sampler with Proposal(writes_mask=True), and "
+                "hooks, may leave them masked)"
+            )
+        return last
 
     @property
     def wrote_the_answer(self) -> bool:
