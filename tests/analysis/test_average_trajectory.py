@@ -157,18 +157,19 @@ def test_steps_are_averaged_over_the_facts_that_have_them(tiny):
     low, _ = result.ate_interval(0.9)
     assert low.shape == result.ate.shape
     assert low[last].isnan()  # of two facts
-    four = replace(
+    twelve = replace(
         result,
-        **{name: getattr(result, name).repeat_interleave(2, dim=0) for name in ("effects", "clean", "corrupted")},
-        ids=list("abcd"),
+        **{name: getattr(result, name).repeat_interleave(6, dim=0) for name in ("effects", "clean", "corrupted")},
+        ids=list("abcdefghijkl"),
     )
-    people = {name: {"person": name} for name in "abcd"}
-    four = replace(four, record={**result.record, "facts": people})
-    total, role = four.total_effects[:, last], four.roles.index("subject_last")
-    ends = mean_interval(total, "abcd", 0.9, result.record["seed"], within=(-1.0, 1.0))
-    assert [end[last].item() for end in four.ate_interval(0.9)] == pytest.approx([end.item() for end in ends])
-    ends = mean_interval(four.effects[:, last, role], "abcd", 0.9, result.record["seed"], within=(-1.0, 1.0))
-    for of_result, end in zip(four.aie_interval(0.9), ends, strict=True):
+    people = {name: {"person": name} for name in twelve.ids}
+    twelve = replace(twelve, record={**result.record, "facts": people})
+    total, role = twelve.total_effects[:, last], twelve.roles.index("subject_last")
+    ends = mean_interval(total, twelve.ids, 0.9, result.record["seed"], within=(-1.0, 1.0))
+    assert [end[last].item() for end in twelve.ate_interval(0.9)] == pytest.approx([end.item() for end in ends])
+    assert ends[0] < ends[1]
+    ends = mean_interval(twelve.effects[:, last, role], twelve.ids, 0.9, result.record["seed"], within=(-1.0, 1.0))
+    for of_result, end in zip(twelve.aie_interval(0.9), ends, strict=True):
         torch.testing.assert_close(of_result[last, role], end, equal_nan=True)
     with pytest.raises(ValueError, match="offset=1; the steps of this average are"):
         result.at(1)
