@@ -1,7 +1,7 @@
 """`denoise` and `denoise_with_cache`: run the loop from a canvas under settings, and return the trajectory."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from diffusion_lens.denoising.loop import Run, run_loop
 from diffusion_lens.denoising.sampler import row_seeds
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.hooks.clock import restoring
 from diffusion_lens.hooks.names import FwdHooks, loop_hook
 from diffusion_lens.model.hook_points import NO_POSITIONS
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -81,7 +82,7 @@ def denoise_as_generate(
         if changed[-1] and not changed[:-1].any():
             changed_last.append(hook.name)
 
-    @contextmanager
+    @restoring
     def watched() -> Iterator[None]:
         with model.hooks():
             for name in describe_hooks(model):
@@ -103,7 +104,7 @@ def denoise_as_generate(
         first = f"row {int(rows[0])}" if model.cfg.is_autoregressive else f"rows {sorted(set(rows.tolist()))}"
         warn_user(
             f"the hook at {changed_last[0]!r} changes the last position of the canvas alone, {last}. In the loop hooks "
-            f"see the whole canvas, with every position to write, so activation[:, -1] is not the row that predicts "
+            "see the whole canvas, with every position to write, so activation[:, -1] is not the row that predicts "
             f"the next token: the first step reads {first}. To steer what each step predicts, let a hook change every "
             "row and wrap it, interventions.while_predicting(hook, model.cfg.readout); hook.step says what is masked"
         )

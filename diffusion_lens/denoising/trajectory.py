@@ -283,7 +283,9 @@ class Trajectory(Saved, Result):
             given=canvas.given,
             sigma=self._sigma(step, architecture),
             run=None,
-            block=canvas.open_block(tokens, self._revealed_before(step).to(tokens.device), step),
+            block=canvas.open_block(tokens, self._revealed_before(step).to(tokens.device), step)
+            if canvas.reach
+            else None,
         )
 
     @suggest_keywords
