@@ -219,11 +219,11 @@ def trace_trajectory(
     # 1. Check the settings; with free canvases, denoise the corrupted runs.
     one_of(*CANVASES)("canvas", canvas)
     run = TracedTrajectory.of(model, fact_or_query, trajectory)
+    selected_steps = check_steps(run, range(run.answered_from, run.last_step + 1) if steps is None else steps)
     if canvas == "free":
         require_same_network(run.trajectory.record, model, "trace_trajectory(canvas='free')")
     else:
         warn_of_another_network({"trajectory": (run.trajectory.record, model)})
-    selected_steps = check_steps(run, range(run.answered_from, run.last_step + 1) if steps is None else steps)
     positions = pick_indices("positions", settings.positions, run.n_pos)
     layers = pick_indices("layers", settings.layers, model.cfg.n_layers)
     if canvas == "free":
