@@ -19,6 +19,7 @@ from diffusion_lens.analysis import (
 from diffusion_lens.analysis.over_facts.folder import fact_seed
 from diffusion_lens.analysis.over_facts.intervals import mean_interval
 from diffusion_lens.data.toy_facts import load
+from diffusion_lens.interventions import named
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 16 positions")
 LENGTH = 16  # longer than the model was trained for, so that two answers take different numbers of steps
@@ -274,3 +275,16 @@ def test_a_role_that_no_fact_has_is_not_drawn(tiny):
     assert nobody.effects.isnan().all()
     with pytest.raises(ValueError, match="no map to draw: the effect is NaN in every role of answer_revealed"):
         nobody.plot()
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_facts_whose_runs_leave_the_answer_masked_are_not_averaged(tiny):
+    def reveal_few(reveal, hook):
+        """All of the answer, or of another fact no position."""
+        return reveal & (hook.step.tokens[:, 1:2] == tiny.to_tokens(FACTS[0].prompt)[0, 1])
+
+    hook = ("denoise.hook_reveal", named("one fact only", reveal_few))
+    with tiny.hooks(fwd_hooks=[hook]):
+        average = average_trajectory_effect(tiny, FACTS[:2], known="all", **QUICK)
+    assert average.ids == [FACTS[0].id]
+    assert list(average.unknown) == [FACTS[1].id]
