@@ -99,9 +99,9 @@ def eager_while_hooked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def passed(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if model.clock.hooked and "torch._dynamo" in sys.modules:  # importing it takes seconds
-            return torch.compiler.disable(_eager)(forward, model, args, kwargs)
         try:
+            if model.clock.hooked and "torch._dynamo" in sys.modules:  # importing it takes seconds
+                return torch.compiler.disable(_eager)(forward, model, args, kwargs)
             return forward(model, *args, **kwargs)
         except TypeError:
             check_keywords("model", kwargs, known)
