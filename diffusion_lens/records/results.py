@@ -42,7 +42,7 @@ RECORD = "diffusion_lens"
 PART = "diffusion_lens.part"
 CHECKSUM = "diffusion_lens.checksum"
 _ROOMS = ("denoising", "training", "analysis", "evaluation", "checks")  # that have results
-NOT_COMPARED = ("device", "versions", "failed")
+NOT_COMPARED = ("device", "versions", "failed", "loaded_with")  # the architecture is compared
 NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
 SHOWN_ROWS = 10
 LONGEST = 60  # characters of a text in the excerpt of a notebook
@@ -67,6 +67,7 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
     return {
         "model": cfg.model_name,
         **({} if cfg.mode is None else {"mode": cfg.mode}),
+        **loading_options(model),
         "architecture": cfg.architecture.to_dict(),
         "weights_sha256": identity.weights_sha256,
         "tokenizer_sha256": tokenizer_sha256(getattr(model, "tokenizer", None), cfg.default_prepend_bos),
@@ -85,6 +86,12 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def loading_options(model: nn.Module) -> dict[str, Any]:
+    """What `from_pretrained` was given because the config leaves it open, as the entry of a record; empty if nothing."""
+    options = getattr(getattr(model, "source", None), "options", None)
+    return {"loaded_with": dict(options)} if options else {}
 
 
 def shown_model(record: Mapping[str, Any]) -> str:
