@@ -89,7 +89,7 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
 
 
 def loading_options(model: nn.Module) -> dict[str, Any]:
-    """What `from_pretrained` was given because the config leaves it open, as the entry of a record; empty if nothing."""
+    """The options of `from_pretrained` that the config leaves open, as the entry of a record; empty if none was given."""
     options = getattr(getattr(model, "source", None), "options", None)
     return {"loaded_with": dict(options)} if options else {}
 

@@ -1,7 +1,6 @@
 """`--mode`, `--block-size` and `--mask-token-id` say what the config of a checkpoint leaves open."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest

@@ -236,8 +236,8 @@ def trace_trajectory(
     can_share = free is None and not model.is_hooked
     groups: dict[Hashable, list[int]] = {}
     for step in selected_steps:
-        told = run.trajectory.state_at(step).sigma if model.cfg.time_conditioning else None
-        seen = (told, *run.seen(run.canvas(step)[None])[0].tolist())
+        sigma = run.trajectory.state_at(step).sigma if model.cfg.time_conditioning else None
+        seen = (sigma, *run.seen(run.canvas(step)[None])[0].tolist())
         groups.setdefault(seen if can_share else step, []).append(step)
 
     # 3. Score every cell of each canvas.
