@@ -7,11 +7,11 @@ import typer
 
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import ModelChoice, changed_canvases, default_folder
-from diffusion_lens.cli.options import LENGTH_OF_STUDY, DenoiseOptions, FactsOptions, command
+from diffusion_lens.cli.options import LENGTH_OF_STUDY, FactsOptions, command
 from diffusion_lens.cli.report import EXTRAS, PictureReport, StudyReport, progress, require
 from diffusion_lens.cli.workers import FactStudy, WorkerChoice
 from diffusion_lens.settings import at_least, setting
-from diffusion_lens.settings.shared import RecallFields
+from diffusion_lens.settings.shared import DenoiseFields, RecallFields
 
 if TYPE_CHECKING:
     from diffusion_lens.denoising.trajectory import Trajectory
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def denoise(
     chosen: ModelChoice,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
-    run: DenoiseOptions,
+    run: DenoiseFields,
     report: PictureReport,
     length: int | None = setting(
         None,
@@ -39,8 +39,8 @@ def denoise(
     Example: diffusion-lens denoise site-mdm "Plerrick Baupling is the" --max-new-tokens 5 --steps 8 --out run
     """
     from diffusion_lens.data.fact_files import STUDY_LENGTH
+    from diffusion_lens.denoising import DenoiseSettings, lay_out
     from diffusion_lens.denoising import denoise as run_denoising
-    from diffusion_lens.denoising import lay_out
 
     # 1. Check the settings before the model is loaded.
     if length is not None and max_new_tokens is not None:
@@ -51,10 +51,10 @@ def denoise(
         length = chosen.length(length) or STUDY_LENGTH
     else:
         chosen.check_length(max_new_tokens)
-    settings = run.settings()
+    settings = DenoiseSettings(**vars(run))
     if (shape := chosen.known_shape()) is not None:
         settings.on(shape, chosen.model)
-    report.note(length=length, cfg_scale=settings.cfg_scale)
+    report.note(length=length)
 
     # 2. For a dry run, print the cost.
     def written(loaded: "HookedDiffusionTransformer") -> "Trajectory":

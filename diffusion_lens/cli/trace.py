@@ -65,7 +65,7 @@ def trace(
         )
     if shape is not None:
         pick_indices("layers", settings.layers, shape.n_layers)
-    run_settings = loop.settings(chosen, settings.seed, canvas=canvas)
+    run_settings = loop.settings(chosen, canvas=canvas)
     asked, length = fact.fact(layout.occurrence), chosen.length(layout.length)
     laid_out = CanvasLayout(length, first_tokens=layout.first_tokens)
     report.note(length=length)

@@ -24,13 +24,14 @@ from diffusion_lens.analysis.over_facts.study import Compute, Study
 from diffusion_lens.data.fact_files import STUDY_LENGTH, STUDY_STEPS
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise, prepare
+from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.evaluation.recall import Recall, Reply, cell_name
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import takes
+from diffusion_lens.settings import INHERITED, takes
 from diffusion_lens.settings.shared import RecallFields
 from weight_conversion import Architecture, Variant
 
@@ -42,6 +43,8 @@ _OF_SHAPE = ("steps", "sampler", "cfg_scale", "batch_size")  # settings that dep
 @dataclass(frozen=True)
 class RecallSettings(RecallFields):
     """How a model writes the answers that are scored; see `recall_by_steps`."""
+
+    sampler: str | Sampler | None = INHERITED
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +66,7 @@ class RecallSettings(RecallFields):
         if shape is None:
             return {name: value for name, value in described.items() if name not in _OF_SHAPE}
         together = {"steps": self.columns(shape), "batch_size": self.loop.facts_together(shape)}
-        return {**described, **self.loop.describe(shape), **together}
+        return {**described, **self.loop.describe_on(shape), **together}
 
 
 @takes(RecallSettings)

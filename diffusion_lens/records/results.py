@@ -89,7 +89,7 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
 
 
 def loading_options(model: nn.Module) -> dict[str, Any]:
-    """The options of `from_pretrained` that the config leaves open, as the entry of a record; empty if none was given."""
+    """The options of `from_pretrained` that the config leaves open, as the entry of a record, if there are any."""
     options = getattr(getattr(model, "source", None), "options", None)
     return {"loaded_with": dict(options)} if options else {}
 

@@ -25,7 +25,7 @@ The first step of a fact isolates the flow from the subject. p(answer) at a step
 that are still masked. Few facts have a step far from t2: `n_facts` counts them, and their answers are the longest.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -47,7 +47,7 @@ from diffusion_lens.analysis.causal_tracing.average_result import (
     step_roles,
     token_roles,
 )
-from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
+from diffusion_lens.analysis.causal_tracing.settings import Swap, TraceSettings
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace, record_of_trace
 from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES, TrajectoryTrace, record_of_run, trace_trajectory
 from diffusion_lens.analysis.engine.answer import Answer
@@ -67,7 +67,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, name_of, run_of
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import fields_of, one_of, pick_indices, setting, takes, whole_numbers
+from diffusion_lens.settings import INHERITED, fields_of, one_of, pick_indices, setting, takes, whole_numbers
 from diffusion_lens.settings.shared import AverageFields
 from weight_conversion import Architecture
 
@@ -90,6 +90,8 @@ class AverageSettings(AverageFields, CanvasLayout, TraceSettings):
 
     BY_STEP: ClassVar[bool] = False
 
+    swap: Swap = INHERITED
+    known: str | Collection[str] | Known | None = INHERITED
     loop: LoopSettings | None = setting(
         None, "Settings of the loop that writes the answers; by default those of `denoise`.", option=False
     )
@@ -149,7 +151,7 @@ class AverageSettings(AverageFields, CanvasLayout, TraceSettings):
             del described["layers"]
             return {name: value for name, value in described.items() if (name, value) != ("length", None)}
         described["layers"] = pick_indices("layers", self.layers, shape.n_layers)
-        return {**described, **({} if self.used_loop is None else {"loop": self.used_loop.describe(shape)})}
+        return {**described, **({} if self.used_loop is None else {"loop": self.used_loop.describe_on(shape)})}
 
 
 @dataclass(frozen=True)

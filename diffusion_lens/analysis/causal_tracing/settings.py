@@ -29,12 +29,13 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.text import check_known
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import at_least, suggest_keywords, whole_numbers
+from diffusion_lens.settings import INHERITED, Whole, at_least, suggest_keywords, whole_numbers
 from diffusion_lens.settings.shared import NOISE, TraceFields
 
 SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
 
 T = TypeVar("T", bound="TraceSettings")
+Swap = str | Sequence[Whole] | Tensor | Query | None
 
 
 def swap_of(name: str, value: Any) -> "str | tuple[int, ...]":
@@ -48,6 +49,8 @@ def swap_of(name: str, value: Any) -> "str | tuple[int, ...]":
 @dataclass(frozen=True)
 class TraceSettings(TraceFields):
     """What a causal trace corrupts and restores."""
+
+    swap: Swap = INHERITED
 
     def __post_init__(self) -> None:
         super().__post_init__()

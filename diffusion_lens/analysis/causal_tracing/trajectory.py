@@ -39,6 +39,7 @@ from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, check_steps
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network, warn_of_another_network
+from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
@@ -291,7 +292,7 @@ def corrupted_run(run: TracedTrajectory, settings: TraceSettings) -> Trajectory:
     """
     model, query, trajectory = run.model, run.query, run.trajectory
     written_by = DenoiseSettings.recorded(trajectory.record).on(model.cfg, model.cfg.model_name)
-    assert written_by.sampler is not None
+    assert isinstance(written_by.sampler, Sampler)
     sampler, copies = written_by.sampler.by_row(model.cfg), trajectory.repeat(settings.rows)
     prompt = trajectory.given[0].logical_not().nonzero().flatten().min()
     if model.cfg.is_autoregressive and query.subject[1] <= prompt and not hooked_modules(model):
