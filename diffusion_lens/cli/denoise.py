@@ -1,9 +1,7 @@
 """`diffusion-lens denoise` and `recall`: what a model writes, and whether it is right."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import ModelChoice, changed_canvases, default_folder
@@ -21,9 +19,9 @@ if TYPE_CHECKING:
 @command()
 def denoise(
     chosen: ModelChoice,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
     run: DenoiseFields,
     report: PictureReport,
+    prompt: str = setting(..., "Text to continue."),
     length: int | None = setting(
         None,
         "Number of positions of the canvas, including the prompt. Default: the training length, or 52 if it is "
@@ -56,11 +54,12 @@ def denoise(
         settings.on(shape, chosen.model)
     report.note(length=length)
 
-    # 2. For a dry run, print the cost.
+    # 2. Refuse a folder of another run; for a dry run, print the cost.
     def written(loaded: "HookedDiffusionTransformer") -> "Trajectory":
         canvas = lay_out(loaded, prompt, length, max_new_tokens)
         return run_denoising(loaded, canvas, settings, progress=progress() and not report.dry_run)
 
+    report.begin()
     cost.dry_run(report, chosen, written, [prompt])
 
     # 3. Run the loop, and show each canvas that differs from the one before.
@@ -119,7 +118,7 @@ def recall(
         prepare=partial(prompt_length, length=length),
         together=settings.batch_size,
     )
-    spread.plan([study], report)
+    spread.plan([study], report, "score")
 
     # 3. Let the model answer the facts, or join the shards.
     (result,) = spread.compute([study], Recall, report)
@@ -127,7 +126,7 @@ def recall(
     # 4. Show the table, and write the files.
     report.say(result.to_text(score))
     report.save("recall", result)
-    report.draw("picture", "recall.png", partial(result.plot, score))
+    report.draw("picture", "recall.png" if score == "contained" else f"recall_{score}.png", partial(result.plot, score))
     table = {
         cell_name(*cell): {str(step): share._asdict() for step, share in row.items()}
         for cell, row in result.table(score).items()

@@ -89,7 +89,8 @@ def lens(
         result = logit_lens(loaded, inputs, settings=read, steps=loop.at_step, targets=targets, progress=progress())
         return result, trajectory
 
-    # 2. For a dry run, print the cost.
+    # 2. Refuse a folder of another run; for a dry run, print the cost.
+    report.begin()
     cost.dry_run(report, chosen, read, [prompt, answer or ""])
 
     # 3. Lay out the canvas or denoise it, and read it.

@@ -41,6 +41,12 @@ Model = Annotated[
         "(owner/name). NAME@MODE is one mode of a checkpoint that is several models, as --mode.",
     ),
 ]
+PROMPT = Parameter(
+    "after_model",
+    Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[str | None, typer.Argument(metavar="PROMPT", help="The same as --prompt.")],
+)
 PLAIN = (bool, float, int, str, Path)
 
 
@@ -64,12 +70,17 @@ def command(**helps: str | None) -> Callable[[Command], Command]:
             declared |= {each: new[each] for each in new if each not in declared}
         left_out = {name for name, help in helps.items() if help is None} - own.keys()
         options = [_option(name, each, helps.get(name)) for name, each in declared.items() if name not in left_out]
+        prompt_needed = any(each.name == "prompt" and each.default is Parameter.empty for each in options)
+        if "prompt" in declared:
+            options = [*(each.replace(default=None) if each.name == "prompt" else each for each in options), PROMPT]
 
         names_of = ((name, each.metadata.get("option")) for name, each in declared.items())
         spelt = {name: option for name, option in names_of if isinstance(option, str)}
 
         @wraps(function)
         def called(**given: Any) -> None:
+            if "prompt" in declared:
+                given["prompt"] = _one_prompt(given.pop(PROMPT.name), given["prompt"], prompt_needed)
             for name, each in own.items():
                 check = each.metadata.get("check")
                 if check is not None and given[name] is not None:
@@ -94,6 +105,16 @@ def command(**helps: str | None) -> Callable[[Command], Command]:
         return app.command()(called)
 
     return register
+
+
+def _one_prompt(argument: str | None, option: str | None, is_needed: bool) -> str | None:
+    """The prompt of a command, from its argument or its option."""
+    if argument is not None and option is not None:
+        raise ValueError(f"two prompts are given, {argument!r} after the model and {option!r} with --prompt: give one")
+    prompt = option if argument is None else argument
+    if prompt is None and is_needed:
+        raise typer.BadParameter("give the prompt after the model, or with --prompt", param_hint="PROMPT")
+    return prompt
 
 
 def _declared(argument: Parameter) -> Any:

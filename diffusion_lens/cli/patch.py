@@ -105,7 +105,8 @@ def patch(
             )
         return grids
 
-    # 2. For a dry run, print the cost.
+    # 2. Refuse a folder of another run; for a dry run, print the cost.
+    report.begin()
     guessed = prompts if chosen.is_here else prompts.of_one_length()
     cost.dry_run(report, chosen, partial(patched, prompts=guessed, is_planned=True), guessed.texts)
 

@@ -108,7 +108,8 @@ def signatures(
     n_pairs = len(next(iter(plans.values())).pairs) if plans else len(fact_pairs)
     report.note(data=source.name, facts=n_pairs, lengths=lengths)
 
-    # 3. For a dry run, print the cost.
+    # 3. Refuse a folder of another run; for a dry run, print the cost.
+    report.begin()
     report.say(*spread.lines())
     if report.dry_run:
         n_own = spread.share(n_pairs)

@@ -35,7 +35,6 @@ from diffusion_lens.settings import INHERITED, takes
 from diffusion_lens.settings.shared import RecallFields
 from weight_conversion import Architecture, Variant
 
-CFG_SCALE = 0.8  # of SMDM's evaluation
 _LOOP = ("sampler", "cfg_scale", "temperature", "seed", "batch_size")
 _OF_SHAPE = ("steps", "sampler", "cfg_scale", "batch_size")  # settings that depend on the kind of model
 
@@ -53,8 +52,7 @@ class RecallSettings(RecallFields):
     @cached_property
     def loop(self) -> LoopSettings:
         """The settings of the loop, without a number of steps; they are checked when they are made."""
-        cfg_scale = CFG_SCALE if self.cfg_scale is None else self.cfg_scale
-        return LoopSettings(None, self.sampler, cfg_scale, self.temperature, self.seed, self.batch_size)
+        return LoopSettings(None, self.sampler, self.cfg_scale or 0.0, self.temperature, self.seed, self.batch_size)
 
     def columns(self, variant: Variant) -> list[int | None]:
         """Columns of the table for a model of this variant; `None` is from left to right, one step per token."""

@@ -62,6 +62,11 @@ ACCUMULATE = setting(
     "Number of parts into which each process divides its rows, to hold the activations of one part only.",
     partial(at_least, 1),
 )
+FIRST_TOKENS = setting(
+    1,
+    "Score only this many first tokens of the answer; 1 as in ROME. In Python, None is all.",
+    lambda name, count: None if count is None else at_least(1, name, count),
+)
 MIXED_PRECISION = setting(
     "no",
     'Precision of autocast: "no", "bf16" or "fp16" (not on a CPU). The weights keep their dtype.',
@@ -147,8 +152,8 @@ class TraceFields(Settings):
     )
     noise: float | None = setting(
         None,
-        "Scale of the noise. ROME's is 3 standard deviations of the embeddings of the subjects' tokens (noise_scale), "
-        "which averages and the command line measure themselves. For mask and swap there is none.",
+        "Scale of the noise. Default: ROME's, 3 standard deviations of the embeddings of the subject's tokens, or of "
+        "those of all subjects of an average (noise_scale). For mask and swap there is none.",
         not_negative,
     )
     samples: int = setting(10, "Number of samples of the noise.", partial(at_least, 1))
@@ -213,8 +218,8 @@ class AverageFields(CanvasFields, TraceFields):
         None,
         'Facts to average: "recalled", whose answer the loop writes; "one_canvas", whose answer\'s tokens are the '
         'likeliest at all its positions at once; "all"; or in Python the ids of facts, such as those that both models '
-        'of a pair recall (recalled_facts). Default: "recalled", but for the first token alone on one canvas '
-        '"one_canvas", since one canvas answers that question.',
+        'of a pair recall (recalled_facts). Default: "recalled", but for the first token alone on one canvas, if no '
+        'settings of the loop are given, "one_canvas", since one canvas answers that question.',
     )
 
 
@@ -242,7 +247,8 @@ class RecallFields(Settings):
     )
     cfg_scale: float | None = setting(
         None,
-        "Weight of classifier-free guidance; 0 is none. Default: 0.8, as in SMDM; of a command, that of the data set.",
+        "Weight of classifier-free guidance; 0 is none. Default: 0; of a command, that of the data set, 0.8 for "
+        "reversal-curse, as in SMDM.",
         partial(not_negative, zero="no guidance"),
     )
     sampler: str | Any | None = SAMPLER
@@ -316,6 +322,27 @@ class VectorFields(Settings):
     )
     search: ValueSettings = setting(ValueSettings(), "Settings of the search for v*.", option=False)
     batch_size: int = setting(32, "Number of facts searched together.", partial(at_least, 1))
+    first_tokens: int | None = FIRST_TOKENS
+
+
+@dataclass(frozen=True)
+class CompareSettings(Settings):
+    """How two sets of vectors of the same facts are compared."""
+
+    rank: int = setting(
+        5,
+        "Number of principal components that subspace and procrustes use, at least 2. A comparison needs 3 (rank + 2) "
+        "facts.",
+        partial(at_least, 2),
+    )
+    resamples: int = setting(
+        1000,
+        "Number of random pairings, and of random subsets of the facts; 1000 gives p-values down to 0.001.",
+        partial(at_least, 1),
+    )
+    seed: int = setting(
+        0, "Seed of numpy.random.default_rng; one seed gives the same pairings at every layer.", check_seed
+    )
 
 
 @dataclass(frozen=True)

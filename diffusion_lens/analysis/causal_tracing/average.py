@@ -26,6 +26,7 @@ that are still masked. Few facts have a step far from t2: `n_facts` counts them,
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -68,7 +69,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, name_of, run_of
 from diffusion_lens.records.results import provenance
 from diffusion_lens.settings import INHERITED, fields_of, one_of, pick_indices, setting, takes, whole_numbers
-from diffusion_lens.settings.shared import AverageFields
+from diffusion_lens.settings.shared import FIRST_TOKENS, AverageFields, CanvasFields
 from weight_conversion import Architecture
 
 _TRACED = tuple(fields_of(TraceSettings))
@@ -92,6 +93,7 @@ class AverageSettings(AverageFields, CanvasLayout, TraceSettings):
 
     swap: Swap = INHERITED
     known: str | Collection[str] | Known | None = INHERITED
+    first_tokens: int | None = copy(FIRST_TOKENS)
     loop: LoopSettings | None = setting(
         None, "Settings of the loop that writes the answers; by default those of `denoise`.", option=False
     )
@@ -106,7 +108,7 @@ class AverageSettings(AverageFields, CanvasLayout, TraceSettings):
     @property
     def rule(self) -> Known:
         """The rule that selects the facts."""
-        one_canvas = not self.BY_STEP and self.first_tokens == 1
+        one_canvas = not self.BY_STEP and self.first_tokens == 1 and self.loop is None
         return Known.of(("one_canvas" if one_canvas else "recalled") if self.known is None else self.known)
 
     @property
@@ -165,6 +167,7 @@ class AverageTrajectorySettings(AverageSettings):
 
     BY_STEP: ClassVar[bool] = True
 
+    first_tokens: int | None = copy(fields_of(CanvasFields)["first_tokens"])
     canvas: str = setting(
         "forced",
         "Canvases that the corrupted runs read at each step: forced, those of the clean run, or free, those that each "

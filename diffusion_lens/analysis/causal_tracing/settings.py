@@ -87,9 +87,10 @@ class TraceSettings(TraceFields):
         gets sample r modulo `samples`.
 
         Raises:
-            ValueError: Noise without a scale, "mask" on a model without [MASK], or a swap of another length.
+            ValueError: "mask" on a model without [MASK], or a swap of another length.
         """
         (start, stop), adds = query.subject, self.corruption in ("gaussian", "uniform")
+        noise = self.with_noise(model, [query]).noise
         if self.corruption == "mask":
             if not model.cfg.has_mask:
                 raise ValueError(f"{model.cfg.model_name!r} has no [MASK]; corrupt with noise or swap instead")
@@ -102,14 +103,11 @@ class TraceSettings(TraceFields):
                 )
             other = torch.tensor(tokens, device=model.cfg.device)[None]
             states = model.embed(check_tokens(other, model.cfg)).detach()
-        elif self.noise is None:
-            raise ValueError(
-                f"corruption={self.corruption!r} needs noise=, its scale; noise_scale(model, subjects) measures ROME's"
-            )
         else:
+            assert noise is not None
             shape, generator = (self.samples, stop - start, model.cfg.d_model), np.random.RandomState(self.seed)
             drawn = generator.uniform(-1, 1, shape) if self.corruption == "uniform" else generator.randn(*shape)
-            states = torch.from_numpy(self.noise * drawn).repeat(runs, 1, 1)
+            states = torch.from_numpy(noise * drawn).repeat(runs, 1, 1)
 
         def corrupt(embedded: Tensor, hook: Any) -> Tensor:
             corrupted, new = embedded.clone(), states.to(embedded)

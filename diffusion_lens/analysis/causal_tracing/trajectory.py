@@ -219,6 +219,7 @@ def trace_trajectory(
     # 1. Check the settings; with free canvases, denoise the corrupted runs.
     one_of(*CANVASES)("canvas", canvas)
     run = TracedTrajectory.of(model, fact_or_query, trajectory)
+    settings = settings.with_noise(model, [run.query])
     if canvas == "free":
         require_same_network(run.trajectory.record, model, "trace_trajectory(canvas='free')")
     else:
