@@ -100,10 +100,13 @@ def test_a_folder_keeps_the_results_of_its_settings(command: str, tmp_path: Path
     assert again.keys() == first.keys()
     for refused, said in (
         (invoke(*asked, "--dtype", "bfloat16"), "dtype: 'float32' there, 'bfloat16' here"),
-        (invoke("recall", *QUICK["recall"], "--out", str(tmp_path / "out")), f"it was '{command}'"),
+        (
+            invoke("recall", *QUICK["recall"], "--out", str(tmp_path / "out")),
+            f"command: '{command}' there, 'recall' here",
+        ),
     ):
         assert refused.exit_code == 2
-        assert f"has the results of another command or of other settings ({said})" in refused.stderr
+        assert f"was made with other settings, data, weights or hooks ({said})" in refused.stderr
     assert contents(tmp_path / "out") == again
     (tmp_path / "out" / COMMAND).unlink()
     refused = invoke(*asked)
@@ -318,7 +321,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "a statistic": (["compare", *QUICK["compare"], "--statistic", "cca", "--out", "out"], "cca"),
     "resamples": (["compare", *QUICK["compare"], "--resamples", "0", "--out", "out"], "--resamples 0"),
-    "few persons": (["compare", "tiny-mdm", "--limit", "1", "--layer", "1", "--out", "out"], "3 people"),
+    "few persons": (
+        ["compare", "tiny-mdm", "--limit", "1", "--layer", "1", "--out", "out"],
+        "3 facts are too few for --rank 5",
+    ),
     "a model twice": (["compare", "tiny-mdm", *QUICK["compare"], "--out", "out"], "tiny-mdm tiny-mdm"),
     "a folder to export to": (
         ["rome", "tiny-mdm", *ASK, "--layer", "0", "--target", " a", "--export", str(GOLDEN / "lit_config.json")],

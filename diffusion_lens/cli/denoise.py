@@ -118,7 +118,7 @@ def recall(
         prepare=partial(prompt_length, length=length),
         together=settings.batch_size,
     )
-    spread.plan([study], report, "score")
+    spread.plan([study], report)
 
     # 3. Let the model answer the facts, or join the shards.
     (result,) = spread.compute([study], Recall, report)

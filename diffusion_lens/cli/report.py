@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from io import BytesIO
@@ -136,11 +136,11 @@ class FolderReport(Report):
         if self.out is not None:
             require_folder(self.out, "--out")
 
-    def begin(self, *beside: str) -> None:
+    def begin(self, compared: Collection[str] | None = None) -> None:
         """Refuse a folder that has the results of another command or of other settings, before anything is computed.
 
         Args:
-            beside: Settings of which other values have other files, or change only what is shown.
+            compared: Settings to compare, by default all; a study compares the others with the record of its parts.
         """
         if self.out is None:
             return
@@ -151,19 +151,18 @@ class FolderReport(Report):
                     f"{found} is there, and no {COMMAND} says how it was made: name another folder with --out"
                 )
             return
-        from diffusion_lens.records.results import differences, read_run
+        from diffusion_lens.records.results import read_run, require_same_run
 
         saved = read_run(file)
-        settings, own = saved.get("settings", {}), described["settings"]
-        compared = [name for name in own if name in settings and name not in (*PLACES, *beside)]
-        different = differences(settings, own, compared)
-        if saved.get("command") != self.command:
-            different = [f"it was {saved.get('command')!r}"]
-        if different:
-            raise ValueError(
-                f"{self.out} has the results of another command or of other settings ({'; '.join(different)}): name "
-                "another folder with --out"
-            )
+        there, here = saved.get("settings", {}), described["settings"]
+        names = [name for name in (here if compared is None else compared) if name in there and name not in PLACES]
+        if there.get("merge") and here.get("merge"):
+            names.append("merge")
+        require_same_run(
+            {"command": saved.get("command"), **{name: there[name] for name in names}},
+            {"command": self.command, **{name: here[name] for name in names}},
+            str(self.out),
+        )
 
 
 @dataclass

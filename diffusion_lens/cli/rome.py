@@ -202,7 +202,7 @@ def compare(
         settings = KeyValueSettings(**{**vars(layout), "length": own_length, **vars(studied)})
         compute = partial(key_value_study, facts=facts, settings=settings)
         studies.append(FactStudy(model, out / model.label, compute, facts, settings, settings.request))
-    spread.plan(studies, report, "vectors", "against", "statistic")
+    spread.plan(studies, report, "models", "rank", "resamples", "seed")
 
     # 4. Compute the vectors of each model, or join their shards, and compare both directions.
     axes: Any = None

@@ -109,7 +109,7 @@ def signatures(
     report.note(data=source.name, facts=n_pairs, lengths=lengths)
 
     # 3. Refuse a folder of another run; for a dry run, print the cost.
-    report.begin()
+    report.begin(["against"])
     report.say(*spread.lines())
     if report.dry_run:
         n_own = spread.share(n_pairs)

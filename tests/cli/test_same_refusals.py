@@ -82,7 +82,6 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("aie", "tiny-mdm", ["--layers", "9"], "--layers [9]; give numbers from 0 to 3"),
     ("aie", "tiny-mdm", ["--positions", "1"], "choose --roles instead"),
     ("aie", "tiny-mdm", ["--known", "all", "--steps", "4"], "--steps requires --known 'recalled'"),
-    ("aie", "tiny-mdm", ["--steps", "4"], "--steps requires --known 'recalled'; --known 'one-canvas'"),
     ("aie", "tiny-mdm", ["--shard", "0/2", "--merge", "part"], "--shard"),
     ("aie", "tiny-mdm", ["--slurm", "time=5"], "--slurm needs --workers, the largest number of jobs"),
     ("recall", "tiny-mdm", ["--workers", "2", "--merge", "part"], "leave out --workers"),

