@@ -49,7 +49,7 @@ def explore(
         "With --out: layer whose attention patterns the file contains. Repeat the option for several.",
         each_from_0,
     ),
-    out: Path | None = setting(None, "Write one .html file that needs no network and no model, and serve nothing."),
+    out: Path | None = setting(None, "Write one new .html file that needs no network and no model, and serve nothing."),
     host: str = setting(
         "127.0.0.1", "Address to listen on. Others than 127.0.0.1 let other machines in, given the token."
     ),
@@ -75,6 +75,8 @@ def explore(
             )
     elif out.suffix != ".html":
         raise ValueError(f"out={out}: the explorer writes an HTML file; name one that ends in .html")
+    elif out.exists():
+        raise ValueError(f"out={out} already exists; name a new file")
     if (subject is None) != (answer is None) and subject is not None:
         raise ValueError("subject= is traced together with answer=; give both")
     if prompt is None and (subject or answer):

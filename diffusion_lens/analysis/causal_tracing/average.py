@@ -32,7 +32,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float
@@ -167,11 +167,11 @@ class AverageTrajectorySettings(AverageSettings):
 
     BY_STEP: ClassVar[bool] = True
 
-    first_tokens: int | None = copy(fields_of(CanvasFields)["first_tokens"])
+    first_tokens: int | None = copy(cast(Any, fields_of(CanvasFields)["first_tokens"]))
     canvas: str = setting(
         "forced",
-        "Canvases that the corrupted runs read at each step: forced, those of the clean run, or free, those that each "
-        "corrupted run writes itself.",
+        'Canvases that the corrupted runs read at each step: "forced", those of the clean run, or "free", those that '
+        "each corrupted run writes itself.",
         one_of(*CANVASES),
     )
 
