@@ -362,7 +362,7 @@ def test_loop_settings_keep_plain_numbers(tiny, monkeypatch):
 def test_the_sampler_of_the_record_is_that_of_the_runs(tiny, steps):
     loop = LoopSettings(steps=steps)
     run = tiny.denoise(FACTS[0].prompt, length=14, steps=loop.steps)
-    assert loop.describe(tiny.cfg)["sampler"] == run.record["sampler"]
+    assert loop.describe_on(tiny.cfg)["sampler"] == run.record["sampler"]
 
 
 @on_the_causal_model
