@@ -49,6 +49,7 @@ from diffusion_lens.settings import (
     keywords_of,
     not_negative,
     suggest_keywords,
+    takes,
     takes_any_keyword,
 )
 
@@ -532,18 +533,14 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Denoise and generate
 
-    @suggest_keywords
+    @takes(DenoiseSettings)
     def denoise(
         self,
         prompt: Prompt,
         *,
         length: SupportsIndex | None = None,
         max_new_tokens: SupportsIndex | None = None,
-        steps: SupportsIndex | None = None,
-        sampler: str | Sampler | None = None,
-        cfg_scale: SupportsFloat = 0.0,
-        temperature: SupportsFloat = 0.0,
-        seed: Seed = 0,
+        settings: DenoiseSettings,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
         fwd_hooks: FwdHooks = (),
@@ -558,18 +555,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             length: Length of the canvas in positions, including the prompt (as in SMDM). By default, if the prompt has
                 no masks, `cfg.trained_length` if it is known.
             max_new_tokens: Number of positions to write after the prompt, instead of `length`.
-            steps: Number of denoising steps; by default 32, for "llada" one per masked position. `left_to_right` always
-                takes one step per token.
-            sampler: A `Sampler`, or the name of one or of a preset of the authors' code; `fitting_samplers(model.cfg)`
-                (`diffusion_lens.denoising.samplers`) lists those that fit. By default "confidence" (SMDM's "greedy";
-                "ancestral" is its "origin") for a masked model, "block_confidence" for one that writes block after
-                block ("block_posterior" with time conditioning), "uniform_posterior" under uniform noise, and
-                "left_to_right" for a causal model, which supports no other.
-            cfg_scale: Weight w of unsupervised classifier-free guidance; 0 for no guidance.
-            temperature: Temperature of the Gumbel noise, in float64; 0 takes the likeliest token. Samplers by
-                transitions draw at any temperature when a position changes; their authors' is 1.
-            seed: Seed of the random number generator, from which each row derives its own by a hash; or one seed per
-                row, such as `trajectory.record["seeds"]`; or a `torch.Generator`.
+            settings: Settings of the loop.
             attention_mask: [batch pos], 0 at the padding of a token prompt.
             prepend_bos: Whether text begins with BOS, as in TransformerLens.
             fwd_hooks: Pairs (name or predicate, function) on any hook point, including those of the loop
@@ -583,11 +569,10 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             FloatingPointError: Logits are NaN or +inf, or -inf for every token, at a position that would be revealed.
             RuntimeError: Another denoising loop is running on this model.
         """
-        settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise(self, canvas, settings, fwd_hooks=fwd_hooks, progress=progress)
 
-    @suggest_keywords
+    @takes(DenoiseSettings)
     def denoise_with_cache(
         self,
         prompt: Prompt,
@@ -601,11 +586,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         max_bytes: int | None = None,
         length: SupportsIndex | None = None,
         max_new_tokens: SupportsIndex | None = None,
-        steps: SupportsIndex | None = None,
-        sampler: str | Sampler | None = None,
-        cfg_scale: SupportsFloat = 0.0,
-        temperature: SupportsFloat = 0.0,
-        seed: Seed = 0,
+        settings: DenoiseSettings,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
         fwd_hooks: FwdHooks = (),
@@ -623,7 +604,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             branch: Branch to cache with guidance, "conditional" or "unconditional".
             device, dtype: Device and precision of the cache; by default those of the activations.
             max_bytes: Largest estimated size of the cache in bytes; a larger one is refused before the loop starts.
-            length, max_new_tokens, steps, sampler, cfg_scale, temperature, seed: Arguments of `denoise`.
+            length, max_new_tokens: Arguments of `denoise`.
+            settings: Settings of the loop.
             attention_mask, prepend_bos, fwd_hooks, progress: Arguments of `denoise`.
 
         Raises:
@@ -631,7 +613,6 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 lists the largest activations).
         """
         cache_filter = CacheFilter(names_filter, steps_filter, pos_slice, branch, device, dtype, max_bytes)
-        settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise_with_cache(self, canvas, settings, cache_filter, fwd_hooks=fwd_hooks, progress=progress)
 
@@ -698,7 +679,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         stops = check_bool("stop_at_eos", stop_at_eos)
 
         # 2. Run the loop.
-        settings = DenoiseSettings(steps, sampler, cfg_scale, _temperature(do_sample, temperature), seed)
+        numbers: Any = (steps, sampler, cfg_scale, _temperature(do_sample, temperature), seed)
+        settings = DenoiseSettings(*numbers)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         shown = check_bool("verbose", verbose) or check_bool("progress", progress)
         trajectory = denoise_as_generate(self, canvas, settings, fwd_hooks=fwd_hooks, progress=shown)
