@@ -190,14 +190,14 @@ class ModelChoice(LoadingOptions):
             weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
             on: Another device.
         """
-        from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+        from diffusion_lens.hooked_diffusion_transformer import load_source
         from diffusion_lens.loading.source import Source
         from diffusion_lens.model.config import as_device
 
         name = on or self.device
         device = None if name is None else as_device(name)
         source = Source(self.name, self.config, self.tokenizer, self.dtype, options=self.options)
-        return HookedDiffusionTransformer.from_source(source, device, weights_of=weights_of)
+        return load_source(source, device, weights_of=weights_of)
 
 
 def name_and_mode(given: str, mode: str | None = None) -> tuple[str, str | None]:

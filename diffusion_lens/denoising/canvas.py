@@ -231,7 +231,7 @@ def lay_out(
             raise ValueError(
                 "attention_mask is for token prompts only; leave it out, because the padding of texts is known"
             )
-        tokens, padded = tokenize(model, prompt, prepend_bos)
+        tokens, padded = tokenize(model, prompt, prepend_bos, "right")
         ends = padded.sum(dim=1).cpu()
 
     # 2. Number of positions of each row.

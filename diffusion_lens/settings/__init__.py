@@ -47,7 +47,7 @@ R = TypeVar("R")
 INHERITED: Any = object()
 _RECEIVERS = ("self", "cls")
 # Frames of torch's decorators are between ours and, if annotations are checked, those of jaxtyping and beartype.
-_NOT_THE_USERS = ("diffusion_lens", "torch", "jaxtyping", "beartype")
+_NOT_THE_USERS = ("diffusion_lens", "transformer_lens", "torch", "jaxtyping", "beartype")
 
 
 def setting(default: Any, help: str, check: Check | None = None, *, option: bool | str = True) -> Any:

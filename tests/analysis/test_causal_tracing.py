@@ -13,6 +13,7 @@ from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale, temp
 from diffusion_lens.analysis.engine import cells as engine
 from diffusion_lens.hooks.names import resid_post
 from diffusion_lens.interventions import swap
+from diffusion_lens.model.noise import HeadAt
 
 # A masked diffusion model and a causal one; and a bidirectional model whose row i reads position i + 1.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
@@ -91,7 +92,7 @@ def points(model, kind, blocks):
 def p_clean(model, query, logits):
     """p(x_0) at the answer's positions from the logits of their rows."""
     present = query.tokens[None, list(query.answer_positions)] if model.head.needs_canvas else None
-    return model.head_at(present).clean_logits(logits).softmax(-1)
+    return HeadAt.of(model, present).clean_logits(logits).softmax(-1)
 
 
 def slow_trace(model, query, corrupt, samples, kind="resid", window=10, severed=None, layers=None):

@@ -82,7 +82,7 @@ def test_loss_equals_the_authors(variant: str) -> None:
     with torch.no_grad():
         rows = dict(attention_mask=model.padding.all_real(batch.tokens), logits_at=batch.rows)
         logits = model(batch.tokens, **rows, **batch.beside)
-        clean = model.head_at().head.clean_logits(model(g["tokens"][1:2].long(), **conditioned)).log_softmax(dim=-1)
+        clean = model.head.clean_logits(model(g["tokens"][1:2].long(), **conditioned)).log_softmax(dim=-1)
     torch.testing.assert_close(batch.loss(logits), g["loss.value"][0], rtol=1e-5, atol=0)
     torch.testing.assert_close(batch.by_position(logits), g["loss.nlls"].abs(), rtol=1e-5, atol=0)
     masked = g["tokens"][1:2] == MASK
