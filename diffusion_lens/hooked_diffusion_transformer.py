@@ -60,6 +60,7 @@ from diffusion_lens.settings import (
     check_keywords,
     keywords_of,
     suggest_keywords,
+    takes,
     takes_any_keyword,
 )
 
@@ -146,46 +147,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             device_map=device_map,
             options=given_options(mode, block_size, mask_token_id, ignore_config_keys),
         )
-        return cls.from_source(source, device, token=token)
-
-    @classmethod
-    def from_source(
-        cls,
-        source: Source,
-        device: str | torch.device | None = None,
-        *,
-        token: str | bool | None = None,
-        mapped: bool = False,
-        weights_of: "HookedDiffusionTransformer | None" = None,
-    ) -> "HookedDiffusionTransformer":
-        """The model that a call of `from_pretrained` gave, as the workers of a study load it.
-
-        Args:
-            source: Arguments of that call; `source` of a model that was loaded.
-            device, token: Arguments of `from_pretrained`.
-            mapped: Whether weights on the CPU stay mapped from the file where it has their dtype, layout and alignment
-                (multiples of 64 bytes), so that several processes share one copy. The file must not be overwritten in
-                place.
-            weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
-        """
-        if source.device_map is not None:
-            if device is not None:
-                raise ValueError(
-                    f"device={str(device)!r} and device_map={source.device_map!r} both say where the weights are: give "
-                    'one of them (device_map={"": ...} puts all weights on one device)'
-                )
-            device = "cpu"  # until the map is read, which needs the parts of the model
-        cfg, checkpoint, tokenizer = open_pretrained(**source.to_open(), device=device, token=token)
-        if weights_of is None:
-            tensors = checkpoint.tensors() if mapped else checkpoint.pieces()
-            model = cls(cfg, tokenizer, tensors=tensors, assign=mapped, device_map=source.device_map)
-            check_folded(model)
-            if source.fold_ln:
-                fold_norms(model)
-        else:
-            model = cls(cfg, tokenizer, weights_of=weights_of)
-        model.source = source
-        return model
+        return load_source(source, device, token=token, kind=cls)
 
     @suggest_keywords
     def enable_compatibility_mode(
@@ -522,18 +484,14 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Denoise and generate
 
-    @suggest_keywords
+    @takes(DenoiseSettings)
     def denoise(
         self,
         prompt: Prompt,
         *,
         length: SupportsIndex | None = None,
         max_new_tokens: SupportsIndex | None = None,
-        steps: SupportsIndex | None = None,
-        sampler: str | Sampler | None = None,
-        cfg_scale: SupportsFloat = 0.0,
-        temperature: SupportsFloat = 0.0,
-        seed: Seed = 0,
+        settings: DenoiseSettings,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
         fwd_hooks: FwdHooks = (),
@@ -548,18 +506,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             length: Length of the canvas in positions, including the prompt (as in SMDM). By default, if the prompt has
                 no masks, `cfg.trained_length` if it is known.
             max_new_tokens: Number of positions to write after the prompt, instead of `length`.
-            steps: Number of denoising steps; by default 32, for "llada" one per masked position. `left_to_right` always
-                takes one step per token.
-            sampler: A `Sampler`, or the name of one or of a preset of the authors' code; `fitting_samplers(model.cfg)`
-                (`diffusion_lens.denoising.samplers`) lists those that fit. By default "confidence" (SMDM's "greedy";
-                "ancestral" is its "origin") for a masked model, "block_confidence" for one that writes block after
-                block ("block_posterior" with time conditioning), "uniform_posterior" under uniform noise, and
-                "left_to_right" for a causal model, which supports no other.
-            cfg_scale: Weight w of unsupervised classifier-free guidance; 0 for no guidance.
-            temperature: Temperature of the Gumbel noise, in float64; 0 takes the likeliest token. Samplers by
-                transitions draw at any temperature when a position changes; their authors' is 1.
-            seed: Seed of the random number generator, from which each row derives its own by a hash; or one seed per
-                row, such as `trajectory.record["seeds"]`; or a `torch.Generator`.
+            settings: Settings of the loop.
             attention_mask: [batch pos], 0 at the padding of a token prompt.
             prepend_bos: Whether text begins with BOS, as in TransformerLens.
             fwd_hooks: Pairs (name or predicate, function) on any hook point, including those of the loop
@@ -573,11 +520,10 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             FloatingPointError: Logits are NaN or +inf, or -inf for every token, at a position that would be revealed.
             RuntimeError: Another denoising loop is running on this model.
         """
-        settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise(self, canvas, settings, fwd_hooks=fwd_hooks, progress=progress)
 
-    @suggest_keywords
+    @takes(DenoiseSettings)
     def denoise_with_cache(
         self,
         prompt: Prompt,
@@ -591,11 +537,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         max_bytes: int | None = None,
         length: SupportsIndex | None = None,
         max_new_tokens: SupportsIndex | None = None,
-        steps: SupportsIndex | None = None,
-        sampler: str | Sampler | None = None,
-        cfg_scale: SupportsFloat = 0.0,
-        temperature: SupportsFloat = 0.0,
-        seed: Seed = 0,
+        settings: DenoiseSettings,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
         fwd_hooks: FwdHooks = (),
@@ -613,7 +555,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             branch: Branch to cache with guidance, "conditional" or "unconditional".
             device, dtype: Device and precision of the cache; by default those of the activations.
             max_bytes: Largest estimated size of the cache in bytes; a larger one is refused before the loop starts.
-            length, max_new_tokens, steps, sampler, cfg_scale, temperature, seed: Arguments of `denoise`.
+            length, max_new_tokens: Arguments of `denoise`.
+            settings: Settings of the loop.
             attention_mask, prepend_bos, fwd_hooks, progress: Arguments of `denoise`.
 
         Raises:
@@ -621,7 +564,6 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 lists the largest activations).
         """
         cache_filter = CacheFilter(names_filter, steps_filter, pos_slice, branch, device, dtype, max_bytes)
-        settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise_with_cache(self, canvas, settings, cache_filter, fwd_hooks=fwd_hooks, progress=progress)
 
@@ -690,7 +632,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         ends = end_tokens(self.tokenizer, eos_token_id) if check_bool("stop_at_eos", stop_at_eos) else []
 
         # 2. Run the loop.
-        settings = DenoiseSettings(steps, sampler, cfg_scale, temperature_of(do_sample, temperature), seed)
+        numbers: Any = (steps, sampler, cfg_scale, temperature_of(do_sample, temperature), seed)
+        settings = DenoiseSettings(*numbers)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         shown = check_bool("verbose", verbose) or check_bool("progress", progress)
         trajectory = denoise_as_generate(self, canvas, settings, fwd_hooks=fwd_hooks, progress=shown)
@@ -769,6 +712,46 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             UserWarning: How far the logits move, if they do; for a diffusion model, what reads the folder.
         """
         return export_hf(self, folder)
+
+
+def load_source(
+    source: Source,
+    device: str | torch.device | None = None,
+    *,
+    token: str | bool | None = None,
+    mapped: bool = False,
+    weights_of: HookedDiffusionTransformer | None = None,
+    kind: type[HookedDiffusionTransformer] = HookedDiffusionTransformer,
+) -> HookedDiffusionTransformer:
+    """The model that a call of `from_pretrained` gave, as the workers of a study load it.
+
+    Args:
+        source: Arguments of that call; `source` of a model that was loaded.
+        device, token: Arguments of `from_pretrained`.
+        mapped: Whether weights on the CPU stay mapped from the file where it has their dtype, layout and alignment
+            (multiples of 64 bytes), so that several processes share one copy. The file must not be overwritten in
+            place.
+        weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
+        kind: Class of the model.
+    """
+    if source.device_map is not None:
+        if device is not None:
+            raise ValueError(
+                f"device={str(device)!r} and device_map={source.device_map!r} both say where the weights are: give "
+                'one of them (device_map={"": ...} puts all weights on one device)'
+            )
+        device = "cpu"  # until the map is read, which needs the parts of the model
+    cfg, checkpoint, tokenizer = open_pretrained(**source.to_open(), device=device, token=token)
+    if weights_of is None:
+        tensors = checkpoint.tensors() if mapped else checkpoint.pieces()
+        model = kind(cfg, tokenizer, tensors=tensors, assign=mapped, device_map=source.device_map)
+        check_folded(model)
+        if source.fold_ln:
+            fold_norms(model)
+    else:
+        model = kind(cfg, tokenizer, weights_of=weights_of)
+    model.source = source
+    return model
 
 
 def _own_loss(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diffusion_lens import Query
-from diffusion_lens.analysis import RankOneEdit, causal_trace, compute_key, optimize_value, restore_edits
+from diffusion_lens.analysis import RankOneEdit, causal_trace, compute_key, optimize_value
 
 TOKENS = torch.tensor([[5, 6, 7, 8]])
 ROOT = Path(__file__).parents[1]
@@ -110,10 +110,10 @@ def test_an_edit_that_cannot_be_taken_out_is_known(either, query, edit, monkeypa
         patch.setattr(torch.Tensor, "copy_", broken)
         with pytest.raises(RuntimeError, match="the device is gone"):
             edit.revert()
-    with pytest.raises(RuntimeError, match=r"RankOneEdit of blocks \[1\].*call diffusion_lens.analysis.restore_edits"):
+    with pytest.raises(RuntimeError, match=r"RankOneEdit of blocks \[1\].*call model.restore_edits"):
         causal_trace(either.model, query, noise=0.5, samples=1)
     if cure == "restore_edits":
-        restore_edits(either.model)
+        either.model.restore_edits()
     else:
         with edit:
             assert not torch.equal(edit.weight_of(1), before)
@@ -181,7 +181,7 @@ def test_a_copy_made_inside_a_context_of_hooks_has_none(either):
 def test_restored_edits_leave_the_weights_of_the_file(either, edit):
     before = edit.weight_of(1).clone()
     with edit:
-        restore_edits(either.model)
+        either.model.restore_edits()
         assert torch.equal(edit.weight_of(1), before)
     assert torch.equal(edit.weight_of(1), before)
 

@@ -66,7 +66,6 @@ from diffusion_lens.analysis.rome import (
     memit,
     memit_study,
     optimize_value,
-    restore_edits,
     second_moment,
     study_keys_and_values,
 )
@@ -164,7 +163,6 @@ __all__ = [
     "probe",
     "probe_time",
     "recalled_facts",
-    "restore_edits",
     "reversal_signatures",
     "routes",
     "second_moment",

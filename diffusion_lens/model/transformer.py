@@ -207,6 +207,11 @@ class DiffusionTransformer(HookedRootModule):
             model.cfg.device, model.cfg.dtype = str(self.unembed.weight.device), self.unembed.weight.dtype
         return self
 
+    def restore_edits(self) -> None:
+        """Take all edits such as `RankOneEdit` out of the weights, also one whose end was cut off."""
+        while self._edits:
+            self._edits[-1].put_back()
+
     # The forward pass
 
     def _run(

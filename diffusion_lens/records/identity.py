@@ -183,7 +183,7 @@ def _refuse_cut_off_edits(model: nn.Module) -> None:
             raise RuntimeError(
                 f"the {type(edit).__name__} of blocks {edit.layers} could not be taken out of the weights of this "
                 "model, so that this call would read edited weights: call "
-                "diffusion_lens.analysis.restore_edits(model) first"
+                "model.restore_edits() first"
             )
 
 

@@ -29,6 +29,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterable
+from copy import copy
 from difflib import get_close_matches
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
@@ -42,6 +43,8 @@ Check = Callable[[str, Any], Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# The value of a field that a subclass declares again for its type alone, such as one that needs torch.
+INHERITED: Any = object()
 _RECEIVERS = ("self", "cls")
 # Frames of torch's decorators are between ours and, if annotations are checked, those of jaxtyping and beartype.
 _NOT_THE_USERS = ("diffusion_lens", "transformer_lens", "torch", "jaxtyping", "beartype")
@@ -63,9 +66,14 @@ class Settings:
     """Base of frozen dataclasses whose fields are settings."""
 
     def __init_subclass__(cls) -> None:
-        """Complete the class's docstring with a line for each field, those of its bases first."""
+        """Complete the class's docstring with a line for each field, those of its bases first.
+
+        A field whose value is `INHERITED` is that of the base with another type.
+        """
         bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
         inherited = {name: each for base in reversed(bases) for name, each in fields_of(base).items()}
+        for name in [name for name, value in vars(cls).items() if value is INHERITED]:
+            setattr(cls, name, copy(inherited[name]))
         own = {name: each for name, each in vars(cls).items() if isinstance(each, dataclasses.Field)}
         if cls.__doc__ is not None and "Attributes:" not in cls.__doc__:
             cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n    Attributes:\n{_entries({**inherited, **own})}"
@@ -135,8 +143,11 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
             return function(*args, settings=settings, **given)
 
         vars(called)["__signature__"] = known
-        listed = _entries(fields, " " * 8) + f"        settings: All of these as one `{kind.__name__}`.\n"
-        called.__doc__ = re.sub(r" {8}settings: .*\n(?: {12}.*\n)*", lambda _: listed, function.__doc__ or "")
+
+        def listed(line: re.Match[str]) -> str:
+            return _entries(fields, line[1]) + f"{line[1]}settings: All of these as one `{kind.__name__}`.\n"
+
+        called.__doc__ = re.sub(r"(?m)^( +)settings: .*\n(?:\1    .*\n)*", listed, function.__doc__ or "")
         return called
 
     return decorate

@@ -176,7 +176,7 @@ def test_a_setting_of_a_trace_is_everywhere(name):
     for command, kind in (("trace", TraceSettings), ("aie", AverageTrajectorySettings)):
         (option,) = [each for each in get_command(app).commands[command].params if each.name == name]
         assert option.opts[0] == f"--{name}"
-        assert option.help.startswith(fields_of(kind)[name].metadata["help"])
+        assert option.help.replace('"', "").startswith(fields_of(kind)[name].metadata["help"].replace('"', ""))
     recorded = [settings.describe(positions=[0], layers=[1])[name] for settings in IN_USE]
     assert any(value is not None for value in recorded)
     json.dumps(recorded)

@@ -242,7 +242,8 @@ def test_averages_and_recall_are_those_of_single_facts() -> None:
 
     model = HookedDiffusionTransformer.from_pretrained("tiny-uniform", device="cpu")
     facts = [fact for fact in toy_facts.load(1).facts("both", "p2d") if fact.id.endswith("-held-out-0")][:20:10]
-    result = average_indirect_effect(model, facts, noise=0.5, samples=1, known="all", roles=["subject_last"])
+    traced = dict(noise=0.5, samples=1, known="all", roles=["subject_last"], first_tokens=None)
+    result = average_indirect_effect(model, facts, **traced)
     for clean, fact in zip(result.clean.tolist(), facts, strict=True):
         query = fact.to_query(model, n_masks=14 - len(model.encode(fact.prompt)))
         positions = list(query.answer_positions)

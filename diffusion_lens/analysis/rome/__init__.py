@@ -20,7 +20,6 @@ from diffusion_lens.analysis.rome.keys import (
 )
 from diffusion_lens.analysis.rome.memit import MemitEdit, MemitSettings, memit, memit_study
 from diffusion_lens.analysis.rome.values import ValueResult, optimize_value, optimize_values
-from diffusion_lens.analysis.rome.weight_edit import restore_edits
 from diffusion_lens.facts.fact import Probe
 from diffusion_lens.settings.shared import ValueSettings
 
@@ -52,7 +51,6 @@ __all__ = [
     "optimize_value",
     "optimize_values",
     "query_with_prefixes",
-    "restore_edits",
     "sample_prefixes",
     "second_moment",
     "study_keys_and_values",

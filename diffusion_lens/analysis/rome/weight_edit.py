@@ -49,7 +49,7 @@ class WeightEdit(Restoring, ABC):
     the last one applied is the first to be reverted. A `with` restores the weights that it began with, also after an
     exception or Ctrl-C. Other changes to those weights inside it are undone too, which raises a `ValueError`. An edit
     that cannot be taken out, as when its device fails, is known to the model, whose analyses are refused until
-    `restore_edits(model)` or the next edit takes it out. Inside a `with`, no other thread may use the model.
+    `model.restore_edits()` or the next edit takes it out. Inside a `with`, no other thread may use the model.
     """
 
     model: DiffusionTransformer
@@ -189,12 +189,6 @@ class WeightEdit(Restoring, ABC):
             self._applied = None
             self.model._edits[:] = [edit for edit in self.model._edits if edit is not self]
             self.is_cut_off = False
-
-
-def restore_edits(model: DiffusionTransformer) -> None:
-    """Take all edits such as `RankOneEdit` out of the weights of a model, also one whose end was cut off."""
-    while model._edits:
-        model._edits[-1].put_back()
 
 
 def say_layers(layers: list[int]) -> str:
