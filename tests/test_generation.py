@@ -57,6 +57,7 @@ def returned(tiny, written, monkeypatch):
             canvases=torch.tensor([tokens]),
             prompt=torch.tensor(tokens),
             revealed_at=torch.tensor(tokens),
+            revealed_before=torch.tensor(tokens),
             confidence=torch.ones(len(tokens), len(tokens[0])),
             given=torch.tensor(given, dtype=torch.bool),
             real=torch.tensor(real, dtype=torch.bool),
