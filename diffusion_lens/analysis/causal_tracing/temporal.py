@@ -243,10 +243,6 @@ class _Grid:
         for i, step in enumerate(steps):
             on_canvas = self._on_canvas(step)
             restored, before = RestoredStep.of(run, corrupted, step), corrupted.from_step(step)
-            if not restored.positions:  # The step reads no logits.
-                self.by_sample[i, on_canvas] = written
-                bar.update()
-                continue
             canvas, hooks = restored.canvas, settings.hooks(model, run.query)
             clean, noisy = (run.state(step, tokens) for tokens in (canvas.clean, canvas.corrupted))
             runs = RestoredRuns(
