@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import xxhash
@@ -167,6 +167,9 @@ def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), edits: b
     if id(model) in recorded:
         yield
         return
+    clock = vars(model).get("clock")
+    if clock is not None and clock.levels and clock.holder is None:
+        cast(Any, model)._drop_dead_hooks()
     if vars(model).get("_edits"):
         _refuse_cut_off_edits(model)
     at_once = edits or fwd_hooks or hooked_modules(model)
