@@ -46,9 +46,9 @@ from diffusion_lens.settings import (
     at_least,
     check_bool,
     check_keywords,
+    checked_arguments,
     keywords_of,
     not_negative,
-    suggest_keywords,
     takes_any_keyword,
 )
 
@@ -92,7 +92,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
     # Load
 
     @classmethod
-    @suggest_keywords
+    @checked_arguments
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -204,7 +204,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         model.source = source
         return model
 
-    @suggest_keywords
+    @checked_arguments
     def enable_compatibility_mode(
         self,
         disable_warnings: bool = False,
@@ -344,7 +344,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             self, input, attention_mask, prepend_bos, loss_per_token, samples, generator, return_logits=both
         )
 
-    @suggest_keywords
+    @checked_arguments
     def loss_fn(
         self,
         logits: Tensor,
@@ -392,7 +392,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             batch = masked_batch(self, tokens, noisy, p_mask, real=real)
         return _loss(self, batch, logits[batch.rows], per_token)
 
-    @suggest_keywords
+    @checked_arguments
     def hide(
         self, tokens: Tensor, attention_mask: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -422,6 +422,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             super().setup()
             name_hook_points(self)
 
+    @checked_arguments
     def run_with_hooks(
         self, *model_args: Any, fwd_hooks: Sequence[Any] = (), bwd_hooks: Sequence[Any] = (), **kwargs: Any
     ) -> Any:
@@ -488,6 +489,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         with self.clock.held():
             return super().add_caching_hooks(selected, incl_bwd, device, remove_batch_dim, cached)
 
+    @checked_arguments
     def run_with_cache(
         self,
         *model_args: Any,
@@ -506,8 +508,9 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             return out, AliasedCache(cache, self, has_batch_dim=not remove_batch_dim)
         return out, ByHookPoint(cache)
 
+    @checked_arguments
     @held_whole
-    def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
+    def add_hook(self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens; a name or predicate that selects nothing is an error with the nearest names."""
         points = check_hookable(self, name)
         with self.clock.held():
@@ -532,7 +535,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Denoise and generate
 
-    @suggest_keywords
+    @checked_arguments
     def denoise(
         self,
         prompt: Prompt,
@@ -587,7 +590,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise(self, canvas, settings, fwd_hooks=fwd_hooks, progress=progress)
 
-    @suggest_keywords
+    @checked_arguments
     def denoise_with_cache(
         self,
         prompt: Prompt,
@@ -635,6 +638,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise_with_cache(self, canvas, settings, cache_filter, fwd_hooks=fwd_hooks, progress=progress)
 
+    @checked_arguments
     def generate(
         self,
         prompt: Prompt | None = None,
@@ -711,7 +715,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         texts = [_text(self, trajectory, row, ~ended[row]) for row in range(len(trajectory))]
         return texts[0] if len(texts) == 1 else texts
 
-    @suggest_keywords
+    @checked_arguments
     def canvas(
         self, prompt: Prompt, n_masks: SupportsIndex = 1, prepend_bos: bool | None = None
     ) -> tuple[Tokens, Int[Tensor, "selected"]]:
@@ -753,6 +757,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Save
 
+    @checked_arguments
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write weights, config and tokenizer; `from_pretrained(folder)` reads them.
 

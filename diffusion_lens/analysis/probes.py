@@ -57,10 +57,10 @@ from diffusion_lens.settings import (
     Settings,
     Whole,
     at_least,
+    checked_arguments,
     one_of,
     plain_number,
     setting,
-    suggest_keywords,
     whole_number,
 )
 
@@ -194,6 +194,7 @@ class TimeProbe(PicturedResult, Saved):
         return f"TimeProbe({len(self.names)} hook points, best R² {float(self.r2[best]):.3f} at {self.names[best]!r})"
 
 
+@checked_arguments
 def probe_time(
     model: DiffusionTransformer, inputs: TextsOrRuns, names_filter: NamesFilter = None, **settings: Any
 ) -> TimeProbe:
@@ -208,7 +209,7 @@ def probe_time(
 
 @begins_run
 @torch.no_grad()
-@suggest_keywords
+@checked_arguments
 def probe(
     model: DiffusionTransformer,
     inputs: TextsOrRuns,

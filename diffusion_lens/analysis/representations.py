@@ -55,7 +55,7 @@ from diffusion_lens.records.results import (
     installed_version,
     shown_model,
 )
-from diffusion_lens.settings import suggest_keywords
+from diffusion_lens.settings import checked_arguments
 
 Vectors = Float[Tensor, "fact d"]
 OtherVectors = Float[Tensor, "fact d_other"]
@@ -236,7 +236,7 @@ class Comparisons(PicturedResult, Saved):
         return f"Comparisons({len(self.at)} {self.axis}s, {len(first.ids)} facts, {', '.join(first.statistics)})"
 
 
-@suggest_keywords
+@checked_arguments
 def compare(
     forward: Tensor,
     reverse: Tensor,
@@ -327,6 +327,7 @@ def compare(
     )
 
 
+@checked_arguments
 def compare_along(
     axis: str,
     sets: Mapping[int, tuple[Tensor, Tensor]],

@@ -26,7 +26,7 @@ from diffusion_lens.model.inputs import check_attention_mask, check_length, chec
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.text import tokenize
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import at_least, warn_user, whole_number
+from diffusion_lens.settings import at_least, checked_arguments, warn_user, whole_number
 from weight_conversion import Context, Variant
 
 Prompt = str | Sequence[str] | Tensor
@@ -195,6 +195,7 @@ class Canvas:
         return replace(self, tokens=tokens)
 
 
+@checked_arguments
 def lay_out(
     model: DiffusionTransformer,
     prompt: Prompt,

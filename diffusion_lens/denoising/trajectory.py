@@ -35,7 +35,7 @@ from diffusion_lens.records.results import (
     texts_of,
 )
 from diffusion_lens.records.schema import built, require_indices
-from diffusion_lens.settings import at_least, one_of, suggest_keywords, whole_number
+from diffusion_lens.settings import at_least, checked_arguments, one_of, whole_number
 from weight_conversion import Architecture, NoiseSchedule, Variant
 
 _TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given", "real")
@@ -282,7 +282,7 @@ class Trajectory(Saved, Result):
             ),
         )
 
-    @suggest_keywords
+    @checked_arguments
     def replay(
         self,
         model: DiffusionTransformer,

@@ -16,7 +16,7 @@ import torch
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED, SMDM
 from diffusion_lens.loading.source import MODES, given_options
-from diffusion_lens.settings import suggest_keywords
+from diffusion_lens.settings import checked_arguments
 from weight_conversion import family_of
 
 
@@ -100,7 +100,7 @@ PAIRS: dict[str, ModelPair] = {
 }
 
 
-@suggest_keywords
+@checked_arguments
 def load_pair(
     name: str | Path,
     *,

@@ -45,12 +45,14 @@ from diffusion_lens.model.noise import (
 )
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import checked_arguments
 
 Objective = Callable[[DiffusionTransformer, Tokens, torch.Generator | None], Tensor]
 FIXED_SEED = 0  # of the loss's noise in eval mode, so that two losses of one text can be compared
 NOWHERE = -1  # no token: it marks those that noise replaces
 
 
+@checked_arguments
 def masked_diffusion_loss(
     model: DiffusionTransformer,
     tokens: Tokens,
@@ -72,12 +74,14 @@ def masked_diffusion_loss(
     return batch.loss(_logits(model, batch))
 
 
+@checked_arguments
 def autoregressive_loss(model: DiffusionTransformer, tokens: Tokens) -> Float[Tensor, ""]:
     """Mean cross-entropy of every token but the first."""
     batch = next_token_batch(model, tokens)
     return batch.loss(_logits(model, batch))
 
 
+@checked_arguments
 def own_loss(
     model: DiffusionTransformer, tokens: Tokens, generator: torch.Generator | None = None
 ) -> Float[Tensor, ""]:

@@ -50,7 +50,7 @@ from diffusion_lens.model.positions import PassPositions
 from diffusion_lens.model.readout import READOUTS, Readout
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
 from diffusion_lens.model.time import NetworkTime, one_time_for_all
-from diffusion_lens.settings import Whole, check_bool, pick_layer, whole_number, whole_numbers
+from diffusion_lens.settings import Whole, check_bool, checked_arguments, pick_layer, whole_number, whole_numbers
 from weight_conversion import fold, folded_architecture, is_constant
 
 if TYPE_CHECKING:
@@ -518,6 +518,7 @@ class DiffusionTransformer(HookedRootModule):
         if default_prepend_bos is not None:
             self.cfg.default_prepend_bos = check_bool("default_prepend_bos", default_prepend_bos)
 
+    @checked_arguments
     def to_tokens(
         self,
         input: str | Sequence[str],
@@ -558,6 +559,7 @@ class DiffusionTransformer(HookedRootModule):
         """The ids of one text, without a warning for unknown words."""
         return texts.encode_all(self, [text], prepend_bos)[0]
 
+    @checked_arguments
     def to_string(self, tokens: Any) -> Any:
         """Text of one token or sequence, Int[pos], or a list of texts for a batch, such as a `Trajectory`.
 
@@ -571,6 +573,7 @@ class DiffusionTransformer(HookedRootModule):
         kept = ids[reached(ids)].long().tolist()
         return texts.require_tokenizer(self).decode(kept, clean_up_tokenization_spaces=False)
 
+    @checked_arguments
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> Any:
         """The text of each token of one sequence, also of a `Trajectory` of one row; for texts, a list for each."""
         input = getattr(input, "tokens", input)
@@ -583,6 +586,7 @@ class DiffusionTransformer(HookedRootModule):
             raise ValueError(f"to_str_tokens takes one row of tokens, not {list(ids.shape)}; call it for each row")
         return [texts.word_of(self, int(i)) for i in ids.flatten()]
 
+    @checked_arguments
     def to_single_token(self, string: str) -> int:
         """The id of a string that is exactly one known token; otherwise a `ValueError` that shows its tokens."""
         ids = self.encode(string, prepend_bos=False)

@@ -31,18 +31,21 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from functools import partial, wraps
-from inspect import Parameter, Signature, signature
-from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeVar, cast
+from inspect import Parameter, Signature, isclass, signature
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
+
+from diffusion_lens.settings.arguments import Arguments, Unfit, check_type, kind_of, shown
 
 # Annotations of such settings: plain Python numbers, NumPy's scalars, or a tensor of one number.
 Whole = SupportsIndex
 Real = SupportsFloat
 Check = Callable[[str, Any], Any]
 
-P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _RECEIVERS = ("self", "cls")
+_CHECKED = "_has_checked_arguments"
 # Frames of torch's decorators are between ours and, if annotations are checked, those of jaxtyping and beartype.
 _NOT_THE_USERS = ("diffusion_lens", "torch", "jaxtyping", "beartype")
 
@@ -53,7 +56,8 @@ def setting(default: Any, help: str, check: Check | None = None, *, option: bool
     Args:
         default: Default value; where it is `None`, the check is left out for `None`.
         help: Meaning of the setting, for help texts of Python and of the command line.
-        check: Function of name and value that returns the value to keep, or raises an error that names the setting.
+        check: Function of name and value that returns the value to keep, or raises an error that names the setting. By
+            default the type of the field is checked.
         option: Whether commands have an option for it, or the name of the option if it is not that of the field.
     """
     return dataclasses.field(default=default, metadata={"help": help, "check": check, "option": option})
@@ -74,8 +78,8 @@ class Settings:
         """Check every field, and keep the value that its check returns; a default is as it should be."""
         values = vars(self)
         for each in dataclasses.fields(cast(Any, self)):
-            check = each.metadata.get("check")
-            if check is not None and values[each.name] is not each.default:
+            if values[each.name] is not each.default:
+                check = each.metadata.get("check") or partial(check_type, each.type)
                 values[each.name] = check(each.name, values[each.name])
 
     def describe(self) -> dict[str, Any]:
@@ -98,6 +102,7 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
     """
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        function = checked_arguments(function)
         own, fields = list(signature(function).parameters.values()), fields_of(kind)
         place = [each.name for each in own].index("settings")
         by_position = own[place].kind is Parameter.POSITIONAL_OR_KEYWORD
@@ -131,7 +136,7 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
                     "dataclasses.replace"
                 )
             elif type(settings) is not kind:
-                raise TypeError(f"settings= is {_kind(settings)}; {function.__name__} takes {kind.__name__}")
+                raise TypeError(f"settings= is {kind_of(settings)}; {function.__name__} takes {kind.__name__}")
             return function(*args, settings=settings, **given)
 
         vars(called)["__signature__"] = known
@@ -163,17 +168,37 @@ def _entries(fields: "dict[str, dataclasses.Field[Any]]", indent: str = " " * 8)
     )
 
 
-def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make the `TypeError` of an unknown keyword suggest the nearest one, or list all if none has a similar name."""
-    known = keywords_of(function)
+def checked_arguments(target: F) -> F:
+    """Decorate a public function, or a class for its constructor: each call is checked by the annotations.
 
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not kwargs.keys() <= known.keys():
-            check_keywords(function.__name__, kwargs, known)
-        return function(*args, **kwargs)
+    The `TypeError` of an argument that does not fit says what the function takes; that of an unknown keyword suggests
+    the nearest one, or lists all if none has a similar name.
+    """
+    if isclass(target):
+        target.__init__ = checked_arguments(target.__init__)  # type: ignore[method-assign]
+        return target
+    if _CHECKED in vars(target):
+        return target
+    name = target.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+    known = keywords_of(target)
+    any_keyword, arguments = takes_any_keyword(target), None
 
-    return checked
+    @wraps(target)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal arguments
+        if not any_keyword and not kwargs.keys() <= known.keys():
+            check_keywords(name, kwargs, known)
+        if arguments is None:
+            arguments = Arguments(name, target, signature(target))
+        try:
+            with arguments.context():
+                arguments.accepts(*args, **kwargs)
+        except Unfit:
+            raise arguments.refusal(args, kwargs) from None
+        return target(*args, **kwargs)
+
+    vars(checked)[_CHECKED] = True
+    return cast(F, checked)
 
 
 def keywords_of(*functions: Callable[..., Any]) -> dict[str, None]:
@@ -206,7 +231,7 @@ def whole_number(name: str, value: Any) -> int:
             return operator.index(value)
         except TypeError:
             pass
-    raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be a whole number, written without a decimal point")
+    raise TypeError(f"{name}={value!r} is {kind_of(value)}; it must be a whole number, written without a decimal point")
 
 
 def whole_numbers(name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
@@ -226,13 +251,15 @@ def plain_number(name: str, value: Any) -> float:
             return float(value)
         except (TypeError, ValueError, RuntimeError):  # Arrays and tensors of several numbers raise the last two.
             pass
-    raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be a number")
+        except OverflowError:
+            raise ValueError(f"{name}={shown(value)} is too large for a number of 64 bits") from None
+    raise TypeError(f"{name}={value!r} is {kind_of(value)}; it must be a number")
 
 
 def check_bool(name: str, value: Any) -> bool:
     """`value`; a `TypeError` unless it is a bool, because a text such as "no" would count as True."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be True or False")
+        raise TypeError(f"{name}={value!r} is {kind_of(value)}; it must be True or False")
     return value
 
 
@@ -355,9 +382,3 @@ def warn_user(message: str) -> None:
 
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-
-
-def _kind(value: Any) -> str:
-    """The type of a value with its article, such as "a float"."""
-    kind = type(value).__name__
-    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

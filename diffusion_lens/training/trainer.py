@@ -49,7 +49,15 @@ from diffusion_lens.records.results import (
     require_same_run,
     save_result,
 )
-from diffusion_lens.settings import Settings, at_least, not_negative, plain_number, setting, whole_number
+from diffusion_lens.settings import (
+    Settings,
+    at_least,
+    checked_arguments,
+    not_negative,
+    plain_number,
+    setting,
+    whole_number,
+)
 from diffusion_lens.settings.shared import ACCUMULATE, MIXED_PRECISION
 from weight_conversion import as_json, write_json
 
@@ -104,6 +112,7 @@ class TrainingConfig(Settings):
         return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * done)) / 2
 
 
+@checked_arguments
 def smdm_reverse(
     n_rows: int = 3600,
     epochs: int | float = 10,
@@ -214,6 +223,7 @@ class RowSource(ABC):
         """Hexadecimal SHA-256 that identifies the data."""
 
 
+@checked_arguments
 @dataclass(frozen=True, eq=False)
 class TrainingRows(RowSource):
     """Rows of tokens, padded on the right.
@@ -283,6 +293,7 @@ class RowOrder:
         return taken
 
 
+@checked_arguments
 def train(
     model: DiffusionTransformer,
     tokens: Int[Tensor, "batch pos"] | RowSource,

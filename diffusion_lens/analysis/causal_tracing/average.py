@@ -67,7 +67,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, name_of, run_of
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import fields_of, one_of, pick_indices, setting, takes, whole_numbers
+from diffusion_lens.settings import checked_arguments, fields_of, one_of, pick_indices, setting, takes, whole_numbers
 from diffusion_lens.settings.shared import AverageFields
 from weight_conversion import Architecture
 
@@ -239,6 +239,7 @@ def average_trajectory_effect(
     return plan(model, facts, settings, max_bytes).collect(AverageTrajectoryEffect, out, shard, progress, executor)
 
 
+@checked_arguments
 def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffect]) -> AverageEffect:
     """The same as `AverageEffect.merge`."""
     return AverageEffect.merge(parts)

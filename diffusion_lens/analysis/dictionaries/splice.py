@@ -24,7 +24,7 @@ from diffusion_lens.analysis.engine.inputs import check_vectors
 from diffusion_lens.hooks.names import Hook
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.records.identity import names_its_hook
-from diffusion_lens.settings import check_bool, suggest_keywords
+from diffusion_lens.settings import check_bool, checked_arguments
 
 Edit = Callable[[Tensor, Any], Tensor | None]
 
@@ -42,7 +42,7 @@ class Dictionary(Protocol):
     def decode(self, features: Any) -> Any: ...
 
 
-@suggest_keywords
+@checked_arguments
 @names_its_hook
 def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None = None) -> Hook:
     """A hook that puts a dictionary's reconstruction in the place of the activation.

@@ -40,7 +40,15 @@ from diffusion_lens.hooks.names import FwdHooks, resid_entering
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shaped, shown_model, texts_of
-from diffusion_lens.settings import Whole, at_least, one_of, pick_indices, suggest_keywords, whole_number, whole_numbers
+from diffusion_lens.settings import (
+    Whole,
+    at_least,
+    checked_arguments,
+    one_of,
+    pick_indices,
+    whole_number,
+    whole_numbers,
+)
 
 # Name of each table, its last axis if it has one after [step layer batch selected], and whether it contains integers.
 TABLES = {
@@ -264,7 +272,7 @@ class LogitLens(PicturedResult, Saved):
 Targets = str | int | Sequence[str | int] | Tensor | None
 
 
-@suggest_keywords
+@checked_arguments
 @torch.no_grad()
 def logit_lens(
     model: DiffusionTransformer,

@@ -14,10 +14,11 @@ from diffusion_lens.denoising.samplers import LeftToRight
 from diffusion_lens.denoising.settings import DenoiseSettings, resolve_sampler
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import at_least, whole_number
+from diffusion_lens.settings import at_least, checked_arguments, whole_number
 from weight_conversion import Variant
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class LoopSettings:
     """How the loop writes answers.

@@ -49,7 +49,7 @@ from diffusion_lens.model.layers import Norm, beside, rows_of
 from diffusion_lens.model.packing import Packing, is_plain
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer, attention_context, origins_of
-from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_number
+from diffusion_lens.settings import Real, Whole, at_least, checked_arguments, plain_number, whole_number
 
 LARGEST = 32
 Heads = int | slice
@@ -373,6 +373,7 @@ def scores_between(
     return scores if bias is None else scores + bias[:, :, 0, 0]
 
 
+@checked_arguments
 def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_offset: Whole, base: Real) -> float:
     """The correlation of the scores at two offsets, if queries and keys are independent and isotropic.
 
@@ -394,6 +395,7 @@ def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_of
     return sum(math.cos(turned * frequency_base ** (-m / half)) for m in range(half)) / half
 
 
+@checked_arguments
 def correlation_of_frequencies(
     frequencies: Float[Tensor, "frequency"], forward_offset: int, reverse_offset: int
 ) -> float:

@@ -1,0 +1,181 @@
+"""What a public function accepts, read from its annotations when it is first called.
+
+beartype checks the arguments of a call, and jaxtyping the dtypes and shapes of its tensors, with one size for each
+named axis. The annotations are read as a caller means them: for `int` and `float` any whole or real number fits, such
+as NumPy's scalars, but no bool; a text, bytes or a mapping is no sequence of parts; and every entry of a list counts.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
+from functools import partial
+from inspect import Parameter, Signature, isclass, unwrap
+from reprlib import Repr
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, SupportsFloat, SupportsIndex, Union, get_args, get_origin, get_type_hints
+
+_WHOLE, _REAL = (int, SupportsIndex), (float, SupportsFloat)
+_SEVERAL = (Sequence, Iterable, Collection, Set, list)
+_WORDS: dict[Any, str] = {
+    NoneType: "None",
+    Any: "anything",
+    bool: "True or False",
+    str: "a text",
+    Callable: "a function",
+    **dict.fromkeys(_WHOLE, "a whole number"),
+    **dict.fromkeys(_REAL, "a number"),
+}
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+class Unfit(TypeError):
+    """What beartype raises of an argument that does not fit."""
+
+
+class Arguments:
+    """The arguments that a function accepts.
+
+    Attributes:
+        accepts: Does nothing with arguments that fit, and raises `Unfit` or Python's `TypeError` of others.
+        context: Makes the context of a check, in which each axis has one size.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], signature: Signature) -> None:
+        from beartype import BeartypeConf, beartype  # both take longer than `diffusion-lens --help` may
+        from jaxtyping import AbstractArray, jaxtyped
+
+        self.name, self.signature = name, signature
+        self.hints = dict(_resolved(function, signature))
+        self.context: Callable[[], Any] = nullcontext
+        parts = {part for hint in self.hints.values() for part in _parts(hint) if isclass(part)}
+        if any(issubclass(part, AbstractArray) for part in parts):
+            self.context = partial(jaxtyped, "context")
+        bare = [
+            each.replace(annotation=each.empty, default=each.default if each.default is each.empty else ...)
+            for each in signature.parameters.values()
+        ]
+        does_nothing: Any = eval(f"lambda {str(Signature(bare))[1:-1]}: None")
+        does_nothing.__name__, does_nothing.__qualname__ = name.rpartition(".")[2], name
+        does_nothing.__annotations__ = {key: _as_meant(hint) for key, hint in self.hints.items()}
+        self.accepts: Callable[..., None] = beartype(conf=BeartypeConf(violation_type=Unfit))(does_nothing)
+
+    def refusal(self, args: Sequence[Any], given: Mapping[str, Any]) -> TypeError:
+        """The error of a call that does not fit: which argument, what it is, and what the function takes."""
+        from beartype.door import is_bearable
+
+        values = self.signature.bind(*args, **given).arguments
+        with self.context():
+            for name, hint in self.hints.items():
+                if name in values and not is_bearable(values[name], _as_meant(hint)):
+                    break
+        value, takes = values[name], f"it takes {_in_words(hint)}"
+        if is_bearable([value], _as_meant(hint)):
+            takes += f": give a list, [{shown(value)}]"
+        entries = [_as_meant(get_args(part)[0]) for part in _options(hint) if get_origin(part) in _SEVERAL]
+        for index, each in enumerate(value if entries and isinstance(value, list | tuple) else ()):
+            fitting = [entry for entry in entries if is_bearable(each, entry)]
+            if not fitting:
+                name, value = f"{name}[{index}]", each
+                break
+            entries = fitting
+        if examples := [part.EXAMPLE for part in _parts(hint) if hasattr(part, "EXAMPLE")]:
+            takes += f", such as {examples[0].format(value if isinstance(value, str) else 'The Eiffel Tower is in')}"
+        return TypeError(f"{self.name}() got {name}={shown(value)}, {kind_of(value)}; {takes}")
+
+
+def check_type(hint: Any, name: str, value: Any) -> Any:
+    """`value`; a `TypeError` unless it is what the annotation says."""
+    from beartype.door import is_bearable
+
+    if not is_bearable(value, _as_meant(hint)):
+        raise TypeError(f"{name}={shown(value)} is {kind_of(value)}; it must be {_in_words(hint)}")
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value with its article, such as "a float"; of a tensor or an array, with its dtype and shape."""
+    kind = type(value).__name__
+    entries = f" of {value.dtype} {list(value.shape)}" if hasattr(value, "dtype") and hasattr(value, "shape") else ""
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}{entries}"
+
+
+def shown(value: Any) -> str:
+    """The value for a message, in at most about 60 characters."""
+    return "..." if hasattr(value, "shape") else _SHORT.repr(value)
+
+
+def _resolved(function: Callable[..., Any], signature: Signature) -> Iterable[tuple[str, Any]]:
+    """Parameters and their annotations, without those that name what only type checkers import."""
+    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    known = {**vars(sys.modules[function.__module__]), **getattr(unwrap(function), "__globals__", {})}
+    for name, parameter in signature.parameters.items():
+        if parameter.annotation is parameter.empty or parameter.kind in variadic:
+            continue
+        holder = SimpleNamespace(__annotations__={name: parameter.annotation})
+        try:
+            yield name, get_type_hints(holder, known, include_extras=True)[name]
+        except NameError:
+            continue
+
+
+def _options(hint: Any) -> Sequence[Any]:
+    """The members of a union; of another annotation, itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
+
+
+def _parts(hint: Any) -> Iterable[Any]:
+    """An annotation and all that it is made of."""
+    yield hint
+    for part in get_args(hint):
+        yield from _parts(part)
+
+
+def _as_meant(hint: Any) -> Any:
+    """The annotation as beartype should check it."""
+    from beartype.vale import Is, IsAttr, IsEqual, IsInstance
+
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint in _WHOLE or hint in _REAL:
+        one = ~IsInstance[bool] & (~IsAttr["ndim", IsInstance[int]] | IsAttr["ndim", IsEqual[0]])
+        return Annotated[SupportsIndex if hint in _WHOLE else SupportsFloat, one]
+    if origin in (Union, UnionType):
+        meant = tuple(
+            map(_as_meant, parts)
+        )  # As it is if nothing changes: beartype confuses Optional[X] with X | None.
+        return hint if meant == parts else Union[meant]  # noqa: UP007
+    if origin in _SEVERAL:
+        entry = _as_meant(parts[0])
+        several: Any = origin[entry]
+        several = Annotated[several, ~IsInstance[str, bytes, Mapping], Is[lambda values: _all_fit(values, entry)]]
+        numbers = all(part in (*_WHOLE, *_REAL, bool) for part in get_args(parts[0]) or parts)
+        arrays = Annotated[Any, Is[lambda value: hasattr(value, "tolist") and getattr(value, "ndim", 0) == 1]]
+        return Union[several, arrays] if numbers else several  # noqa: UP007
+    if origin is tuple or origin in (dict, Mapping):
+        return origin[tuple(part if part is ... else _as_meant(part) for part in parts)]
+    return hint
+
+
+def _all_fit(values: Any, entry: Any) -> bool:
+    """Whether every entry fits, where they can be read more than once; beartype itself looks at one of them."""
+    from beartype.door import is_bearable
+
+    return not isinstance(values, list | tuple) or all(is_bearable(value, entry) for value in values)
+
+
+def _in_words(hint: Any) -> str:
+    """The annotation for a message."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint in _WORDS or origin in _WORDS:
+        return _WORDS[hint if hint in _WORDS else origin]
+    if origin in (Union, UnionType, Literal):
+        several = list(dict.fromkeys(repr(part) if origin is Literal else _in_words(part) for part in parts))
+        return f"{', '.join(several[:-1])} or {several[-1]}" if len(several) > 1 else several[0]
+    if origin in _SEVERAL:
+        return f"a sequence (each: {_in_words(parts[0])})"
+    if origin is tuple:
+        return f"a tuple ({', '.join('...' if part is ... else _in_words(part) for part in parts)})"
+    if origin is not None and issubclass(origin, Mapping):
+        return f"a mapping ({_in_words(parts[0])}: {_in_words(parts[1])})"
+    name = str(getattr(hint, "__name__", hint)).replace("[Tensor, '", "[").replace("']", "]")
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
