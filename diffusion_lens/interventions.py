@@ -52,6 +52,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import NamedHook, name_of, names_its_hook, value_in_words
 from diffusion_lens.records.identity import named as named
 from diffusion_lens.settings import checked_arguments, one_of, whole_number, whole_numbers
+from diffusion_lens.settings.arguments import kind_of, shown
 
 Indices = int | slice | Sequence[int] | Tensor | None
 OneRun = ActivationCache | Mapping[str, Tensor]
@@ -370,7 +371,10 @@ class _Selection:
         for name, selected in vars(self).items():
             if selected is None or isinstance(selected, slice):
                 continue
-            indices = torch.as_tensor(selected)
+            try:
+                indices = torch.as_tensor(selected)
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                raise TypeError(f"{name}={shown(selected)} is {kind_of(selected)}; give indices") from None
             if not indices.numel():
                 raise ValueError(f"{name} is empty, so the hook changes nothing (None selects all {name})")
             if indices.dtype == torch.bool or indices.is_floating_point():

@@ -18,6 +18,7 @@ from diffusion_lens.pages import views
 from diffusion_lens.pages.page import Page, PageRun
 from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.results import differences, network_of, shown_model
+from diffusion_lens.settings.arguments import kind_of, shown
 
 _CLOSE = 0.02  # Largest difference of a confidence from the cached logits, which may be in bfloat16.
 
@@ -89,6 +90,8 @@ def _accepted(view: str, make: Callable[..., Any], *given: Any) -> Any:
         return make(*given)
     except ValueError as error:
         raise ValueError(f"{error}. {_MISSING[view]}") from None
+    except AttributeError:  # it is no such result
+        raise TypeError(f"{view}={shown(given[1])} is {kind_of(given[1])}. {_MISSING[view]}") from None
 
 
 def canvas_entry(trajectory: Trajectory, row: int, words: Words) -> dict[str, Any]:

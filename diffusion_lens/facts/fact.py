@@ -150,11 +150,12 @@ class Fact:
         prompt, answer = self.tokenize(model, prepend_bos)
         spans = token_spans(model, self.prompt, prepend_bos)
         of_subject = [i for i, (a, b) in enumerate(spans) if a < stop and b > start]
-        n_masked = len(answer) if n_masks is None else n_masks
+        n_masked = len(answer) if n_masks is None else whole_number("n_masks", n_masks)
         if n_masked < len(answer):
             raise ValueError(f"n_masks={n_masked}, but {self.answer!r} has {len(answer)} tokens")
         if first_tokens is not None and not 1 <= first_tokens <= len(answer):
             raise ValueError(f"first_tokens={first_tokens}, but {self.answer!r} has {len(answer)} tokens")
+        check_length(len(prompt) + n_masked, model.cfg)
         queried = answer[:first_tokens]
         canvas = prompt + (
             queried[:-1] if model.cfg.is_autoregressive else hidden_tokens(model.cfg, n_masked, self.prompt, seed)

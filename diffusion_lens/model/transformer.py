@@ -51,6 +51,7 @@ from diffusion_lens.model.readout import READOUTS, Readout
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
 from diffusion_lens.model.time import NetworkTime, one_time_for_all
 from diffusion_lens.settings import Whole, check_bool, checked_arguments, pick_layer, whole_number, whole_numbers
+from diffusion_lens.settings.arguments import kind_of, shown
 from weight_conversion import fold, folded_architecture, is_constant
 
 if TYPE_CHECKING:
@@ -565,7 +566,7 @@ class DiffusionTransformer(HookedRootModule):
 
         Positions not reached (-1) are left out.
         """
-        ids = torch.as_tensor(getattr(tokens, "tokens", tokens))
+        ids = _ids(getattr(tokens, "tokens", tokens))
         if ids.dim() == 0:
             ids = ids[None]
         if ids.dim() == 2:
@@ -579,9 +580,9 @@ class DiffusionTransformer(HookedRootModule):
         input = getattr(input, "tokens", input)
         if isinstance(input, str):
             input = self.to_tokens(input, prepend_bos)[0]
-        elif not isinstance(input, Tensor) and any(isinstance(each, str) for each in input):
+        elif isinstance(input, Sequence) and any(isinstance(each, str) for each in input):
             return [self.to_str_tokens(str(each), prepend_bos) for each in input]
-        ids = torch.as_tensor(input)
+        ids = _ids(input)
         if ids.dim() > 1 and ids.shape[0] != 1:
             raise ValueError(f"to_str_tokens takes one row of tokens, not {list(ids.shape)}; call it for each row")
         return [texts.word_of(self, int(i)) for i in ids.flatten()]
@@ -868,3 +869,10 @@ def origins_of(
     open_ = masked if real is None else masked & real
     places = torch.arange(open_.shape[1], device=open_.device).expand_as(open_)
     return places.masked_fill(~open_, open_.shape[1]).amin(dim=1)
+
+
+def _ids(tokens: Any) -> Tensor:
+    try:
+        return torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{shown(tokens)} is {kind_of(tokens)}; give ids of tokens, such as Int[pos]") from None

@@ -22,13 +22,13 @@ Seeds of rows, texts and facts, and warnings that point to the user's line, are 
 import dataclasses
 import hashlib
 import json
-import math
 import operator
 import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial, wraps
 from inspect import Parameter, Signature, isclass, signature
@@ -45,6 +45,8 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _RECEIVERS = ("self", "cls")
+_LARGEST = 1e18  # the square of a larger number overflows float32
+_MOST = f", and at most {_LARGEST:g}"
 _CHECKED = "_has_checked_arguments"
 # Frames of torch's decorators are between ours and, if annotations are checked, those of jaxtyping and beartype.
 _NOT_THE_USERS = ("diffusion_lens", "torch", "jaxtyping", "beartype")
@@ -224,20 +226,23 @@ def check_keywords(called: str, given: Iterable[str], known: Collection[str]) ->
 
 def whole_number(name: str, value: Any) -> int:
     """`value` as an int; a `TypeError` unless it is a whole number. Bools and floats such as 3.0 are refused."""
-    if type(value) is int:
-        return value
-    if not _is_bool(value):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{name}={value!r} is {kind_of(value)}; it must be a whole number, written without a decimal point")
+    number = value if type(value) is int else None
+    if number is None and not _is_bool(value):
+        with suppress(TypeError):
+            number = operator.index(value)
+    if number is None:
+        raise TypeError(
+            f"{name}={value!r} is {kind_of(value)}; it must be a whole number, written without a decimal point"
+        )
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"{name}={shown(number)} is too large for a number of 64 bits")
+    return number
 
 
 def whole_numbers(name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
     """One whole number or several, as a list."""
     plain = value.tolist() if hasattr(value, "tolist") else value  # Arrays and tensors have `tolist`.
-    if isinstance(plain, Iterable) and not isinstance(plain, str | bytes):
+    if isinstance(plain, Iterable) and not isinstance(plain, str | bytes | Mapping):
         return list(map(partial(whole_number, name), plain))
     return [whole_number(name, plain)]
 
@@ -263,6 +268,11 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+def text_tuple(name: str, value: Iterable[str]) -> tuple[str, ...]:
+    """Several texts as a tuple; a `TypeError` for one text, whose characters nobody means."""
+    return tuple(check_type(Sequence[str], name, value))
+
+
 def at_least(least: int, name: str, value: Any, reason: str = "", *, or_none: str = "") -> int:
     """`value` as an int; a `ValueError`, which may end with a reason, or with what `None` is for, if it is below
     `least`."""
@@ -284,16 +294,16 @@ def check_seed(name: str, value: Any) -> int:
 def not_negative(name: str, value: Any, zero: str = "") -> float:
     """`value` as a float; a `ValueError`, which may explain what 0 means, unless it is finite and 0 or more."""
     number = plain_number(name, value)
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{name}={number}; it must be a finite number, 0 {zero and f'({zero}) '}or more")
+    if not 0 <= number <= _LARGEST:
+        raise ValueError(f"{name}={number}; it must be a finite number, 0 {zero and f'({zero}) '}or more{_MOST}")
     return number
 
 
 def positive(name: str, value: Any) -> float:
     """`value` as a float; a `ValueError` unless it is finite and above 0."""
     number = plain_number(name, value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name}={number}; it must be a finite number above 0")
+    if not 0 < number <= _LARGEST:
+        raise ValueError(f"{name}={number}; it must be a finite number above 0{_MOST}")
     return number
 
 

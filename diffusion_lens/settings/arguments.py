@@ -5,6 +5,7 @@ named axis. The annotations are read as a caller means them: for `int` and `floa
 as NumPy's scalars, but no bool; a text, bytes or a mapping is no sequence of parts; and every entry of a list counts.
 """
 
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
@@ -133,34 +134,39 @@ def _parts(hint: Any) -> Iterable[Any]:
 
 def _as_meant(hint: Any) -> Any:
     """The annotation as beartype should check it."""
+    from beartype.door import is_bearable
     from beartype.vale import Is, IsAttr, IsEqual, IsInstance
 
     origin, parts = get_origin(hint), get_args(hint)
     if hint in _WHOLE or hint in _REAL:
-        one = ~IsInstance[bool] & (~IsAttr["ndim", IsInstance[int]] | IsAttr["ndim", IsEqual[0]])
+        one = ~IsInstance[bool] & ~IsAttr["ndim", ~IsEqual[0]]
+        if torch := sys.modules.get("torch"):
+            one &= ~IsAttr["dtype", IsEqual[torch.bool]]
         return Annotated[SupportsIndex if hint in _WHOLE else SupportsFloat, one]
     if origin in (Union, UnionType):
-        meant = tuple(
-            map(_as_meant, parts)
-        )  # As it is if nothing changes: beartype confuses Optional[X] with X | None.
+        meant = tuple(map(_as_meant, parts))
+        # As it is if nothing changes: beartype confuses Optional[X] with X | None.
         return hint if meant == parts else Union[meant]  # noqa: UP007
     if origin in _SEVERAL:
         entry = _as_meant(parts[0])
         several: Any = origin[entry]
-        several = Annotated[several, ~IsInstance[str, bytes, Mapping], Is[lambda values: _all_fit(values, entry)]]
-        numbers = all(part in (*_WHOLE, *_REAL, bool) for part in get_args(parts[0]) or parts)
-        arrays = Annotated[Any, Is[lambda value: hasattr(value, "tolist") and getattr(value, "ndim", 0) == 1]]
-        return Union[several, arrays] if numbers else several  # noqa: UP007
+        no_entry = IsInstance[str, bytes, Mapping] | IsAttr["ndim", IsEqual[0]]
+        several = Annotated[several, ~no_entry]
+        if entry is not Any:  # beartype itself looks at one entry
+            fits = partial(is_bearable, hint=entry)
+            several = Annotated[
+                several, Is[lambda values: not isinstance(values, list | tuple) or all(map(fits, values))]
+            ]
+        numbers = all(part in (*_WHOLE, *_REAL, bool, NoneType) for part in get_args(parts[0]) or parts)
+        return several | Annotated[Any, Is[_is_row_of_numbers]] if numbers else several
     if origin is tuple or origin in (dict, Mapping):
         return origin[tuple(part if part is ... else _as_meant(part) for part in parts)]
     return hint
 
 
-def _all_fit(values: Any, entry: Any) -> bool:
-    """Whether every entry fits, where they can be read more than once; beartype itself looks at one of them."""
-    from beartype.door import is_bearable
-
-    return not isinstance(values, list | tuple) or all(is_bearable(value, entry) for value in values)
+def _is_row_of_numbers(value: Any) -> bool:
+    """Whether a value is an array or a tensor with one axis, which is no `Sequence` for Python."""
+    return getattr(value, "ndim", 0) == 1 and re.search("int|float|bool", str(value.dtype)) is not None
 
 
 def _in_words(hint: Any) -> str:

@@ -32,6 +32,7 @@ from diffusion_lens.settings import (
     one_of,
     positive,
     setting,
+    text_tuple,
     unique_indices,
     whole_numbers,
 )
@@ -272,7 +273,7 @@ class VectorFields(Settings):
     prefixes: Sequence[str] = setting(
         (),
         "Short texts before every request (rome.sample_prefixes), over which k* and the loss are averaged.",
-        lambda _, prefixes: tuple(prefixes),
+        text_tuple,
         option=False,
     )
     at: str = setting(

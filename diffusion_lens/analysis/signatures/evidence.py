@@ -388,8 +388,10 @@ def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_of
         ValueError: `d_head` is odd or below 2, or the base is not above 0.
     """
     width, frequency_base = at_least(2, "d_head", d_head), plain_number("base", base)
-    if width % 2 or not 0 < frequency_base < math.inf:
-        raise ValueError(f"d_head={width}, base={frequency_base}; d_head must be even and the base above 0")
+    if width % 2 or width > 2**16 or not 0 < frequency_base < math.inf:
+        raise ValueError(
+            f"d_head={width}, base={frequency_base}; d_head must be even, at most {2**16}, and the base above 0"
+        )
     turned = whole_number("forward_offset", forward_offset) - whole_number("reverse_offset", reverse_offset)
     half = width // 2
     return sum(math.cos(turned * frequency_base ** (-m / half)) for m in range(half)) / half
