@@ -424,7 +424,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     @checked_arguments
     def run_with_hooks(
-        self, *model_args: Any, fwd_hooks: Sequence[Any] = (), bwd_hooks: Sequence[Any] = (), **kwargs: Any
+        self, *model_args: Any, fwd_hooks: FwdHooks = (), bwd_hooks: FwdHooks = (), **kwargs: Any
     ) -> Any:
         """As in TransformerLens; a hook that the forward pass would never reach is an error."""
         for name, _ in [*hook_pairs(fwd_hooks), *hook_pairs(bwd_hooks)]:

@@ -1,10 +1,10 @@
-"""Bad arguments of public functions: one argument of a good call after the other is replaced, and what happens is judged.
+"""Bad arguments of public functions: one argument of a good call after the other is replaced, and the end is judged.
 
     python tests/bad_arguments.py [calls, or 0 for all] [seed] [word in the names of the functions]
 
-prints the faults and, as the last line, a table of JSON: the number of calls, of refusals in the package's own words, of
-values that were taken, and of each fault. A refusal is the package's own if a `raise` of the package ended the call with
-a `TypeError`, `ValueError`, `LookupError`, `FloatingPointError`, `MemoryError` or `OSError`.
+prints the faults and, as the last line, a table of JSON: the number of calls, of refusals by the package, of values
+that were taken, and of each fault. A refusal is the package's own if one of its `raise` statements ended the call, and
+"unnamed" if it contains neither the argument's name nor the value.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,11 @@ from random_dictionaries import Identity
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import diffusion_lens
-from diffusion_lens import Fact, HookedDiffusionTransformer, analysis, interventions
+from diffusion_lens import HookedDiffusionTransformer, analysis, interventions
 from diffusion_lens.analysis import rome
 from diffusion_lens.data import EditRequest, toy_facts
 from diffusion_lens.evaluation import RecallSettings
-from diffusion_lens.training import TrainingConfig, TrainingRows
+from diffusion_lens.training import TrainingConfig
 
 ROOT = Path(diffusion_lens.__file__).parents[1]
 OURS = tuple(str(ROOT / name) for name in ("diffusion_lens", "weight_conversion"))
@@ -244,8 +244,8 @@ def good_arguments(name: str, door: Callable[..., Any]) -> dict[str, Any] | None
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def calls(draw: random.Random, n_calls: int, word: str = "") -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
-    """Door, argument and value of a bad call, and the call; `n_calls` of them, or all if 0."""
+def bad_calls(draw: random.Random, n_calls: int, word: str = "") -> list[tuple[str, str, str]]:
+    """Door, argument and value of bad calls; `n_calls` of them, or all if 0."""
     cells = [
         (name, argument, value)
         for name, (door, good) in doors().items()
@@ -255,9 +255,7 @@ def calls(draw: random.Random, n_calls: int, word: str = "") -> Iterator[tuple[s
         for value in VALUES
     ]
     draw.shuffle(cells)
-    for name, argument, value in cells[: n_calls or None]:
-        door, good = doors()[name]
-        yield name, argument, value, lambda: called(door, {**good, argument: VALUES[value]()})
+    return cells[: n_calls or None]
 
 
 def called(door: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -307,7 +305,7 @@ def _own(error: BaseException) -> bool:
 
 
 def _misread(annotation: Any, value: Any) -> str:
-    """What is wrong with a value that was taken: a text for a bool, a dictionary for a sequence, a number that is none."""
+    """What is wrong with a value that was taken, such as a text for a bool, or a dictionary for a sequence."""
     said = str(annotation)
     optional = value is None and "None" in said
     if re.fullmatch(r"(<class 'bool'>|bool( \| None)?)", said) and not isinstance(value, bool) and not optional:
@@ -370,12 +368,14 @@ def tried(n_calls: int, seed: int, word: str = "", report: Callable[[str], objec
     outcomes: Counter[str] = Counter()
     doors()
     law = Law(WORLD["model"])
-    for name, argument, value, call in calls(random.Random(seed), n_calls, word):
-        door = doors()[name][0]
+    for name, argument, value in bad_calls(random.Random(seed), n_calls, word):
+        door, good = doors()[name]
         parameter = inspect.signature(door).parameters.get(argument)
         shown = (argument, argument.rstrip("s"), value.strip("'"))
         with _alone():
-            outcome, text = judged(call, parameter and parameter.annotation, VALUES[value](), shown)
+            given = VALUES[value]()
+            call = partial(called, door, {**good, argument: given})
+            outcome, text = judged(call, parameter and parameter.annotation, given, shown)
         if name == "model.add_hook":
             WORLD["model"].reset_hooks()
         if outcome == "nan" and _has_nan(good_result(name)):

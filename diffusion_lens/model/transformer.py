@@ -519,7 +519,6 @@ class DiffusionTransformer(HookedRootModule):
         if default_prepend_bos is not None:
             self.cfg.default_prepend_bos = check_bool("default_prepend_bos", default_prepend_bos)
 
-    @checked_arguments
     def to_tokens(
         self,
         input: str | Sequence[str],

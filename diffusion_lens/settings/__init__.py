@@ -34,7 +34,7 @@ from functools import partial, wraps
 from inspect import Parameter, Signature, isclass, signature
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
-from diffusion_lens.settings.arguments import Arguments, Unfit, check_type, kind_of, shown
+from diffusion_lens.settings.arguments import RECEIVERS, Arguments, Unfit, check_type, kind_of, shown
 
 # Annotations of such settings: plain Python numbers, NumPy's scalars, or a tensor of one number.
 Whole = SupportsIndex
@@ -44,7 +44,6 @@ Check = Callable[[str, Any], Any]
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_RECEIVERS = ("self", "cls")
 _LARGEST = 1e18  # the square of a larger number overflows float32
 _MOST = f", and at most {_LARGEST:g}"
 _CHECKED = "_has_checked_arguments"
@@ -207,7 +206,7 @@ def keywords_of(*functions: Callable[..., Any]) -> dict[str, None]:
     """Names of the arguments that these functions take by keyword, in order, as the keys of a dictionary."""
     parameters = [p for function in functions for p in signature(function).parameters.values()]
     by_keyword = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return dict.fromkeys(name for name in by_keyword if name not in _RECEIVERS)
+    return dict.fromkeys(name for name in by_keyword if name not in RECEIVERS)
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:

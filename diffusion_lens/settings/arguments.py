@@ -15,6 +15,7 @@ from reprlib import Repr
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, SupportsFloat, SupportsIndex, Union, get_args, get_origin, get_type_hints
 
+RECEIVERS = ("self", "cls")
 _WHOLE, _REAL = (int, SupportsIndex), (float, SupportsFloat)
 _SEVERAL = (Sequence, Iterable, Collection, Set, list)
 _WORDS: dict[Any, str] = {
@@ -70,19 +71,19 @@ class Arguments:
             for name, hint in self.hints.items():
                 if name in values and not is_bearable(values[name], _as_meant(hint)):
                     break
-        value, takes = values[name], f"it takes {_in_words(hint)}"
+        value, words = values[name], _in_words(hint)
         if is_bearable([value], _as_meant(hint)):
-            takes += f": give a list, [{shown(value)}]"
-        entries = [_as_meant(get_args(part)[0]) for part in _options(hint) if get_origin(part) in _SEVERAL]
+            words += f": give a list, [{shown(value)}]"
+        entries = [get_args(part)[0] for part in _options(hint) if get_origin(part) in _SEVERAL]
         for index, each in enumerate(value if entries and isinstance(value, list | tuple) else ()):
-            fitting = [entry for entry in entries if is_bearable(each, entry)]
+            fitting = [entry for entry in entries if is_bearable(each, _as_meant(entry))]
             if not fitting:
-                name, value = f"{name}[{index}]", each
+                name, value, words = f"{name}[{index}]", each, " or ".join(map(_in_words, entries))
                 break
             entries = fitting
         if examples := [part.EXAMPLE for part in _parts(hint) if hasattr(part, "EXAMPLE")]:
-            takes += f", such as {examples[0].format(value if isinstance(value, str) else 'The Eiffel Tower is in')}"
-        return TypeError(f"{self.name}() got {name}={shown(value)}, {kind_of(value)}; {takes}")
+            words += f", such as {examples[0].format(value if isinstance(value, str) else 'The Eiffel Tower is in')}"
+        return TypeError(f"{self.name}: {name}={shown(value)} is {kind_of(value)}; it must be {words}")
 
 
 def check_type(hint: Any, name: str, value: Any) -> Any:
@@ -95,23 +96,24 @@ def check_type(hint: Any, name: str, value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value with its article, such as "a float"; of a tensor or an array, with its dtype and shape."""
+    """The type of a value with its article, such as "a float"."""
     kind = type(value).__name__
-    entries = f" of {value.dtype} {list(value.shape)}" if hasattr(value, "dtype") and hasattr(value, "shape") else ""
-    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}{entries}"
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
 def shown(value: Any) -> str:
-    """The value for a message, in at most about 60 characters."""
-    return "..." if hasattr(value, "shape") else _SHORT.repr(value)
+    """The value for a message, in at most about 60 characters; of a tensor or an array, its dtype and shape."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"<{value.dtype} {list(value.shape)}>"
+    return _SHORT.repr(value)
 
 
 def _resolved(function: Callable[..., Any], signature: Signature) -> Iterable[tuple[str, Any]]:
     """Parameters and their annotations, without those that name what only type checkers import."""
-    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    unread = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     known = {**vars(sys.modules[function.__module__]), **getattr(unwrap(function), "__globals__", {})}
     for name, parameter in signature.parameters.items():
-        if parameter.annotation is parameter.empty or parameter.kind in variadic:
+        if parameter.annotation is parameter.empty or parameter.kind in unread or name in RECEIVERS:
             continue
         holder = SimpleNamespace(__annotations__={name: parameter.annotation})
         try:
@@ -144,9 +146,9 @@ def _as_meant(hint: Any) -> Any:
             one &= ~IsAttr["dtype", IsEqual[torch.bool]]
         return Annotated[SupportsIndex if hint in _WHOLE else SupportsFloat, one]
     if origin in (Union, UnionType):
-        meant = tuple(map(_as_meant, parts))
+        options = tuple(map(_as_meant, parts))
         # As it is if nothing changes: beartype confuses Optional[X] with X | None.
-        return hint if meant == parts else Union[meant]  # noqa: UP007
+        return hint if options == parts else Union[options]  # noqa: UP007
     if origin in _SEVERAL:
         entry = _as_meant(parts[0])
         several: Any = origin[entry]
@@ -154,13 +156,15 @@ def _as_meant(hint: Any) -> Any:
         several = Annotated[several, ~no_entry]
         if entry is not Any:  # beartype itself looks at one entry
             fits = partial(is_bearable, hint=entry)
-            several = Annotated[
-                several, Is[lambda values: not isinstance(values, list | tuple) or all(map(fits, values))]
-            ]
+            several = Annotated[several, Is[lambda given: not isinstance(given, list | tuple) or all(map(fits, given))]]
         numbers = all(part in (*_WHOLE, *_REAL, bool, NoneType) for part in get_args(parts[0]) or parts)
         return several | Annotated[Any, Is[_is_row_of_numbers]] if numbers else several
+    if origin is Annotated:
+        return _as_meant(parts[0])
     if origin is tuple or origin in (dict, Mapping):
-        return origin[tuple(part if part is ... else _as_meant(part) for part in parts)]
+        meant: Any = origin[tuple(part if part is ... else _as_meant(part) for part in parts)]
+        as_list = Annotated[list[Any], Is[lambda given: is_bearable(tuple(given), meant)]]
+        return meant | as_list if origin is tuple else meant
     return hint
 
 
@@ -172,6 +176,8 @@ def _is_row_of_numbers(value: Any) -> bool:
 def _in_words(hint: Any) -> str:
     """The annotation for a message."""
     origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:  # with the words
+        return str(parts[1])
     if hint in _WORDS or origin in _WORDS:
         return _WORDS[hint if hint in _WORDS else origin]
     if origin in (Union, UnionType, Literal):
@@ -183,5 +189,7 @@ def _in_words(hint: Any) -> str:
         return f"a tuple ({', '.join('...' if part is ... else _in_words(part) for part in parts)})"
     if origin is not None and issubclass(origin, Mapping):
         return f"a mapping ({_in_words(parts[0])}: {_in_words(parts[1])})"
+    if origin is None and getattr(hint, "__name__", "") == "Tensor":
+        return "a tensor"
     name = str(getattr(hint, "__name__", hint)).replace("[Tensor, '", "[").replace("']", "]")
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

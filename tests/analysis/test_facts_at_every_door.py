@@ -99,7 +99,7 @@ def test_a_metric_of_several_facts_needs_one_row_each_and_no_steps(small):
 def test_a_bare_text_is_refused_with_the_fact_to_write(small):
     text, message = (
         "Tilda Drusser is the",
-        r"='Tilda Drusser is the', a str; it takes .* Fact\(prompt='Tilda Drusser is the', subject=",
+        r"='Tilda Drusser is the' is a str; it must be .* Fact\(prompt='Tilda Drusser is the', subject=",
     )
     doors = [
         partial(causal_trace, small, text),
@@ -113,7 +113,9 @@ def test_a_bare_text_is_refused_with_the_fact_to_write(small):
     for door in doors:
         with pytest.raises(TypeError, match=message):
             door()
-    with pytest.raises(TypeError, match=r"queries\[0\]=3, an int; it takes .* Fact\(prompt='The Eiffel Tower is in', subject="):
+    with pytest.raises(
+        TypeError, match=r"queries\[0\]=3 is an int; it must be .* Fact\(prompt='The Eiffel Tower is in', subject="
+    ):
         compute_key(small, [3], 1)
     with pytest.raises(ValueError, match="there is no query: give a Fact or a Query"):
         answer_probability(small, [])

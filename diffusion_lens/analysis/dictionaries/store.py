@@ -166,7 +166,7 @@ class ActivationStore(Result):
             chosen &= self.masked == check_bool("masked", masked)
         return chosen.nonzero()[:, 0]
 
-    def rows(self, name: str, indices: Whole | Iterable[Whole]) -> Float[Tensor, "selected d"]:
+    def rows(self, name: str, indices: Whole | Iterable[Whole | bool]) -> Float[Tensor, "selected d"]:
         """The vectors of some rows at a hook point, in this order.
 
         Args:

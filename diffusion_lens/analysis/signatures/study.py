@@ -366,8 +366,6 @@ def _pick_candidates(model: DiffusionTransformer, pairs: Pairs, candidates: Iter
 
 
 def _pick_parameters(model: DiffusionTransformer, parameters: Sequence[str] | None) -> list[str]:
-    if isinstance(parameters, str):
-        raise ValueError(f"parameters={parameters!r}; give a list of names, [{parameters!r}]")
     names = matrix_names(model) if parameters is None else list(parameters)
     if not names:
         raise ValueError("parameters is empty; name at least one weight matrix, or leave it out for all")
