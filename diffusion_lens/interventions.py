@@ -51,7 +51,7 @@ from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import NamedHook, name_of, names_its_hook, value_in_words
 from diffusion_lens.records.identity import named as named
-from diffusion_lens.settings import checked_arguments, one_of, whole_number, whole_numbers
+from diffusion_lens.settings import checked_arguments, one_of, plain_number, whole_number, whole_numbers
 from diffusion_lens.settings.arguments import kind_of, shown
 
 Indices = int | slice | Sequence[int] | Tensor | None
@@ -173,7 +173,7 @@ def steer(direction: Tensor, strength: float = 1.0, positions: Indices = None, *
         direction: Float[d_model], or a tensor that broadcasts as in `replace`; it is not normalised.
         strength: Factor of the direction.
     """
-    return add_noise(strength * direction, positions, heads=heads)
+    return add_noise(plain_number("strength", strength) * direction, positions, heads=heads)
 
 
 @checked_arguments

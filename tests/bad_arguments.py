@@ -34,8 +34,6 @@ import torch
 from interrupted import Law
 from random_dictionaries import Identity
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import diffusion_lens
 from diffusion_lens import HookedDiffusionTransformer, analysis, interventions
 from diffusion_lens.analysis import rome
@@ -54,6 +52,11 @@ def fails(*_: object) -> object:
     raise ArithmeticError("a function of the user failed")
 
 
+class Failing:
+    def __init__(self, *_: object) -> None:
+        fails()
+
+
 VALUES: dict[str, Callable[[], Any]] = {
     **{repr(value): lambda value=value: value for value in (None, "x", "", b"", 3, -1, 10**9, True, 0.5, 1e308, 1j)},
     **{str(value): lambda value=value: value for value in (math.nan, math.inf, -math.inf)},
@@ -63,7 +66,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "(2, 3)": lambda: (2, 3),
     "10**400": lambda: 10**400,
     "object": object,
-    "a class": lambda: dict,
+    "a class": lambda: Failing,
     "lambda": lambda: lambda *_: None,
     "failing function": lambda: fails,
     "generator": lambda: (each for each in (object(),)),
@@ -244,12 +247,13 @@ def good_arguments(name: str, door: Callable[..., Any]) -> dict[str, Any] | None
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def bad_calls(draw: random.Random, n_calls: int, word: str = "") -> list[tuple[str, str, str]]:
-    """Door, argument and value of bad calls; `n_calls` of them, or all if 0."""
+def bad_calls(draw: random.Random, n_calls: int, n_doors: int, word: str) -> list[tuple[str, str, str]]:
+    """Door, argument and value of bad calls; `n_calls` of them and `n_doors` doors, or all if 0."""
+    names = [name for name in doors() if word in name]
     cells = [
         (name, argument, value)
-        for name, (door, good) in doors().items()
-        if word in name
+        for name in (draw.sample(names, n_doors) if n_doors else names)
+        for door, good in [doors()[name]]
         for argument in {**inspect.signature(door).parameters, **good}
         if argument not in ("args", "kwargs", "model_args", "more", "others", "settings_", "hub")
         for value in VALUES
@@ -288,6 +292,8 @@ def judged(call: Callable[[], Any], annotation: Any, value: Any, shown: tuple[st
         if not isinstance(error, REFUSALS) or not _own(error):
             return "raw", text
         return ("refused" if any(each in text for each in shown) else "unnamed"), text
+    if callable(value) and "Callable" in str(annotation):
+        return "taken", ""
     if misfit := _misread(annotation, value):
         return misfit, ""
     return ("nan" if _has_nan(result) else "taken"), ""
@@ -363,12 +369,14 @@ def _alone() -> Iterator[None]:
             os.chdir(home)
 
 
-def tried(n_calls: int, seed: int, word: str = "", report: Callable[[str], object] = print) -> Mapping[str, int]:
+def tried(
+    n_calls: int, seed: int, word: str = "", n_doors: int = 0, report: Callable[[str], object] = print
+) -> Mapping[str, int]:
     """How many bad calls had each outcome; `report` gets a line for each fault."""
     outcomes: Counter[str] = Counter()
     doors()
     law = Law(WORLD["model"])
-    for name, argument, value in bad_calls(random.Random(seed), n_calls, word):
+    for name, argument, value in bad_calls(random.Random(seed), n_calls, n_doors, word):
         door, good = doors()[name]
         parameter = inspect.signature(door).parameters.get(argument)
         shown = (argument, argument.rstrip("s"), value.strip("'"))

@@ -18,7 +18,6 @@ from diffusion_lens.pages import views
 from diffusion_lens.pages.page import Page, PageRun
 from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.results import differences, network_of, shown_model
-from diffusion_lens.settings.arguments import kind_of, shown
 
 _CLOSE = 0.02  # Largest difference of a confidence from the cached logits, which may be in bfloat16.
 
@@ -71,7 +70,7 @@ def page_of(
     if attention is not None:
         shown["attention"] = _accepted("attention", attention_view, trajectory, attention, row)
         python["attention"] = codes["attention"]
-    named = _named(traces)
+    named = _accepted("trace", _named, traces)
     traced = [_accepted("trace", trace_view, trajectory, trace, name, row) for name, trace in named.items()]
     if traced:
         python["trace"] = f"{code.run}\n\n{trace_statements(named)}"
@@ -91,7 +90,7 @@ def _accepted(view: str, make: Callable[..., Any], *given: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"{error}. {_MISSING[view]}") from None
     except AttributeError:  # it is no such result
-        raise TypeError(f"{view}={shown(given[1])} is {kind_of(given[1])}. {_MISSING[view]}") from None
+        raise TypeError(f"{view}= is no such result. {_MISSING[view]}") from None
 
 
 def canvas_entry(trajectory: Trajectory, row: int, words: Words) -> dict[str, Any]:

@@ -4,11 +4,12 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict
 from itertools import chain
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Annotated, Any, SupportsFloat, SupportsIndex
 
 import torch
 from jaxtyping import Float, Int
@@ -519,9 +520,14 @@ class DiffusionTransformer(HookedRootModule):
         if default_prepend_bos is not None:
             self.cfg.default_prepend_bos = check_bool("default_prepend_bos", default_prepend_bos)
 
+    @checked_arguments
     def to_tokens(
         self,
-        input: str | Sequence[str],
+        input: Annotated[
+            str | Sequence[str],
+            "a string or a list of them; pass ids as torch.tensor(ids), of a tokenizer's result its ids, "
+            "...['input_ids']",
+        ],
         prepend_bos: bool | None = None,
         padding_side: str = "right",
         move_to_device: bool = True,
@@ -871,7 +877,8 @@ def origins_of(
 
 
 def _ids(tokens: Any) -> Tensor:
-    try:
-        return torch.as_tensor(tokens)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"{shown(tokens)} is {kind_of(tokens)}; give ids of tokens, such as Int[pos]") from None
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        ids = torch.as_tensor(tokens)
+        if not ids.is_floating_point() or not ids.numel():
+            return ids
+    raise TypeError(f"tokens={shown(tokens)} is {kind_of(tokens)}; give ids of tokens, such as Int[pos]")

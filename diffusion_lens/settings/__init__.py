@@ -34,7 +34,7 @@ from functools import partial, wraps
 from inspect import Parameter, Signature, isclass, signature
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
-from diffusion_lens.settings.arguments import RECEIVERS, Arguments, Unfit, check_type, kind_of, shown
+from diffusion_lens.settings.arguments import RECEIVERS, Arguments, check_type, kind_of, shown
 
 # Annotations of such settings: plain Python numbers, NumPy's scalars, or a tensor of one number.
 Whole = SupportsIndex
@@ -194,8 +194,8 @@ def checked_arguments(target: F) -> F:
         try:
             with arguments.context():
                 arguments.accepts(*args, **kwargs)
-        except Unfit:
-            raise arguments.refusal(args, kwargs) from None
+        except TypeError as error:  # beartype raises others than `Unfit` of a tensor without axes
+            raise arguments.refusal(args, kwargs) or error from None
         return target(*args, **kwargs)
 
     vars(checked)[_CHECKED] = True

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from inspect import Parameter, Signature, isclass, unwrap
 from reprlib import Repr
 from types import NoneType, SimpleNamespace, UnionType
@@ -62,21 +62,27 @@ class Arguments:
         does_nothing.__annotations__ = {key: _as_meant(hint) for key, hint in self.hints.items()}
         self.accepts: Callable[..., None] = beartype(conf=BeartypeConf(violation_type=Unfit))(does_nothing)
 
-    def refusal(self, args: Sequence[Any], given: Mapping[str, Any]) -> TypeError:
-        """The error of a call that does not fit: which argument, what it is, and what the function takes."""
-        from beartype.door import is_bearable
+    def refusal(self, args: Sequence[Any], given: Mapping[str, Any]) -> TypeError | None:
+        """The error of a call with an argument that does not fit: which one, what it is, and what the function takes.
 
-        values = self.signature.bind(*args, **given).arguments
+        `None` of a call that does not fit the signature.
+        """
+        try:
+            values = self.signature.bind(*args, **given).arguments
+        except TypeError:
+            return None
         with self.context():
             for name, hint in self.hints.items():
-                if name in values and not is_bearable(values[name], _as_meant(hint)):
+                if name in values and not _fits(values[name], hint):
                     break
+            else:
+                return None
         value, words = values[name], _in_words(hint)
-        if is_bearable([value], _as_meant(hint)):
+        if _fits([value], hint):
             words += f": give a list, [{shown(value)}]"
         entries = [get_args(part)[0] for part in _options(hint) if get_origin(part) in _SEVERAL]
         for index, each in enumerate(value if entries and isinstance(value, list | tuple) else ()):
-            fitting = [entry for entry in entries if is_bearable(each, _as_meant(entry))]
+            fitting = [entry for entry in entries if _fits(each, entry)]
             if not fitting:
                 name, value, words = f"{name}[{index}]", each, " or ".join(map(_in_words, entries))
                 break
@@ -88,9 +94,7 @@ class Arguments:
 
 def check_type(hint: Any, name: str, value: Any) -> Any:
     """`value`; a `TypeError` unless it is what the annotation says."""
-    from beartype.door import is_bearable
-
-    if not is_bearable(value, _as_meant(hint)):
+    if not _fits(value, hint):
         raise TypeError(f"{name}={shown(value)} is {kind_of(value)}; it must be {_in_words(hint)}")
     return value
 
@@ -134,6 +138,16 @@ def _parts(hint: Any) -> Iterable[Any]:
         yield from _parts(part)
 
 
+def _fits(value: Any, hint: Any) -> bool:
+    from beartype.door import is_bearable
+
+    try:
+        return is_bearable(value, _as_meant(hint))
+    except TypeError:  # of a tensor without axes, which has no length
+        return False
+
+
+@cache
 def _as_meant(hint: Any) -> Any:
     """The annotation as beartype should check it."""
     from beartype.door import is_bearable
@@ -141,7 +155,7 @@ def _as_meant(hint: Any) -> Any:
 
     origin, parts = get_origin(hint), get_args(hint)
     if hint in _WHOLE or hint in _REAL:
-        one = ~IsInstance[bool] & ~IsAttr["ndim", ~IsEqual[0]]
+        one = ~IsInstance[bool, complex] & ~IsAttr["ndim", ~IsEqual[0]]
         if torch := sys.modules.get("torch"):
             one &= ~IsAttr["dtype", IsEqual[torch.bool]]
         return Annotated[SupportsIndex if hint in _WHOLE else SupportsFloat, one]
@@ -154,17 +168,23 @@ def _as_meant(hint: Any) -> Any:
         several: Any = origin[entry]
         no_entry = IsInstance[str, bytes, Mapping] | IsAttr["ndim", IsEqual[0]]
         several = Annotated[several, ~no_entry]
-        if entry is not Any:  # beartype itself looks at one entry
-            fits = partial(is_bearable, hint=entry)
-            several = Annotated[several, Is[lambda given: not isinstance(given, list | tuple) or all(map(fits, given))]]
+        fits = partial(is_bearable, hint=entry)
+
+        def each_fits(given: Any) -> bool:  # beartype itself looks at one entry; and shows a lambda by its source
+            return not isinstance(given, list | tuple) or all(map(fits, given))
+
+        several = Annotated[several, Is[each_fits]] if entry is not Any else several
         numbers = all(part in (*_WHOLE, *_REAL, bool, NoneType) for part in get_args(parts[0]) or parts)
         return several | Annotated[Any, Is[_is_row_of_numbers]] if numbers else several
     if origin is Annotated:
         return _as_meant(parts[0])
     if origin is tuple or origin in (dict, Mapping):
         meant: Any = origin[tuple(part if part is ... else _as_meant(part) for part in parts)]
-        as_list = Annotated[list[Any], Is[lambda given: is_bearable(tuple(given), meant)]]
-        return meant | as_list if origin is tuple else meant
+
+        def fits_as_tuple(given: Any) -> bool:
+            return is_bearable(tuple(given), meant)
+
+        return meant | Annotated[list[Any], Is[fits_as_tuple]] if origin is tuple else meant
     return hint
 
 
