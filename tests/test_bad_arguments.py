@@ -1,25 +1,34 @@
 """Public functions refuse bad arguments at the door, in words that name the argument, and leave the model as it was."""
 
+import inspect
 import math
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from bad_arguments import tried
+from bad_arguments import doors, tried
 
 from diffusion_lens import Fact, HookedDiffusionTransformer
 from diffusion_lens.analysis import causal_trace, logit_lens, noise_scale, patch_grid
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising import lay_out
 from diffusion_lens.evaluation import recall_by_steps
-from diffusion_lens.settings import checked_arguments, plain_number
+from diffusion_lens.settings import CHECKED, checked_arguments, plain_number
 from diffusion_lens.training import TrainingConfig
 
 
 @pytest.fixture
 def query(tiny):
     return toy_facts.load().facts("p2d", "p2d")[0].to_query(tiny)
+
+
+def test_public_functions_are_checked():
+    functions = {name: door for name, (door, _) in doors().items() if inspect.isroutine(door)}
+    unchecked = {
+        name for name, function in functions.items() if CHECKED not in vars(getattr(function, "__func__", function))
+    }
+    assert unchecked == {"acts_by_step", "in_loop_only", "model.hooks", "smdm"}  # without arguments, or for any
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
@@ -37,7 +46,7 @@ def test_bad_arguments_are_refused_and_leave_no_trace():
     ("call", "message"),
     [
         (lambda m, q: logit_lens(m, q, max_bytes=math.nan), "max_bytes=nan is a float; it must be a whole number"),
-        (lambda m, q: causal_trace(m, q, noise=1e308, samples=1), "noise=1e.308; it must be a finite .* at most 1e.18"),
+        (lambda m, q: causal_trace(m, q, noise=1e308, samples=1), "noise=1e.308; it must be a finite .* at most 1e.38"),
         (lambda m, q: noise_scale(m, ["Gustav"], factor=-1), "factor=-1.0; it must be a finite number above 0"),
         (lambda m, q: noise_scale(m, ["Gustav"], factor=1j), "factor=1j is a complex; it must be a number"),
         (lambda m, q: noise_scale(m, ["Gustav"], factor=math.nan), "factor=nan; it must be a finite number"),

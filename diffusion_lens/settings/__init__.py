@@ -44,9 +44,9 @@ Check = Callable[[str, Any], Any]
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LARGEST = 1e18  # the square of a larger number overflows float32
+_LARGEST = 1e38  # larger numbers overflow float32
 _MOST = f", and at most {_LARGEST:g}"
-_CHECKED = "_has_checked_arguments"
+CHECKED = "_has_checked_arguments"
 # Frames of torch's decorators are between ours and, if annotations are checked, those of jaxtyping and beartype.
 _NOT_THE_USERS = ("diffusion_lens", "torch", "jaxtyping", "beartype")
 
@@ -79,7 +79,7 @@ class Settings:
         """Check every field, and keep the value that its check returns; a default is as it should be."""
         values = vars(self)
         for each in dataclasses.fields(cast(Any, self)):
-            if values[each.name] is not each.default:
+            if values.get(each.name, each.default) is not each.default:
                 check = each.metadata.get("check") or partial(check_type, each.type)
                 values[each.name] = check(each.name, values[each.name])
 
@@ -178,7 +178,7 @@ def checked_arguments(target: F) -> F:
     if isclass(target):
         target.__init__ = checked_arguments(target.__init__)  # type: ignore[method-assign]
         return target
-    if _CHECKED in vars(target):
+    if CHECKED in vars(target):
         return target
     name = target.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
     known = keywords_of(target)
@@ -198,7 +198,7 @@ def checked_arguments(target: F) -> F:
             raise arguments.refusal(args, kwargs) or error from None
         return target(*args, **kwargs)
 
-    vars(checked)[_CHECKED] = True
+    vars(checked)[CHECKED] = True
     return cast(F, checked)
 
 

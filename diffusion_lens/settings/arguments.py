@@ -62,7 +62,7 @@ class Arguments:
         does_nothing.__annotations__ = {key: _as_meant(hint) for key, hint in self.hints.items()}
         self.accepts: Callable[..., None] = beartype(conf=BeartypeConf(violation_type=Unfit))(does_nothing)
 
-    def refusal(self, args: Sequence[Any], given: Mapping[str, Any]) -> TypeError | None:
+    def refusal(self, args: Sequence[Any], given: Mapping[str, Any]) -> TypeError | ValueError | None:
         """The error of a call with an argument that does not fit: which one, what it is, and what the function takes.
 
         `None` of a call that does not fit the signature.
@@ -89,6 +89,8 @@ class Arguments:
             entries = fitting
         if examples := [part.EXAMPLE for part in _parts(hint) if hasattr(part, "EXAMPLE")]:
             words += f", such as {examples[0].format(value if isinstance(value, str) else 'The Eiffel Tower is in')}"
+        if any(get_origin(part) is Literal and isinstance(value, str) for part in _options(hint)):
+            return ValueError(f"{self.name}: {name}={shown(value)}; it must be {words}")
         return TypeError(f"{self.name}: {name}={shown(value)} is {kind_of(value)}; it must be {words}")
 
 
