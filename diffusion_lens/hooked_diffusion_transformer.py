@@ -16,7 +16,7 @@ from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
 from diffusion_lens.denoising.canvas import Prompt, lay_out
-from diffusion_lens.denoising.denoise import denoise, denoise_with_cache
+from diffusion_lens.denoising.denoise import denoise, denoise_as_generate, denoise_with_cache
 from diffusion_lens.denoising.sampler import Sampler, Seed
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -680,6 +680,9 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             TypeError: An argument of TransformerLens that does not exist here, at another value than its default there
                 (the message says what to use), or an unknown one.
             ValueError: Arguments exclude each other, or one does not fit (see `denoise`).
+
+        Warns:
+            UserWarning: A hook changes the last position of the canvas alone, which does not predict the next token.
         """
         # 1. Check the arguments.
         check_keywords("generate", others, {*keywords_of(HookedDiffusionTransformer.generate), *INSTEAD})
@@ -702,7 +705,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         settings = DenoiseSettings(steps, sampler, cfg_scale, _temperature(do_sample, temperature), seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         shown = check_bool("verbose", verbose) or check_bool("progress", progress)
-        trajectory = denoise(self, canvas, settings, fwd_hooks=fwd_hooks, progress=shown)
+        trajectory = denoise_as_generate(self, canvas, settings, fwd_hooks=fwd_hooks, progress=shown)
 
         # 3. Convert the result.
         if return_type == "trajectory":

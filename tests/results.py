@@ -253,6 +253,7 @@ def _runs() -> Iterator[Any]:
     fields = {
         "tokens": tokens,
         "canvases": canvases,
+        "prompt": tokens.masked_fill(~given, 3),
         "revealed_at": revealed_at,
         "confidence": rand(1, POS),
         "given": given,

@@ -13,6 +13,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from diffusion_lens import HookedDiffusionTransformer, hooked_diffusion_transformer
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooked_diffusion_transformer import INSTEAD
+from diffusion_lens.interventions import while_predicting
 from diffusion_lens.model.text import to_completion
 
 PROMPT = "Gustav Geisser is the"
@@ -51,13 +52,14 @@ def returned(tiny, written, monkeypatch):
             written,
             tokens=torch.tensor(tokens),
             canvases=torch.tensor([tokens]),
+            prompt=torch.tensor(tokens),
             revealed_at=torch.tensor(tokens),
             confidence=torch.ones(len(tokens), len(tokens[0])),
             given=torch.tensor(given, dtype=torch.bool),
             real=torch.tensor(real, dtype=torch.bool),
         )
         monkeypatch.setattr(hooked_diffusion_transformer, "lay_out", lambda *args: None)
-        monkeypatch.setattr(hooked_diffusion_transformer, "denoise", lambda *args, **kwargs: run)
+        monkeypatch.setattr(hooked_diffusion_transformer, "denoise_as_generate", lambda *args, **kwargs: run)
         return tiny.generate(torch.tensor([[5]]), **more)
 
     return convert
@@ -132,6 +134,60 @@ def test_sampling_has_transformer_lens_names(tiny):
     for wrong in (dict(do_sample=False, temperature=0.7), dict(do_sample=True, temperature=0)):
         with pytest.raises(ValueError, match="leave"):
             tiny.generate(PROMPT, **wrong, **call)
+
+
+RESID = "blocks.1.hook_resid_post"
+
+
+def steering(model):
+    """A hook that steers the last row, as with TransformerLens, and one that steers every row."""
+    vector = 20 * torch.randn(model.cfg.d_model, generator=torch.Generator().manual_seed(3))
+
+    def last(x, hook):
+        x[:, -1] = x[:, -1] + vector
+        return x
+
+    return last, lambda x, hook: x + vector
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_steering_the_last_position_of_the_canvas_is_warned_of(tiny, attach):
+    """It does not predict the next token: on a causal model it is never read."""
+    call, n_prompt = dict(max_new_tokens=3, steps=3), tiny.to_tokens(PROMPT).shape[1]
+    hooks = [(RESID, steering(tiny)[0])]
+    reads = f"row {n_prompt - 1}" if tiny.cfg.is_autoregressive else rf"rows \[{n_prompt}, {n_prompt + 1}"
+
+    def generate():
+        with tiny.hooks(fwd_hooks=hooks if attach else []):
+            return tiny.generate(PROMPT, fwd_hooks=[] if attach else hooks, **call)
+
+    message = rf"{RESID}.* alone, {n_prompt + 2}\..*reads {reads}.*while_predicting"
+    with pytest.warns(UserWarning, match=message) as told:
+        run = generate()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert list(run.record["hooks"]) == [RESID]
+    if tiny.cfg.is_autoregressive:
+        assert torch.equal(run.tokens, tiny.generate(PROMPT, **call).tokens)
+    assert not tiny.list_hooks()
+
+
+def test_rows_that_predict_are_steered_as_the_last_row_of_a_growing_text(tiny):
+    last, every = steering(tiny)
+    hooks = [(RESID, while_predicting(every, tiny.cfg.readout))]
+    n_new = 3 if tiny.cfg.is_autoregressive else 1
+    run = tiny.generate(PROMPT, n_new, fwd_hooks=hooks, steps=n_new)
+    tokens = tiny.to_tokens(PROMPT)
+    for _ in range(n_new):
+        canvas, rows = tiny.canvas(tokens)
+        logits = tiny.run_with_hooks(canvas, fwd_hooks=[(RESID, last)])[:, rows[-1]]
+        if tiny.cfg.has_mask:
+            logits[:, tiny.cfg.mask_token_id :] = -torch.inf
+        tokens = torch.cat([tokens, logits.argmax(dim=-1, keepdim=True)], dim=1)
+    assert torch.equal(run.tokens, tokens)
+    assert not torch.equal(run.tokens, tiny.generate(PROMPT, n_new, steps=n_new).tokens)
+    if tiny.cfg.has_mask:  # The last position is the one that is written.
+        assert torch.equal(tiny.generate(PROMPT, 1, fwd_hooks=[(RESID, last)], steps=1).tokens, tokens)
 
 
 def test_arguments_that_do_not_exist_say_what_to_use(tiny):

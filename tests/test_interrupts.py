@@ -1,5 +1,6 @@
 """After Ctrl-C at any point, and after a fork, a model is as it was."""
 
+import copy
 import json
 import os
 import signal
@@ -118,6 +119,63 @@ def test_an_edit_that_cannot_be_taken_out_is_known(either, query, edit, monkeypa
             assert not torch.equal(edit.weight_of(1), before)
     assert torch.equal(edit.weight_of(1), before)
     causal_trace(either.model, query, noise=0.5, samples=1)
+
+
+def test_no_other_thread_reads_edited_weights(either, edit):
+    """Nor is a weight edited under the forward pass of another thread."""
+    model, refused = either.model, []
+
+    def read():
+        try:
+            model(TOKENS)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    with edit:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    assert "another thread is running" in refused[0]
+    read()
+    assert len(refused) == 1
+    inside, go_on = threading.Event(), threading.Event()
+
+    def pause(module, given):
+        inside.set()
+        assert go_on.wait(20)
+
+    handle = model.blocks[0].ln1.register_forward_pre_hook(pause)
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert inside.wait(20)
+    handle.remove()
+    try:
+        for attempt in (edit.apply, edit.__enter__):
+            with pytest.raises(RuntimeError, match="another thread is running a forward pass"):
+                attempt()
+    finally:
+        go_on.set()
+        thread.join()
+    assert not edit.is_applied
+    with edit:
+        assert edit.is_applied
+    assert model.clock.holder is None
+
+
+def test_a_weight_of_another_shape_is_put_back(either, edit):
+    before = edit.weight_of(1).clone()
+    with pytest.raises(ValueError, match="the weight of layer 1 was changed inside"), edit:
+        edit.weight_of(1).data = torch.zeros(2, 3)
+    assert torch.equal(edit.weight_of(1), before)
+    assert not either.model._edits
+
+
+def test_a_copy_made_inside_a_context_of_hooks_has_none(either):
+    plain = either.model(TOKENS)
+    with either.model.hooks(fwd_hooks=[("hook_embed", lambda a, hook: a * 0)]):
+        copied = copy.deepcopy(either.model)
+    assert torch.equal(copied(TOKENS), plain)
+    assert not copied.list_hooks()
 
 
 def test_restored_edits_leave_the_weights_of_the_file(either, edit):

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import sys
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from results import every_result
 
 import diffusion_lens
 from diffusion_lens import Fact
-from diffusion_lens.analysis import CausalTrace, Circuit
+from diffusion_lens.analysis import CausalTrace, Circuit, EditStudy
 from diffusion_lens.analysis.over_facts.folder import FactFolder, content
 from diffusion_lens.checks.report import CheckReport, Finding
 from diffusion_lens.evaluation import Recall, Reply
@@ -100,6 +101,69 @@ def test_parts_of_a_study_with_a_flipped_byte_are_refused(tmp_path: Path) -> Non
     folder.file("b").write_bytes(changed)
     with pytest.raises(ValueError, match="the content is not what was saved"):
         diffusion_lens.load(tmp_path)
+
+
+def test_the_folder_of_a_study_may_have_other_files(tmp_path: Path, saved: dict[Path, Any]) -> None:
+    fact = Fact("A is", "A", " b", person="A")
+    record = {
+        "facts": {"z": content(fact)},
+        "set_aside": {},
+        "too_long": [],
+        "seed": 1,
+        "model": "toy",
+        "steps": [1, 2],
+    }
+    FactFolder.start(tmp_path, record).save("z", Reply.to(replace(fact, id="z"), ["b", "c"]))
+    write_safetensors({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
+    trace = next(path for path, result in saved.items() if isinstance(result, CausalTrace))
+    (tmp_path / "b.safetensors").write_bytes(trace.read_bytes())
+    assert diffusion_lens.load(tmp_path).ids == ["z"]
+
+
+def test_the_description_of_a_study_is_checked(tmp_path: Path) -> None:
+    write_json({"facts": {}}, tmp_path / "run.json")
+    with pytest.raises(ValueError, match=r"run\.json: the saved recall lacks the field 'record.model'"):
+        Recall.load(tmp_path)
+
+
+def test_probes_belong_to_requests(saved: dict[Path, Any], tmp_path: Path) -> None:
+    study = next(each for each in saved.values() if isinstance(each, EditStudy))
+    for row in (len(study.ids), -1):
+        path = replace(study, owner=torch.full_like(study.owner, row)).save(tmp_path / "study.safetensors")
+        with pytest.raises(ValueError, match=f"owner has {row}, where there are {len(study.ids)} entries"):
+            EditStudy.load(path)
+    path = replace(study, owner=study.owner.flip(0)).save(tmp_path / "study.safetensors")
+    with pytest.raises(ValueError, match="the probes are not in the order of their requests"):
+        EditStudy.load(path)
+
+
+def test_a_subclass_with_fields_of_its_own_needs_a_kind(saved: dict[Path, Any], tmp_path: Path) -> None:
+    @dataclass(frozen=True, eq=False)
+    class Noted(Circuit):
+        note: str = ""
+
+    circuit = next(each for each in saved.values() if isinstance(each, Circuit))
+    noted = Noted(**{field.name: getattr(circuit, field.name) for field in fields(circuit)}, note="mine")
+    with pytest.raises(TypeError, match="Noted has note besides the fields of Circuit, as which it would be read"):
+        noted.save(tmp_path / "noted.safetensors")
+    Noted.KIND = "noted circuit"
+    assert diffusion_lens.load(noted.save(tmp_path / "noted.safetensors")).note == "mine"
+
+
+def test_text_that_could_not_be_read_back_is_not_saved(saved: dict[Path, Any], tmp_path: Path) -> None:
+    trace = next(each for each in saved.values() if isinstance(each, CausalTrace))
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        replace(trace, record={**trace.record, "note": "\ud800"}).save(tmp_path / "trace.safetensors")
+    assert not list(tmp_path.iterdir())
+    replace(trace, record={**trace.record, "note": "\U0001f600"}).save(tmp_path / "trace.safetensors")
+
+
+def test_a_checksum_under_a_flipped_name_is_noticed(saved: dict[Path, Any], tmp_path: Path) -> None:
+    path, result = next(iter(saved.items()))
+    changed = path.read_bytes().replace(b"diffusion_lens.checksum", b"diffusion_lens.chucksum")
+    (tmp_path / "changed.safetensors").write_bytes(changed)
+    with pytest.raises(ValueError, match="the content is not what was saved"):
+        load_result(tmp_path / "changed.safetensors", type(result).KIND)
 
 
 def test_an_error_names_file_field_and_what_fits(saved: dict[Path, Any], tmp_path: Path) -> None:

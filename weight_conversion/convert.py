@@ -13,7 +13,7 @@ from torch import Tensor
 from weight_conversion.architecture import Architecture, Shape
 from weight_conversion.constant_conditioning import unfolded, unfolded_architecture
 from weight_conversion.families import native
-from weight_conversion.families.family import Config, Family
+from weight_conversion.families.family import IGNORED_KEYS, Config, Family
 from weight_conversion.families.kinds import warn_if_silent, with_block_size
 from weight_conversion.files import (
     CHECKPOINT_SUFFIXES,
@@ -224,10 +224,17 @@ def require_config(path: Path) -> None:
 
 def _read_config(config: str | Path | Config) -> tuple[Config, str]:
     if isinstance(config, Mapping):
-        return config, "the mapping that was passed"
-    path = Path(config).expanduser()
-    require_config(path)
-    return read_json_object(path), str(path)
+        settings, read_from = config, "the mapping that was passed"
+    else:
+        path = Path(config).expanduser()
+        require_config(path)
+        settings, read_from = read_json_object(path), str(path)
+    if IGNORED_KEYS in settings:
+        raise ValueError(
+            f"{IGNORED_KEYS} is in the config itself: {read_from}. Only you can say which keys change nothing in the "
+            f"network: remove it there, and pass {IGNORED_KEYS}=[...]"
+        )
+    return settings, read_from
 
 
 def _config_beside(folder: Path) -> Config | None:

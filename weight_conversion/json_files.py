@@ -32,6 +32,7 @@ def to_json(data: Any, indent: int | None = None) -> str:
 
     Raises:
         TypeError: The data contains something else, such as a tensor; the message says where.
+        ValueError: A text contains half of a surrogate pair.
     """
     not_finite: dict[str, str] = {}
     document = _plain(data, "", not_finite)
@@ -42,7 +43,16 @@ def to_json(data: Any, indent: int | None = None) -> str:
                 "them"
             )
         document[NOT_FINITE] = not_finite
-    return json.dumps(document, indent=indent, allow_nan=False)
+    text = json.dumps(document, indent=indent, allow_nan=False)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(document, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{error.object[max(error.start - 20, 0) : error.end + 20]!r} contains half of a surrogate pair, which "
+                "no reader of JSON takes; write the whole character"
+            ) from None
+    return text
 
 
 def from_json(text: str | bytes) -> Any:

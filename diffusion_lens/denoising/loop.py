@@ -244,9 +244,8 @@ class Run:
         return plan.positions if self.model.cfg.is_autoregressive else state.masked
 
     def reveals_at(self, index: int) -> bool:
-        """Whether the step of this index may reveal or mask a position of the current canvas, whatever is predicted."""
-        plan = self.plan(self._state(index))
-        return bool(plan.counts.any()) or plan.remask is not None
+        """Whether the step of this index may reveal a position of the current canvas."""
+        return bool(self.plan(self._state(index)).counts.any())
 
     def predict(self, state: StepState, positions: PosMask) -> Prediction:
         """What the network says at these positions, after guidance and hooks."""

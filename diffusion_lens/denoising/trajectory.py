@@ -38,7 +38,7 @@ from diffusion_lens.records.schema import built, require_indices
 from diffusion_lens.settings import at_least, checked_arguments, one_of, whole_number
 from weight_conversion import Architecture, NoiseSchedule, Variant
 
-_TENSORS = ("tokens", "canvases", "revealed_at", "confidence", "given", "real")
+_TENSORS = ("tokens", "canvases", "prompt", "revealed_at", "confidence", "given", "real")
 _TEXTS = ("text", "completion")
 
 
@@ -80,6 +80,8 @@ class Trajectory(Saved, Result):
         canvases: Int[canvas batch pos], x_t as each step read it, and the final canvas. A position contains the mask id
             until it is revealed, or -1 until the text reaches it: on a causal model, and in blocks that are not open.
             Under uniform noise it contains a random token at first.
+        prompt: Int[batch pos], the tokens that were given, also where hooks wrote others over them, with every other
+            position masked, or -1 where nothing is masked.
         revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked. Under
             uniform noise, the last step that changed it, or 0 if none did.
         confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given or written by
@@ -98,6 +100,7 @@ class Trajectory(Saved, Result):
 
     tokens: Tokens
     canvases: Int[Tensor, "canvas batch pos"]
+    prompt: Tokens
     revealed_at: Int[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
     given: PosMask
@@ -132,6 +135,7 @@ class Trajectory(Saved, Result):
         return cls(
             tokens=run.tokens,
             canvases=canvases,
+            prompt=canvas.tokens.masked_fill(~canvas.given, canvas.blank),
             revealed_at=run.revealed_at,
             confidence=run.confidence.nan_to_num(nan=1.0).masked_fill(unwritten, 0.0),
             given=canvas.given,
@@ -178,10 +182,13 @@ class Trajectory(Saved, Result):
         warnings.warn("rewrites is now called uniform_noise", DeprecationWarning, stacklevel=2)
         return self.uniform_noise
 
-    @property
-    def prompt(self) -> Tokens:
-        """Int[batch pos], the given tokens, with every other position masked, or -1 where nothing is masked."""
-        return self.tokens.masked_fill(~self.given, self.blank)
+    def forgets(self, confidence: bool = True) -> bool:
+        """Whether a token of the first canvas was masked or, for its confidence, replaced later, so that the step and
+        the confidence with which it had been revealed are not recorded."""
+        lost = ~self._known(self.first_step) & (~self.given | (self.revealed_at >= 0))
+        if confidence:
+            lost |= (self.canvases != self.canvases[0]).any(dim=0)
+        return bool((lost & ~self.is_open(self.canvases[0]) & self.real).any())
 
     def is_masked(self, canvases: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch pos"]:
         """The positions of canvases that are not yet revealed."""
@@ -206,9 +213,10 @@ class Trajectory(Saved, Result):
     def load(cls, path: str | Path) -> "Trajectory":
         """Read what `save` wrote."""
         tensors, record = load_result(path, cls.KIND)
-        texts = record.get("text")  # Files of earlier versions have no completions.
-        missing = {"completion": [""] * len(texts) if isinstance(texts, list) else []}
-        return built(cls, {**missing, **tensors, **record}, str(path))
+        texts = record.get("text")  # Files of earlier versions have no completions, and no prompts.
+        missing = {"completion": [""] * len(texts) if isinstance(texts, list) else [], "prompt": tensors.get("tokens")}
+        run = built(cls, {**missing, **tensors, **record}, str(path))
+        return run if "prompt" in tensors else replace(run, prompt=run.tokens.masked_fill(~run.given, run.blank))
 
     def repeat(self, n: SupportsIndex) -> "Trajectory":
         """`n` copies of the batch, one after the other, with the same seeds, to be replayed under hooks by row."""
@@ -251,10 +259,8 @@ class Trajectory(Saved, Result):
         Steps keep their index, and so their time and their random numbers.
         """
         step = whole_number("step", step)
-        fields = {**vars(self), "canvases": self.canvases[self._canvas_index(step) :]}
-        rewritten = (self.canvases[1:] != self.canvases[:-1]) & ~self.is_open(self.canvases[:-1])
-        remasked = bool(rewritten.any()) or self.record.get("remasked", False)
-        return Trajectory(**{**fields, "record": {**self.record, "first_step": step, "remasked": remasked}})
+        canvases, record = self.canvases[self._canvas_index(step) :], {**self.record, "first_step": step}
+        return replace(self, canvases=canvases, record=record)
 
     def state_at(self, step: int, device: str | torch.device | None = None, tokens: Tokens | None = None) -> StepState:
         """The value of `hook.step` at a step, in the conditional branch, for forward passes that stand for this step.
@@ -277,9 +283,9 @@ class Trajectory(Saved, Result):
             given=canvas.given,
             sigma=self._sigma(step, architecture),
             run=None,
-            block=canvas.open_block(
-                tokens, self.revealed_at.masked_fill(~self._known(step), -1).to(tokens.device), step
-            ),
+            block=canvas.open_block(tokens, self._revealed_before(step).to(tokens.device), step)
+            if canvas.reach
+            else None,
         )
 
     @checked_arguments
@@ -364,21 +370,25 @@ class Trajectory(Saved, Result):
         device, known = model.cfg.device, self._known(self.first_step)
         # The confidence of a token that was rewritten later is not recorded, only that there was one.
         revealed = ~self.is_open(self.canvases[0]) & ~self.given & self.real
+        # Before step 0, only hooks of this step have written.
+        by_hooks = torch.where(revealed & (self.first_step == 0), 0, -1)
         run = self._run(
             model,
             DenoiseSettings.recorded(self.record, sampler, seeds),
             canvas=self._canvas(self.canvases[0].to(device), model.cfg),
-            revealed_at=self.revealed_at.masked_fill(~known, -1).to(device),
+            revealed_at=torch.where(known, self.revealed_at, by_hooks).to(device),
             confidence=torch.where(known, self.confidence, torch.where(revealed, 1.0, torch.nan)).to(device),
             script=self.canvases.to(device) if forced else None,
             scripted_at=self.revealed_at.to(device) if forced else None,
             sigmas=[_plain(sigma) for sigma in self.record["sigmas"]] if forced and self.record.get("sigmas") else None,
         )
-        if self.record.get("remasked") and self.first_step and not forced and run.sampler.reads_confidence:
+        counts_steps, reads = model.cfg.opens_blocks and not model.cfg.is_autoregressive, run.sampler.reads_confidence
+        if self.first_step and not forced and (reads or counts_steps) and self.forgets(confidence=reads):
+            needed = "the confidence of tokens" if reads else "when the blocks before this one were filled"
             raise ValueError(
-                f"the sampler {run.sampler.name!r} reads the confidence of every revealed token, and a run whose "
-                "tokens are masked again, or replaced by hooks, does not record it for tokens that were rewritten "
-                "later: replay it freely from its start, or forced from any step"
+                f"the sampler {run.sampler.name!r} needs to know {needed}, which is not recorded of tokens that were "
+                f"masked again or replaced in step {self.first_step} or later: replay the run freely from its start, "
+                "or forced from any step"
             )
         if run.sampler.keeps_prediction and not forced and sampler is None and seeds is None:
             # Steps before the first one may have left the canvas as it is, and so its time.
@@ -405,9 +415,7 @@ class Trajectory(Saved, Result):
                 f"runs of different shape cannot be compared: {list(canvases.shape)} and {list(others.shape)} "
                 "[canvas batch pos]"
             )
-        # Hooks may have written other tokens over those of the prompt.
-        given = self.given & (self.revealed_at < 0) & (other.revealed_at < 0)
-        if not torch.equal(self.given, other.given) or bool((canvases[0] != others[0])[given].any()):
+        if not torch.equal(self.prompt, other.prompt):
             raise ValueError("the two runs have different prompts; compare runs of the same prompt")
         differing = (canvases != others).flatten(1).any(dim=1).nonzero()
         return TrajectoryDiff(
@@ -466,7 +474,7 @@ class Trajectory(Saved, Result):
         with run_of(model, fwd_hooks, edits=False):
             record = run_loop(run, self.first_step, fwd_hooks=fwd_hooks, progress=progress)
             record |= {"replay": canvas, "replayed_from": self.first_step, "trajectory": canvas_provenance(self.record)}
-            return Trajectory.of(run, {**self.record, **run.describe(), **record})
+            return replace(Trajectory.of(run, {**self.record, **run.describe(), **record}), prompt=self.prompt)
 
     def _run(self, model: DiffusionTransformer, settings: DenoiseSettings, *, canvas: Canvas, **state: Any) -> Run:
         """A run with the times of this trajectory, before it takes its first step."""
@@ -485,8 +493,21 @@ class Trajectory(Saved, Result):
 
     def _known(self, step: int) -> PosMask:
         """The positions whose token was there when a step read its canvas, and was not rewritten later."""
-        by_hook = (self.revealed_at == step) & ~self.is_open(self.canvases[self._canvas_index(step)])
+        index = self._canvas_index(step)
+        now, after = self.canvases[index], self.canvases[index + 1]
+        # Under uniform noise every position is open, and what a step leaves as it is, it has not written.
+        by_hook = (self.revealed_at == step) & (~self.is_open(now) | (now == after))
         return ((self.revealed_at >= 0) & (self.revealed_at < step)) | by_hook
+
+    def _revealed_before(self, step: int) -> Int[Tensor, "batch pos"]:
+        """The step that had revealed each position when a step read its canvas; -1 where it was given or masked.
+
+        Of a token that was rewritten later, it is the last recorded step that read its position masked.
+        """
+        masked = self.is_masked(self.canvases[: self._canvas_index(step) + 1])
+        steps = torch.arange(self.first_step, step + 1, device=masked.device)[:, None, None]
+        earlier = torch.where(masked, steps, -1).amax(dim=0).masked_fill(masked[-1], -1)
+        return torch.where(self._known(step), self.revealed_at, earlier)
 
     def _canvas(self, tokens: Tokens, variant: Variant) -> Canvas:
         """The canvas with these tokens, on their device, for a kind of model."""

@@ -279,7 +279,7 @@ def _traces(plan: Plan, run: Trajectory, asked: Asked, steps: Sequence[int]) -> 
     if asked.query is None or spec.subject is None:
         return []
     positions = list(asked.query.answer_positions)
-    if bool(run.is_masked(run.canvases[1:, 0, positions]).all()):
+    if bool(run.is_masked(run.tokens[0, positions]).all()):
         return []
     where = spec.subject, range(run.tokens.shape[1]), range(plan.model.cfg.n_layers)
     traced = [step for step in steps if step <= int(run.revealed_at[0, positions].max())]

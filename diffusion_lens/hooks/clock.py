@@ -196,12 +196,12 @@ class StepClock:
     forward passes may run in several threads; they are counted, because hooks attached meanwhile would affect them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, levels: int = 0) -> None:
         self.step: StepState | None = None
         self.branches: tuple[StepState, StepState] | None = None
         self.time: float | None = None
         self.origins: Int[Tensor, "batch"] | None = None
-        self.levels = 0  # contexts of hooks inside each other
+        self.levels = levels  # contexts of hooks inside each other
         self._busy = False
         self.holder: int | None = None
         self._depth = 0
@@ -218,9 +218,9 @@ class StepClock:
         block = None if self.step is None else self.step.block
         return self.origins if block is None else block.origin
 
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        # A copy of the model is idle, even if the original is running.
-        return StepClock, ()
+    def __reduce__(self) -> tuple[Any, tuple[int]]:
+        # A copy of the model is idle, even if the original is running. Its next call drops the hooks of open contexts.
+        return StepClock, (self.levels,)
 
     @restoring
     def held(self) -> Iterator[None]:

@@ -140,5 +140,7 @@ def given_options(
         given["mask_token_id"] = at_least(0, "mask_token_id", mask_token_id, "it is the id of a token")
     if ignore_config_keys is not None:
         keys = [ignore_config_keys] if isinstance(ignore_config_keys, str) else ignore_config_keys
-        given |= {IGNORED_KEYS: [str(key) for key in keys]} if keys else {}
+        if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
+            raise TypeError(f"{IGNORED_KEYS}={keys!r}; it must be a list of names of the config's keys")
+        given |= {IGNORED_KEYS: list(keys)} if keys else {}
     return given

@@ -12,7 +12,7 @@ import platform
 from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -20,7 +20,6 @@ from html import escape
 from importlib import import_module
 from importlib.metadata import version
 from inspect import isfunction
-from itertools import islice
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, ClassVar, TypeVar
@@ -125,6 +124,12 @@ class Saved:
     @checked_arguments
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
+        owner = next(each for each in type(self).__mro__ if "KIND" in vars(each))
+        if own := {field.name for field in fields(self)} - {field.name for field in fields(owner)}:  # type: ignore[arg-type]
+            raise TypeError(
+                f"{type(self).__name__} has {', '.join(sorted(own))} besides the fields of {owner.__name__}, as which "
+                "it would be read: give it a KIND of its own, the name of such results in files"
+            )
         return save_result(path, self.KIND, *split_fields(self))
 
     @classmethod
@@ -198,7 +203,10 @@ def load_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[st
     """
     with _opened(path, kind) as file:
         record, tensors, metadata = _record_of(file, path, kind), _tensors_of(file), file.metadata()
-        if metadata.get(CHECKSUM, "") not in ("", checksum(tensors, metadata[RECORD])):
+        if metadata.keys() - {RECORD, PART, CHECKSUM} or metadata.get(CHECKSUM, "") not in (
+            "",
+            checksum(tensors, metadata[RECORD]),
+        ):
             raise ValueError(
                 f"{path}: the content is not what was saved, by its checksum. The file was damaged or changed: delete "
                 "it and save the result again, or compute it again"
@@ -574,11 +582,14 @@ def _class_of_folder(folder: Path) -> type[Any]:
         )
     if kind := read_run(file).get("kind"):
         return class_of(kind, folder)
-    for part in islice(folder.glob("*.safetensors"), 1):
-        fact_file = class_of(kind_of(part), part)
-        for each in _classes().values():
-            if getattr(each, "FACT_FILE", None) is fact_file:
-                return each
+    for part in sorted(folder.glob("*.safetensors")):
+        with suppress(ValueError):  # a file of another program
+            if mark_of(part) is None:  # a result that is no part of a study
+                continue
+            fact_file = class_of(kind_of(part), part)
+            for each in _classes().values():
+                if getattr(each, "FACT_FILE", None) is fact_file:
+                    return each
     raise ValueError(
         f"{folder} has the {file.name} of a run, but no result of a fact, of which there would be a study. If it is "
         "being computed, load it later; a trained model is loaded by HookedDiffusionTransformer.from_pretrained"

@@ -47,11 +47,7 @@ def built(result_type: type[D], saved: Mapping[str, Any], where: str = "a file")
     reading = _Reading(where, getattr(result_type, "KIND", result_type.__name__))
     with jaxtyped("context"):
         result = reading.instance(result_type, saved)
-        record = getattr(result, "record", {})
-        required = getattr(result_type, "ENTRIES", {})
-        for name, wanted in {**_SHOWN, **required}.items():
-            if name in record or name in required:
-                reading.plain(wanted, f"record.{name}", record.get(name, MISSING))
+        reading.entries(result_type, getattr(result, "record", {}))
         try:
             for axes, value in getattr(result, "_axes", tuple)():
                 reading.listed(axes, value)
@@ -61,6 +57,11 @@ def built(result_type: type[D], saved: Mapping[str, Any], where: str = "a file")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise reading.misfit(f"has fields that do not fit each other: {error}") from error
     return result
+
+
+def require_entries(result_type: type[Any], record: Mapping[str, Any], where: str) -> None:
+    """Raise a `ValueError` that begins with `where` unless a record has the entries that results of this type read."""
+    _Reading(where, getattr(result_type, "KIND", result_type.__name__)).entries(result_type, record)
 
 
 def require_indices(name: str, indices: Sequence[int], size: int) -> None:
@@ -85,6 +86,13 @@ class _Reading:
             f"{self.where}: the saved {self.kind} {text}. The file was changed, or another program or version wrote "
             "it: save the result again, or compute it again"
         )
+
+    def entries(self, result_type: type[Any], record: Mapping[str, Any]) -> None:
+        """Checks the entries of a record that this type reads."""
+        required = getattr(result_type, "ENTRIES", {})
+        for name, wanted in {**_SHOWN, **required}.items():
+            if name in record or name in required:
+                self.plain(wanted, f"record.{name}", record.get(name, MISSING))
 
     def instance(self, result_type: type[D], saved: Mapping[str, Any], inside: str = "") -> D:
         """A dataclass of these values; messages name its fields after the field that it is `inside`."""

@@ -19,6 +19,7 @@ from diffusion_lens.analysis import (
 from diffusion_lens.analysis.over_facts.folder import fact_seed
 from diffusion_lens.analysis.over_facts.intervals import mean_interval
 from diffusion_lens.data.toy_facts import load
+from diffusion_lens.interventions import named
 
 pytestmark = pytest.mark.filterwarnings("ignore:the canvas has 16 positions")
 LENGTH = 16  # longer than the model was trained for, so that two answers take different numbers of steps
@@ -156,18 +157,19 @@ def test_steps_are_averaged_over_the_facts_that_have_them(tiny):
     low, _ = result.ate_interval(0.9)
     assert low.shape == result.ate.shape
     assert low[last].isnan()  # of two facts
-    four = replace(
+    twelve = replace(
         result,
-        **{name: getattr(result, name).repeat_interleave(2, dim=0) for name in ("effects", "clean", "corrupted")},
-        ids=list("abcd"),
+        **{name: getattr(result, name).repeat_interleave(6, dim=0) for name in ("effects", "clean", "corrupted")},
+        ids=list("abcdefghijkl"),
     )
-    people = {name: {"person": name} for name in "abcd"}
-    four = replace(four, record={**result.record, "facts": people})
-    total, role = four.total_effects[:, last], four.roles.index("subject_last")
-    ends = mean_interval(total, "abcd", 0.9, result.record["seed"], within=(-1.0, 1.0))
-    assert [end[last].item() for end in four.ate_interval(0.9)] == pytest.approx([end.item() for end in ends])
-    ends = mean_interval(four.effects[:, last, role], "abcd", 0.9, result.record["seed"], within=(-1.0, 1.0))
-    for of_result, end in zip(four.aie_interval(0.9), ends, strict=True):
+    people = {name: {"person": name} for name in twelve.ids}
+    twelve = replace(twelve, record={**result.record, "facts": people})
+    total, role = twelve.total_effects[:, last], twelve.roles.index("subject_last")
+    ends = mean_interval(total, twelve.ids, 0.9, result.record["seed"], within=(-1.0, 1.0))
+    assert [end[last].item() for end in twelve.ate_interval(0.9)] == pytest.approx([end.item() for end in ends])
+    assert ends[0] < ends[1]
+    ends = mean_interval(twelve.effects[:, last, role], twelve.ids, 0.9, result.record["seed"], within=(-1.0, 1.0))
+    for of_result, end in zip(twelve.aie_interval(0.9), ends, strict=True):
         torch.testing.assert_close(of_result[last, role], end, equal_nan=True)
     with pytest.raises(ValueError, match="offset=1; the steps of this average are"):
         result.at(1)
@@ -273,3 +275,16 @@ def test_a_role_that_no_fact_has_is_not_drawn(tiny):
     assert nobody.effects.isnan().all()
     with pytest.raises(ValueError, match="no map to draw: the effect is NaN in every role of answer_revealed"):
         nobody.plot()
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_facts_whose_runs_leave_the_answer_masked_are_not_averaged(tiny):
+    def reveal_few(reveal, hook):
+        """All of the answer, or of another fact no position."""
+        return reveal & (hook.step.tokens[:, 1:2] == tiny.to_tokens(FACTS[0].prompt)[0, 1])
+
+    hook = ("denoise.hook_reveal", named("one fact only", reveal_few))
+    with tiny.hooks(fwd_hooks=[hook]):
+        average = average_trajectory_effect(tiny, FACTS[:2], known="all", **QUICK)
+    assert average.ids == [FACTS[0].id]
+    assert list(average.unknown) == [FACTS[1].id]

@@ -95,6 +95,17 @@ def test_a_metric_of_several_facts_needs_one_row_each_and_no_steps(small):
         patch_grid(small, run, run, metric, "resid_post", steps=[0])
 
 
+def test_a_metric_of_another_fact_is_refused(small):
+    same = [TILDA, GUSTAV], [TILDA, GUSTAV]
+    for facts in (TILDA, [GUSTAV, TILDA]):
+        for analysis in (partial(patch_grid, sites="resid_post"), partial(edge_attribution, ig_steps=1)):
+            with pytest.raises(ValueError, match=r"row \d has neither the canvas nor the answer of the metric's"):
+                analysis(small, *same, metric=answer_probability(small, facts))
+    # Another answer on the same canvas may be asked for.
+    fish = replace(TILDA, answer=GUSTAV.answer)
+    patch_grid(small, TILDA, GUSTAV, answer_probability(small, fish), "resid_post", positions=[1], layers=[0])
+
+
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_a_bare_text_is_refused_with_the_fact_to_write(small):
     text, message = (

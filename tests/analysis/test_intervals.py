@@ -91,6 +91,34 @@ def test_answers_about_one_person_count_as_much_as_they_differ():
     assert always.item() == pytest.approx(stats.binomtest(20, 20).proportion_ci(0.95, method="wilson").low)
 
 
+def test_scores_that_nearly_agree_count_at_most_as_right_and_wrong_answers():
+    values = torch.tensor([0.9, 0.9, 0.9, 0.9001], dtype=torch.float64)
+    nearly = share_interval(values, alone(values), 0.95)
+    agreeing = share_interval(torch.full((4,), 0.9, dtype=torch.float64), alone(values), 0.95)
+    torch.testing.assert_close(torch.stack(nearly), torch.stack(agreeing), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("pair", [(0.0, 1.0), (0.2, 0.9), (0.1, 0.7)])
+def test_people_who_agree_about_facts_that_differ_have_no_interval(pair):
+    values = torch.tensor(pair * 6, dtype=torch.float64)
+    ends = mean_interval(values, [f"person {i // 2}" for i in range(12)], 0.95, seed=0)
+    assert torch.stack(ends).isnan().all()
+
+
+def test_intervals_do_not_depend_on_the_order_of_facts():
+    values, names = torch.rand(15, 4, dtype=torch.float64), [f"person {i % 6}" for i in range(15)]
+    order = torch.randperm(15)
+    for interval in (mean_interval, lambda *given, seed: share_interval(*given)):
+        shuffled = interval(values[order], [names[i] for i in order], 0.95, seed=0)
+        torch.testing.assert_close(shuffled, interval(values, names, 0.95, seed=0), rtol=0, atol=1e-12)
+
+
+def test_a_mean_that_resamples_do_not_bound_is_not_cut_at_the_range():
+    values = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.2], dtype=torch.float64)
+    for within in ((-math.inf, math.inf), (0.0, 1.0)):
+        assert torch.stack(mean_interval(values, alone(values), 0.95, 0, within=within)).isnan().all()
+
+
 @pytest.mark.parametrize("n_clusters", [0, 1, 3])
 def test_too_few_clusters_have_no_interval(n_clusters):
     names = [f"person {i % n_clusters}" for i in range(6)] if n_clusters else []
@@ -126,7 +154,8 @@ def test_few_facts_of_any_size_give_ends_around_the_mean(n_facts):
         assert torch.equal(bounded, ~high.isnan())
         assert ((low <= values.mean(dim=0)) & (values.mean(dim=0) <= high))[bounded].all()
         cut = torch.stack(mean_interval(values, alone(values), 0.95, 0, within=(-scale, scale)))
-        assert (cut.abs() <= scale).all()
+        assert (cut.abs() <= scale)[:, bounded].all()
+        assert cut[:, ~bounded].isnan().all()
 
 
 def average_of(people):

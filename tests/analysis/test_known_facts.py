@@ -355,6 +355,14 @@ def test_loop_settings_keep_plain_numbers(tiny, monkeypatch):
     assert {type(value) for value in plain.describe(tiny.cfg).values()} <= {dict, int, float, type(None)}
 
 
+@pytest.mark.parametrize("steps", [None, 8])
+@pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar", "tiny-block", "tiny-uniform"], indirect=True)
+def test_the_sampler_of_the_record_is_that_of_the_runs(tiny, steps):
+    loop = LoopSettings(steps=steps)
+    run = tiny.denoise(FACTS[0].prompt, length=14, steps=loop.steps)
+    assert loop.describe(tiny.cfg)["sampler"] == run.record["sampler"]
+
+
 @on_the_causal_model
 def test_without_a_fact_that_can_be_queried_there_is_no_study(tiny, spoilt, tmp_path):
     with pytest.raises(ValueError, match=r"can be queried for none of the 4 facts; 'empty': .*has no answer.*; \.\.\."):

@@ -260,6 +260,23 @@ def test_steps_begin_when_an_answer_token_is_first_unmasked(tiny, query):
     assert trace.steps == list(range(unmasked[0], int(revealed.max()) + 1))
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_a_sampler_that_masks_again_may_leave_no_answer_token_masked(tiny):
+    query = FACT.to_query(tiny, n_masks=14 - tiny.to_tokens(FACT.prompt).shape[1], first_tokens=2)
+    run = tiny.denoise(query.tokens[None], steps=10, sampler=ReMDM("rescale", eta=0.6), seed=4, temperature=1.0)
+    trace = trace_trajectory(tiny, query, trajectory=run, noise=0.5, samples=2, layers=[0, 1])
+    canvases = run.canvases[trace.steps][:, 0, list(query.answer_positions)]
+    closed = (canvases != tiny.cfg.mask_token_id).all(dim=1)
+    assert closed.any()
+    assert not closed.all()
+    right = (canvases == torch.tensor(query.answer_tokens)).all(dim=1).float()
+    assert (trace.scores[closed] == right[closed, None, None]).all()
+    assert torch.equal(trace.clean[closed], right[closed])
+    assert (trace.indirect_effect[closed] == 0).all()
+    assert trace.indirect_effect[~closed].any()
+    assert trace.chained is not None
+
+
 @every_kind
 def test_a_branch_is_traced_from_its_own_first_step(tiny, query, run):
     cells = dict(noise=0.1, samples=1, layers=[0], positions=[1, 3])

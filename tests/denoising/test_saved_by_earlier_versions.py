@@ -21,6 +21,7 @@ def test_the_same_call_gives_the_saved_run_and_its_record(tiny, saved):
     settings = {"steps": 4, "cfg_scale": 0.5} if tiny.cfg.has_mask else {}
     run = tiny.denoise("Gustav Geisser is the", length=9, seed=3, temperature=0.5, **settings)
     assert torch.equal(run.canvases, saved.canvases)
+    assert torch.equal(run.prompt, saved.prompt)
     torch.testing.assert_close(run.confidence, saved.confidence, rtol=1e-4, atol=1e-5)
     ours, theirs = (
         {name: value for name, value in record.items() if name not in (*NOT_COMPARED, "modules")}

@@ -56,7 +56,7 @@ def test_the_unconditional_branch_has_a_masked_prompt(several):
     canvas[:, :4] = several.model.cfg.mask_token_id
     with several.model.clock.at(trajectory.state_at(2)):
         _, alone = several.model.run_with_cache(several.model.cfg.readable(canvas), names_filter=RESID)
-    torch.testing.assert_close(cache[2, RESID], alone[RESID], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cache[2, RESID], alone[RESID], rtol=1e-5, atol=3e-5)  # of a batch with both branches
 
 
 def test_only_requested_steps_cost_a_pass(several):

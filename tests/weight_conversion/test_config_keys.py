@@ -82,6 +82,17 @@ def test_only_unknown_keys_of_the_config_may_be_ignored(small_checkpoint, refuse
     refused(ValueError, "does not apply to a checkpoint of the family 'diffusion_lens'", path=ours, options=options)
 
 
+def test_a_config_does_not_say_which_of_its_keys_are_ignored(small_checkpoint, refused):
+    folder = small_checkpoint(qk_scale=2.0, ignore_config_keys=["qk_scale"])
+    refused(ValueError, "ignore_config_keys is in the config itself", str(folder), "remove it there", path=folder)
+
+
+@pytest.mark.parametrize("keys", [3, [3], {"qk_scale": 1}, 2.5])
+def test_keys_to_ignore_are_names(keys):
+    with pytest.raises(TypeError, match="it must be a list of names of the config's keys"):
+        given_options(ignore_config_keys=keys)
+
+
 def test_workers_and_other_modes_ignore_the_same_keys(small_checkpoint):
     folder = small_checkpoint("nemotron-block", my_note="trained on a Tuesday", mine=1)
     keys = ["my_note", "mine"]

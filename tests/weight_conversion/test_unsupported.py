@@ -119,6 +119,7 @@ SEVERAL, I_DLM, RCD = "one of several networks of one model type", "(I-DLM)", "(
         ({**SDAR, "_name_or_path": "owner/i-dlm-32b"}, "mine", [I_DLM, "owner/i-dlm-32b"]),
         ({**SDAR, "architectures": ["IDLMForCausalLM"]}, "my-sdar", [I_DLM, "['IDLMForCausalLM']"]),
         ({**SDAR, "auto_map": {"AutoModel": "modeling_rcd.SDARModel"}}, "my-sdar", [RCD, "modeling_rcd"]),
+        ({**SDAR, "architectures": ["SDARResidualForCausalLM"], "mode": "block"}, "my-sdar", [RCD, "SDARResidual"]),
         (SDAR, "owner/RCD-SDAR-4B", [RCD, "its name is 'RCD-SDAR-4B'", "step before"]),
         ({**SDAR, "mode": "block"}, "residual-context-diffusion-4b", [RCD, "its name is"]),
     ],

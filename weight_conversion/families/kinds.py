@@ -147,7 +147,7 @@ KINDS = (
     Kind(
         "a model with residual context (RCD)",
         "it also reads what the step before predicted, unlike SDAR, whose model type it has",
-        classes=r"(?i:rcd|residual_?context)",
+        classes=r"(?i:rcd|residual)",
         published=r"(?<![a-z])rcd(?![a-z])|residual[-_]?context",
     ),
     Kind(

@@ -234,6 +234,10 @@ class _Grid:
         for i, step in enumerate(steps):
             on_canvas = self._on_canvas(step)
             restored, before = RestoredStep.of(run, corrupted, step), corrupted.from_step(step)
+            if not restored.positions:  # The step reads no logits.
+                self.by_sample[i, on_canvas] = written
+                bar.update()
+                continue
             canvas, hooks = restored.canvas, settings.hooks(model, run.query)
             clean, noisy = (run.state(step, tokens) for tokens in (canvas.clean, canvas.corrupted))
             runs = RestoredRuns(
@@ -314,11 +318,12 @@ class Branches:
         return numbers
 
     def _corrupted_rows(self, step: int) -> LoopRows | None:
-        """The corrupted runs before a step; `None` if they were remasked, and what they were is not recorded."""
+        """The corrupted runs before a step; `None` if their tokens were masked again later, and what they were is not
+        recorded."""
         corrupted = self.corrupted
         if step < corrupted.first_step + corrupted.n_steps:
             rest = corrupted.from_step(step)
-            return None if rest.record["remasked"] else LoopRows.of(rest.started(self.run.model))
+            return None if rest.forgets() else LoopRows.of(rest.started(self.run.model))
         kept = torch.full((len(corrupted),), float("nan"), dtype=torch.float64)
         return LoopRows(corrupted.tokens, corrupted.revealed_at, corrupted.confidence, kept, corrupted.record["seeds"])
 

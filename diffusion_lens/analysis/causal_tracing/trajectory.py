@@ -8,7 +8,8 @@ it has not reached are filled in (teacher forcing).
 
 There are two kinds of corrupted canvases. *Forced*: the corrupted run reads the canvases of the clean run. *Free*: each
 sample reveals its own tokens from the start. In both, an answer token that has been revealed counts 1, and another
-token in its position counts 0.
+token in its position counts 0. So a step at which none is masked, because a hook wrote the answer or a sampler masks
+tokens again, scores 1 or 0 in every cell.
 
 Under guidance the subject is corrupted and the state restored in the conditional branch; the unconditional branch does
 not see the subject.
@@ -195,7 +196,7 @@ def trace_trajectory(
     max_bytes: int = 2**30,
     progress: bool = False,
 ) -> TrajectoryTrace:
-    """Make a causal trace at every step at which an answer token is masked.
+    """Make a causal trace at every step from the one that unmasks the first answer token to the last that reveals one.
 
     Args:
         model, fact_or_query, max_bytes, progress: The same as in `causal_trace`.
@@ -208,9 +209,9 @@ def trace_trajectory(
         settings: What is corrupted and restored.
 
     Raises:
-        ValueError: A setting out of range, a trajectory of another prompt or architecture, a step at which no answer
-            token is masked. With canvas="free", a trajectory made by another checkpoint or under other hooks, weights
-            or modules, since the free runs are those of the model as it is now.
+        ValueError: A setting out of range, a trajectory of another prompt or architecture, a step after the one that
+            reveals the answer's last token. With canvas="free", a trajectory made by another checkpoint or under other
+            hooks, weights or modules, since the free runs are those of the model as it is now.
 
     Warns:
         UserWarning: Canvases that were made by another checkpoint, or under other hooks, weights, modules or dtype.
@@ -218,11 +219,11 @@ def trace_trajectory(
     # 1. Check the settings; with free canvases, denoise the corrupted runs.
     one_of(*CANVASES)("canvas", canvas)
     run = TracedTrajectory.of(model, fact_or_query, trajectory)
+    selected_steps = check_steps(run, range(run.answered_from, run.last_step + 1) if steps is None else steps)
     if canvas == "free":
         require_same_network(run.trajectory.record, model, "trace_trajectory(canvas='free')")
     else:
         warn_of_another_network({"trajectory": (run.trajectory.record, model)})
-    selected_steps = check_steps(run, range(run.answered_from, run.last_step + 1) if steps is None else steps)
     positions = pick_indices("positions", settings.positions, run.n_pos)
     layers = pick_indices("layers", settings.layers, model.cfg.n_layers)
     if canvas == "free":
@@ -335,7 +336,8 @@ class AnswerCanvas:
         clean_answer, corrupted = run.reading(steps[0], clean), corrupted_canvases(run, steps[0], free, n_rows)
         read = [run.canvas(step)[None] for step in steps]
         read += [] if free is None else [corrupted_canvases(run, step, free, n_rows) for step in steps]
-        open_tokens = run.settled(torch.cat(read)).isnan().any(dim=0).nonzero().flatten().tolist()
+        # Where hooks or a sampler that masks again leave none open, one row is read and not used.
+        open_tokens = run.settled(torch.cat(read)).isnan().any(dim=0).nonzero().flatten().tolist() or [0]
         rows = clean_answer.rows.tolist()
         return cls(
             steps=steps,

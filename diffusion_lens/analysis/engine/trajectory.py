@@ -68,23 +68,23 @@ class TracedTrajectory:
                 "the trajectory has another prompt than the query; denoise query.tokens (on a causal model up to the "
                 "answer)"
             )
-        positions = list(query.answer_positions)
-        if bool(trajectory.is_masked(trajectory.canvases[1:, 0, positions]).all()):
-            raise ValueError(
-                f"the trajectory reveals none of the answer positions {positions}, so no step wrote the answer: give "
-                "one that reveals them (a sampler with Proposal(writes_mask=True) may leave them masked)"
-            )
         return cls(model, query, trajectory)
 
     @property
     def answered_from(self) -> int:
         """t1, the first recorded step that unmasks an answer token, whether or not the token stays.
 
-        Under uniform noise every step may write it, so this is the first one.
+        A token that a hook wrote counts from the step that first reads it, as in `revealed_at`, or from the one before
+        if it is masked again later. Under uniform noise every step may write the answer, so this is the first one.
         """
-        positions = list(self.query.answer_positions)
-        revealed = ~self.trajectory.is_masked(self.trajectory.canvases[1:, 0, positions])
-        return self.trajectory.first_step + int(revealed.any(dim=1).nonzero()[0])
+        run, positions = self.trajectory, list(self.query.answer_positions)
+        if run.uniform_noise:
+            return run.first_step
+        steps = torch.arange(run.first_step, run.first_step + run.n_steps)
+        # The token of a hook in the next step is on the canvas after this one.
+        by_hook = run.revealed_at[0, positions].cpu() == steps[:, None] + 1
+        unmasks = ~run.is_masked(run.canvases[1:, 0, positions]).cpu() & ~by_hook
+        return min(steps[unmasks.any(dim=1)].tolist(), default=run.first_step)
 
     @property
     def revealed_at(self) -> list[int]:
@@ -94,10 +94,17 @@ class TracedTrajectory:
 
     @property
     def last_step(self) -> int:
-        """The last step at which the answer is read: the one that reveals its last token, or the last of all."""
+        """The last step at which the answer is read: the one that reveals its last token, or the last of all; a
+        `ValueError` if no token of it stays."""
         if self.trajectory.uniform_noise:
             return self.trajectory.first_step + self.trajectory.n_steps - 1
-        return max(self.revealed_at)
+        if (last := max(self.revealed_at)) < 0:
+            raise ValueError(
+                f"the trajectory reveals none of the answer positions {list(self.query.answer_positions)} for good, so "
+                "no step wrote the answer: give one that reveals them (a sampler with Proposal(writes_mask=True), and "
+                "hooks, may leave them masked)"
+            )
+        return last
 
     @property
     def wrote_the_answer(self) -> bool:
@@ -213,7 +220,7 @@ def loop_prompt(model: DiffusionTransformer, query: Query) -> tuple[Int[Tensor, 
 
 
 def check_steps(run: TracedTrajectory, steps: Iterable[Whole]) -> list[int]:
-    """The steps as a list; a `ValueError` if there is none, or one is named twice or masks no answer token."""
+    """The steps as a list; a `ValueError` if there is none, or one is named twice or after the answer's last token."""
     first, last = run.trajectory.first_step, run.last_step
     selected = whole_numbers("steps", steps)
     if len(set(selected)) < len(selected):

@@ -13,8 +13,8 @@ mean    The percentile-t interval (Efron 1982; Hall 1988, Annals of Statistics 1
         quantiles of t = (m* - m) / se*, each resample divided by its own error, replace those of Student's law. So the
         interval is as skewed as the facts.
 share   Wilson's interval (1927), for right and wrong answers and other numbers from 0 to 1. The number of facts is
-        replaced by the effective one, of independent facts with the same error; Korn and Graubard (1998, Survey
-        Methodology 24) correct it for few clusters. Wilson's interval never has length 0.
+        replaced by the effective one, of independent answers, right or wrong, with the same error; Korn and Graubard
+        (1998, Survey Methodology 24) correct it for few clusters. Wilson's interval never has length 0.
 """
 
 import math
@@ -41,7 +41,7 @@ class _Sums:
     mean: Float[Tensor, "entry"]
     residuals: Float[Tensor, "cluster entry"]
     sizes: Float[Tensor, "cluster"]
-    variance: Float[Tensor, "entry"]
+    error: Float[Tensor, "entry"]  # standard error of the mean by the jackknife over clusters
     agree: Tensor  # Bool[entry]: whether all facts have the same value
 
     @classmethod
@@ -49,16 +49,21 @@ class _Sums:
         if not 0 < level < 1:
             raise ValueError(f"level={level}; it must be between 0 and 1, e.g. 0.95")
         numbers = values.double().reshape(len(values), math.prod(values.shape[1:]))
-        rows = {name: row for row, name in enumerate(dict.fromkeys(clusters))}
+        rows = {name: row for row, name in enumerate(sorted(set(clusters)))}
         owner = torch.tensor([rows[name] for name in clusters], dtype=torch.long)
-        mean = numbers.mean(dim=0)
+        mean, n_clusters = numbers.mean(dim=0), len(rows)
         differences = numbers - mean
+        residuals = numbers.new_zeros(n_clusters, numbers.shape[1]).index_add_(0, owner, differences)
+        sizes = torch.bincount(owner, minlength=n_clusters).double()
+        squares = (residuals / (len(numbers) - sizes)[:, None]).square().sum(dim=0)
+        # People who agree, each about facts that differ, give 0, or what rounding leaves of it.
+        squares = torch.where(squares * len(numbers) ** 2 > _ROUNDING * differences.square().sum(dim=0), squares, 0.0)
         return cls(
             n_facts=len(numbers),
             mean=mean,
-            residuals=numbers.new_zeros(len(rows), numbers.shape[1]).index_add_(0, owner, differences),
-            sizes=torch.bincount(owner, minlength=len(rows)).double(),
-            variance=differences.square().sum(dim=0) / (len(numbers) - 1 or math.nan),
+            residuals=residuals,
+            sizes=sizes,
+            error=(squares * (n_clusters - 1) / max(n_clusters, 1)).sqrt(),
             agree=(numbers == numbers[:1]).all(dim=0),
         )
 
@@ -72,8 +77,8 @@ def mean_interval(
 ) -> Ends:
     """Ends of the percentile-t interval of the mean over facts.
 
-    Where all facts agree, both ends are their value. Where a fact is NaN or the resamples do not bound the mean, and
-    for fewer than `FEWEST` clusters, both are NaN.
+    Where all facts agree, both ends are their value. Both are NaN where a fact is NaN, where the resamples do not bound
+    the mean, where the clusters have one mean although their facts differ, and for fewer than `FEWEST` clusters.
 
     Args:
         values: Values of the facts. All axes after the first share the resamples.
@@ -91,19 +96,18 @@ def mean_interval(
     counts = torch.from_numpy(np.random.default_rng(seed).multinomial(n_clusters, chances, size=RESAMPLES)).double()
     n_facts = (counts @ sums.sizes)[:, None]
     shift = counts @ sums.residuals / n_facts  # m* - m
-    # Errors without the factor (G - 1) / G, of which the ratio has none: of a resample, Σ r*² / (n* - n_c)² with
-    # r* = r - n_c (m* - m), expanded for matrix products.
+    # Squared errors of the resamples without the factor (G - 1) / G: Σ r*² / (n* - n_c)² with r* = r - n_c (m* - m),
+    # expanded for matrix products.
     weights = torch.where(counts > 0, counts / (n_facts - sums.sizes).square(), 0.0)
     squares, crossed = weights @ sums.residuals.square(), weights @ (sums.residuals * sums.sizes[:, None])
     spread = squares - 2 * shift * crossed + shift.square() * (weights @ sums.sizes.square())[:, None]
     # Clusters that agree give 0, or what rounding leaves of it.
-    error = torch.where(spread > _ROUNDING * squares, spread, 0.0).sqrt()
-    own_error = (sums.residuals / (sums.n_facts - sums.sizes)[:, None]).square().sum(dim=0).sqrt()
+    error = torch.where(spread > _ROUNDING * squares, spread, 0.0).mul((n_clusters - 1) / n_clusters).sqrt()
     ratios = (shift / error).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     tail = (1 - level) / 2
     ratios = ratios.sort(dim=0).values[[math.ceil((1 - tail) * (RESAMPLES - 1)), math.floor(tail * (RESAMPLES - 1))]]
-    ends = (sums.mean - ratios * own_error).clamp(*within)
-    ends = torch.where(ends.isinf().any(dim=0), math.nan, ends)
+    bounded = ratios.isfinite().all(dim=0) & (sums.error > 0)
+    ends = torch.where(bounded, (sums.mean - ratios * sums.error).clamp(*within), math.nan)
     return _shaped(torch.where(sums.agree, sums.mean, ends), values)
 
 
@@ -124,10 +128,10 @@ def share_interval(values: Float[Tensor, "fact *rest"], clusters: Sequence[str],
         return _no_interval(values)
     upper = (1 + level) / 2
     few_clusters = (stats.t.ppf(upper, n_clusters - 1) / stats.t.ppf(upper, n - 1)) ** 2
-    error = (n_clusters - 1) / n_clusters * (sums.residuals / (n - sums.sizes)[:, None]).square().sum(dim=0)
-    # Facts that differ more within clusters than between them count as independent, not as more than that.
-    error = torch.maximum(error, sums.variance / n) * few_clusters * (n - 1) / n
     product, z = sums.mean * (1 - sums.mean), stats.norm.ppf(upper)
+    # Facts that differ more within clusters than between them, and scores that are neither right nor wrong, count as
+    # independent answers, not as more than that.
+    error = torch.maximum(sums.error.square() * (n - 1), product) / n * few_clusters
     z_squared = z**2 / torch.where(sums.agree, n_clusters, product / error)
     centre, half = sums.mean + z_squared / 2, (z_squared * (product + z_squared / 4)).sqrt()
     return _shaped(torch.stack([centre - half, centre + half]).div(1 + z_squared).clamp(0, 1), values)

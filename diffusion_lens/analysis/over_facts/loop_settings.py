@@ -65,7 +65,7 @@ class LoopSettings:
     def describe(self, variant: Variant) -> dict[str, Any]:
         """The settings for a record."""
         fitted = self.denoise.fitted_to(variant)
-        described = replace(fitted, sampler=resolve_sampler(fitted.sampler, variant)).describe()
+        described = replace(fitted, sampler=resolve_sampler(fitted.sampler, variant, self.steps)).describe()
         steps = {"steps": None} if self.writes_in_order(variant) else {}
         return {**described, **steps, "batch_size": self.batch_size}
 

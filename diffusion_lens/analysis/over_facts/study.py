@@ -30,6 +30,7 @@ from diffusion_lens.analysis.over_facts.folder import (
 )
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved
+from diffusion_lens.records.schema import require_entries
 from diffusion_lens.settings import warn_user
 
 _LOOK = 1.0  # seconds between two looks at the folder for the progress bar
@@ -116,6 +117,7 @@ class StudyResult(PicturedResult, Saved, Generic[F]):
         if Path(path).is_file() or Path(path).suffix == ".safetensors":
             return super().load(path)
         folder = FactFolder.open(path)
+        require_entries(cls, folder.record, str(folder.path / "run.json"))
         return cls.from_files(folder.results(cls.FACT_FILE.load), folder.record)
 
     @classmethod

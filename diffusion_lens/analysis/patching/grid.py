@@ -23,7 +23,14 @@ from torch import Tensor
 from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.cells import CellBudget
 from diffusion_lens.analysis.engine.layout import Queries, as_queries
-from diffusion_lens.analysis.patching.metrics import UNREAD, AnswerProbabilities, AnswerProbability, Metric, Reading
+from diffusion_lens.analysis.patching.metrics import (
+    UNREAD,
+    AnswerProbabilities,
+    AnswerProbability,
+    Metric,
+    Reading,
+    require_own_rows,
+)
 from diffusion_lens.analysis.patching.result import EstimateError, PatchGrid
 from diffusion_lens.analysis.patching.runs import (
     Given,
@@ -144,6 +151,8 @@ class PatchInputs:
         else:
             of_clean = [Side.of(source, clean, reading if is_same_layout else UNREAD)]
             of_corrupted = [Side.of(model, corrupted, reading)]
+            if isinstance(reading.function, AnswerProbability | AnswerProbabilities):
+                require_own_rows(reading.function, of_clean[0].queries, of_corrupted[0].queries)
         if (n_clean := len(of_clean[0].tokens)) != (n_corrupted := len(of_corrupted[0].tokens)):
             raise ValueError(
                 f"the clean run has {n_clean} rows and the corrupted run {n_corrupted}: give both the same number of "

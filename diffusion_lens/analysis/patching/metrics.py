@@ -11,6 +11,7 @@ sees no prompt, so it is the same for every cell.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -61,7 +62,9 @@ class AnswerProbability:
                 f"the answer positions {in_prompt} are part of the trajectory's prompt, so the model does not predict "
                 "them: denoise a prompt that ends before the answer"
             )
-        tokens = trajectory.canvases[0, 0] if trajectory.uniform_noise else trajectory.prompt[0]
+        tokens = trajectory.prompt[0]
+        if trajectory.uniform_noise:
+            tokens = torch.where(trajectory.given[0], tokens, trajectory.canvases[0, 0])
         return TracedTrajectory.of(model, replace(self.query, tokens=tokens), trajectory)
 
 
@@ -86,6 +89,24 @@ class AnswerProbabilities:
         by_row = [each(row[None, rows]) for each, row, rows in zip(self.of_rows, logits, own, strict=True)]
         mean: Tensor = torch.stack(by_row).mean()
         return mean
+
+
+def require_own_rows(
+    metric: AnswerProbability | AnswerProbabilities, clean: Sequence[Query], corrupted: Sequence[Query]
+) -> None:
+    """Raise a `ValueError` if a row, clean and corrupted, has neither the canvas nor the answer that its metric has."""
+    of_rows = metric.of_rows if isinstance(metric, AnswerProbabilities) else [metric] * len(clean)
+    for i, (own, *pair) in enumerate(zip(of_rows, clean, corrupted, strict=False)):
+        if not any(_share_canvas_or_answer(own.query, each) for each in pair):
+            raise ValueError(
+                f"row {i} has neither the canvas nor the answer of the metric's fact: give answer_probability the "
+                "clean or the corrupted facts, in the order of the rows"
+            )
+
+
+def _share_canvas_or_answer(one: Query, other: Query) -> bool:
+    answer = attrgetter("answer_positions", "answer_tokens")
+    return torch.equal(one.tokens.cpu(), other.tokens.cpu()) or answer(one) == answer(other)
 
 
 @dataclass(frozen=True)

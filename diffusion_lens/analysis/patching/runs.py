@@ -50,6 +50,7 @@ class Side:
     real: PosMask | None  # false at padding; `None` where there is none
     reading: Reading  # metric and its rows; `UNREAD` if those rows have another meaning on this side
     n_canvas: int  # number of positions of the canvas
+    queries: Sequence[Query] = ()  # those of the rows, if the input is queries or facts
     unprompted: Tokens | None = None  # canvas with the given positions masked, for guidance
     cfg_scale: float = 0.0  # weight of guidance; 0 without it, or if the metric itself applies it
     step: StepState | None = None  # as hooks read it; `None` outside the loop
@@ -57,17 +58,19 @@ class Side:
     @classmethod
     def of(cls, model: DiffusionTransformer, prompt: Given, reading: Reading) -> "Side":
         """The side that reads texts, tokens, queries or facts."""
+        queries: list[Query] = []
         if isinstance(prompt, Tensor):
             tokens = check_tokens(prompt, model.cfg)
             # Passes that start from a residual stream cannot infer the padding from tokens.
             real = model.padding.real(tokens)
         elif isinstance(prompt, Query | Fact) or not all(isinstance(each, str) for each in prompt):
-            tokens, real = as_batch(model, as_queries(model, cast(Queries, prompt)))
+            queries = as_queries(model, cast(Queries, prompt))
+            tokens, real = as_batch(model, queries)
             tokens = check_tokens(tokens, model.cfg)
         else:
             tokens, real = model.tokenize(cast(Sequence[str], prompt))
             real = None if real is None or bool(real.all()) else real
-        return cls(model, tokens, real, reading, tokens.shape[1])
+        return cls(model, tokens, real, reading, tokens.shape[1], queries)
 
     @classmethod
     def at_step(cls, model: DiffusionTransformer, trajectory: Trajectory, step: int, reading: Reading) -> "Side":

@@ -50,6 +50,7 @@ from diffusion_lens.facts.fact import Fact, Probe, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, one_line, provenance, shown_model
+from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import Settings, Whole, at_least, setting, text_tuple
 from diffusion_lens.settings.shared import ValueSettings, check_key_position
 from weight_conversion import as_json
@@ -144,6 +145,12 @@ class EditStudy(StudyResult[EditOutcome]):
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
         return (("request", self.ids), ("probe", self.groups), ("state", 2))
+
+    def _check(self) -> None:
+        super()._check()
+        require_indices("owner", self.owner.tolist(), len(self.ids))
+        if (self.owner.diff() < 0).any():
+            raise ValueError("the probes are not in the order of their requests")
 
     @classmethod
     def of(cls, results: Mapping[str, EditOutcome], record: dict[str, Any]) -> "EditStudy":

@@ -6,6 +6,7 @@ float64 and rounded to the dtype of W.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,7 +49,7 @@ class WeightEdit(Restoring, ABC):
     the last one applied is the first to be reverted. A `with` restores the weights that it began with, also after an
     exception or Ctrl-C. Other changes to those weights inside it are undone too, which raises a `ValueError`. An edit
     that cannot be taken out, as when its device fails, is known to the model, whose analyses are refused until
-    `model.restore_edits()` or the next edit takes it out.
+    `model.restore_edits()` or the next edit takes it out. Inside a `with`, no other thread may use the model.
     """
 
     model: DiffusionTransformer
@@ -88,20 +89,21 @@ class WeightEdit(Restoring, ABC):
     @torch.no_grad()
     def apply(self: W) -> W:
         """Write the edit into the model; a `ValueError` if it is applied already, or an edited weight is not finite."""
-        for edit in [edit for edit in reversed(self.model._edits) if edit.is_cut_off]:
-            edit.put_back()
-        if self._applied is not None:
-            raise ValueError(f"this edit of {say_layers(self.layers)} is applied already; revert it first")
-        written = self._computed()
-        # The model knows the edit before its first weight is written.
-        self._applied = written
-        self.model._edits.append(self)
-        try:
-            for layer, (_, after) in written.items():
-                self.weight_of(layer).copy_(after)
-        except BaseException:
-            self.put_back()
-            raise
+        with self.model.clock.held():
+            for edit in [edit for edit in reversed(self.model._edits) if edit.is_cut_off]:
+                edit.put_back()
+            if self._applied is not None:
+                raise ValueError(f"this edit of {say_layers(self.layers)} is applied already; revert it first")
+            written = self._computed()
+            # The model knows the edit before its first weight is written.
+            self._applied = written
+            self.model._edits.append(self)
+            try:
+                for layer, (_, after) in written.items():
+                    self.weight_of(layer).copy_(after)
+            except BaseException:
+                self.put_back()
+                raise
         return self
 
     @interruptible
@@ -129,17 +131,22 @@ class WeightEdit(Restoring, ABC):
         self.put_back()
 
     def _begin(self: W) -> W:
-        return self.apply()
+        with ExitStack() as held:
+            held.enter_context(self.model.clock.held())
+            self.apply()
+            self._held = held.pop_all()
+        return self
 
     def _end(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Restore the weights that the `with` began with, whatever changed them inside; exceptions are passed on."""
-        if (applied := self._applied) is None:
-            return
-        changed: list[int] = []
-        try:
-            changed = self._changed(applied)
-        finally:
-            self.put_back()
+        with self._held:
+            if (applied := self._applied) is None:
+                return
+            changed: list[int] = []
+            try:
+                changed = self._changed(applied)
+            finally:
+                self.put_back()
         if changed and error is None:
             raise ValueError(
                 f"the weight of layer {changed[0]} was changed inside the `with` of this edit. It is restored to its "
@@ -168,16 +175,20 @@ class WeightEdit(Restoring, ABC):
     def put_back(self) -> None:
         """Restore the weights that the edit began with, whatever changed them since; edits of these layers that began
         later are taken out first."""
-        edits = self.model._edits
-        later = edits[edits.index(self) + 1 :] if self in edits else []
-        for edit in reversed([edit for edit in later if {*edit.layers} & {*self.layers}]):
-            edit.put_back()
-        self.is_cut_off = True
-        for layer, (before, _) in (self._applied or {}).items():
-            self.weight_of(layer).copy_(before)
-        self._applied = None
-        self.model._edits[:] = [edit for edit in self.model._edits if edit is not self]
-        self.is_cut_off = False
+        with self.model.clock.held():
+            edits = self.model._edits
+            later = edits[edits.index(self) + 1 :] if self in edits else []
+            for edit in reversed([edit for edit in later if {*edit.layers} & {*self.layers}]):
+                edit.put_back()
+            self.is_cut_off = True
+            for layer, (before, _) in (self._applied or {}).items():
+                weight = self.weight_of(layer)
+                if weight.shape != before.shape:
+                    weight.data = torch.empty_like(before, dtype=weight.dtype)
+                weight.copy_(before)
+            self._applied = None
+            self.model._edits[:] = [edit for edit in self.model._edits if edit is not self]
+            self.is_cut_off = False
 
 
 def say_layers(layers: list[int]) -> str:
