@@ -460,7 +460,7 @@ def _passes(model: DiffusionTransformer, items: Sequence[Any], size: int | None)
             tokens, real = next(encoded)
             rows.append((tokens[real], None))
         else:
-            query = as_query(model, item)
+            query = item if isinstance(item, Query) else as_query(model, item)
             rows.append((query.tokens.to(model.cfg.device), query))
     batches = [rows]
     if size is not None:
