@@ -44,7 +44,6 @@ from diffusion_lens.model.weights import NOT_EXACT, check_folded, fold_norms
 from diffusion_lens.settings import (
     Whole,
     at_least,
-    check_bool,
     check_keywords,
     checked_arguments,
     keywords_of,
@@ -699,18 +698,17 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             raise ValueError(f"return_type={return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
         if return_type == "input":
             return_type = "tokens" if isinstance(prompt, Tensor) else "str"
-        stops = check_bool("stop_at_eos", stop_at_eos)
 
         # 2. Run the loop.
         settings = DenoiseSettings(steps, sampler, cfg_scale, _temperature(do_sample, temperature), seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
-        shown = check_bool("verbose", verbose) or check_bool("progress", progress)
+        shown = verbose or progress
         trajectory = denoise_as_generate(self, canvas, settings, fwd_hooks=fwd_hooks, progress=shown)
 
         # 3. Convert the result.
         if return_type == "trajectory":
             return trajectory
-        ended = _ended(self.tokenizer, trajectory) if stops else torch.zeros_like(trajectory.given)
+        ended = _ended(self.tokenizer, trajectory) if stop_at_eos else torch.zeros_like(trajectory.given)
         if return_type == "tokens":
             return (
                 trajectory.tokens.masked_fill(ended, self.tokenizer.eos_token_id) if ended.any() else trajectory.tokens
@@ -846,7 +844,7 @@ def _temperature(do_sample: bool | None, temperature: SupportsFloat | None) -> f
     given = None if temperature is None else not_negative("temperature", temperature)
     if do_sample is None:
         return given or 0.0
-    if check_bool("do_sample", do_sample):
+    if do_sample:
         if given == 0:
             raise ValueError(
                 "do_sample=True needs a temperature above 0; leave do_sample out to take the likeliest token"
