@@ -32,6 +32,7 @@ and folders.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
@@ -173,7 +174,10 @@ def steer(direction: Tensor, strength: float = 1.0, positions: Indices = None, *
         direction: Float[d_model], or a tensor that broadcasts as in `replace`; it is not normalised.
         strength: Factor of the direction.
     """
-    return add_noise(plain_number("strength", strength) * direction, positions, heads=heads)
+    factor = plain_number("strength", strength)
+    if not math.isfinite(factor):
+        raise ValueError(f"strength={factor}; it must be a finite number")
+    return add_noise(factor * direction, positions, heads=heads)
 
 
 @checked_arguments

@@ -281,8 +281,8 @@ def judged(call: Callable[[], Any], annotation: Any, value: Any, shown: tuple[st
     try:
         with _time_limit():
             result = call()
-    except _Hung:
-        return "hang", ""
+    except _Hung:  # a job of 10**9 passes is long, and ends when it is interrupted
+        return ("taken" if type(value) is int and value == 10**9 else "hang"), ""
     except ArithmeticError as error:  # of the function that was given, or FloatingPointError
         return ("refused", "") if "of the user" in str(error) or _own(error) else ("raw", repr(error))
     except BaseException as error:

@@ -224,6 +224,8 @@ class Trajectory(Saved, Result):
 
     def row(self, index: int) -> "Trajectory":
         """One row of a batch as a trajectory of its own; forward passes and seconds are still those of the batch."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index={index}, but the trajectory has {len(self)} rows")
         return self._at([index])
 
     def _at(self, rows: list[int]) -> "Trajectory":

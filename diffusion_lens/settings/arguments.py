@@ -81,13 +81,15 @@ class Arguments:
         if _fits([value], hint):
             words += f": give a list, [{shown(value)}]"
         entries = [get_args(part)[0] for part in _options(hint) if get_origin(part) in _SEVERAL]
+        options = [hint]
         for index, each in enumerate(value if entries and isinstance(value, list | tuple) else ()):
             fitting = [entry for entry in entries if _fits(each, entry)]
             if not fitting:
-                name, value, words = f"{name}[{index}]", each, " or ".join(map(_in_words, entries))
+                name, value, words, options = f"{name}[{index}]", each, " or ".join(map(_in_words, entries)), entries
                 break
             entries = fitting
-        if examples := [part.EXAMPLE for part in _parts(hint) if hasattr(part, "EXAMPLE")]:
+        examples = [part.EXAMPLE for option in options for part in _parts(option) if hasattr(part, "EXAMPLE")]
+        if examples:
             words += f", such as {examples[0].format(value if isinstance(value, str) else 'The Eiffel Tower is in')}"
         if any(get_origin(part) is Literal and isinstance(value, str) for part in _options(hint)):
             return ValueError(f"{self.name}: {name}={shown(value)}; it must be {words}")

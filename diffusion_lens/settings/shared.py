@@ -189,7 +189,7 @@ class AverageFields(CanvasFields, TraceFields):
 def _step_columns(name: str, steps: Sequence[int]) -> tuple[int, ...]:
     columns = whole_numbers(name, steps)
     if not columns or min(columns) < 1 or len(set(columns)) < len(columns):
-        raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, each at least 1 and each once")
+        raise ValueError(f"steps={columns}; give one or more numbers of steps, each at least 1 and each once")
     return tuple(columns)
 
 

@@ -266,11 +266,8 @@ class CleanTexts:
                 raise ValueError("there is no text: the list is empty")
             if all(isinstance(text, Fact) for text in given):
                 found = _of_facts(model, given, prepend_bos)
-            elif all(isinstance(text, str) for text in given):
-                found = _of_strings(model, given, prepend_bos)
             else:
-                kinds = sorted({type(text).__name__ for text in given})
-                raise TypeError(f"the texts are of the types {kinds}; give strings, facts, or a tensor Int[batch pos]")
+                found = _of_strings(model, given, prepend_bos)
         for index, row in zip(found.indices, found.tokens, strict=True):
             if not bool(model.cfg.writable(row).all()):
                 raise ValueError(f"text {index} contains [MASK] or an id that is no token; give clean texts")

@@ -55,7 +55,7 @@ from diffusion_lens.hooks.names import resid_post
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import network_of, provenance
-from diffusion_lens.settings import Whole, positive, setting
+from diffusion_lens.settings import Whole, positive, setting, unique_indices
 from diffusion_lens.settings.shared import Number, ValueSettings
 
 COV_WEIGHT = 15000.0
@@ -194,7 +194,7 @@ class MemitSettings(RequestSettings):
     layers: Iterable[Whole] = setting(
         MISSING,
         "Blocks whose down-projections are edited, negative ones from the end.",
-        lambda _, layers: tuple(layers),
+        unique_indices,
     )
     search: ValueSettings = setting(
         SEARCH, "Settings of the search for the targets; by default the authors' for GPT-J.", option=False

@@ -358,6 +358,8 @@ def _pick_candidates(model: DiffusionTransformer, pairs: Pairs, candidates: Iter
     if candidates is None:
         return sorted({pair.reverse.answer_token for pair in pairs})
     chosen = whole_numbers("candidates", candidates)
+    if not chosen:
+        raise ValueError("candidates is empty; give the ids of tokens, or leave it out for the answers of the pairs")
     if wrong := [token for token in chosen if not 0 <= token < model.cfg.d_vocab_out]:
         raise ValueError(f"candidates contain {wrong[0]}; the model writes tokens 0 to {model.cfg.d_vocab_out - 1}")
     if len(set(chosen)) < len(chosen):
