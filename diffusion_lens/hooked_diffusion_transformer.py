@@ -9,20 +9,32 @@ from pathlib import Path
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformer_lens import HookedRootModule
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
 from diffusion_lens.denoising.canvas import Prompt, lay_out
 from diffusion_lens.denoising.denoise import denoise, denoise_as_generate, denoise_with_cache
+from diffusion_lens.denoising.generate import (
+    INSTEAD,
+    RETURN_TYPES,
+    end_tokens,
+    ended_positions,
+    filled_with_ends,
+    refuse_others,
+    temperature_of,
+    text_of,
+)
 from diffusion_lens.denoising.sampler import Sampler, Seed
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.clock import held_whole, restoring
 from diffusion_lens.hooks.names import ByHookPoint, FwdHooks, NamesFilter, hook_pairs
 from diffusion_lens.loading import open_pretrained, save_pretrained
+from diffusion_lens.loading.hugging_face import export_hf
 from diffusion_lens.loading.source import Source, given_options
 from diffusion_lens.model.attention import KeyValueCache
 from diffusion_lens.model.build import DeviceMap
@@ -31,13 +43,13 @@ from diffusion_lens.model.hooking import (
     PosSlice,
     caching_hooks,
     check_hookable,
+    eager_while_hooked,
     name_hook_points,
     select_passing,
 )
 from diffusion_lens.model.inputs import Rows
 from diffusion_lens.model.loss import LossBatch, loss_batch, masked_batch, next_token_batch, noise_of, noised
 from diffusion_lens.model.shapes import Tokens
-from diffusion_lens.model.text import require_tokenizer
 from diffusion_lens.model.time import Time
 from diffusion_lens.model.transformer import DiffusionTransformer, Input
 from diffusion_lens.model.weights import NOT_EXACT, check_folded, fold_norms
@@ -47,37 +59,10 @@ from diffusion_lens.settings import (
     check_keywords,
     checked_arguments,
     keywords_of,
-    not_negative,
+    takes,
     takes_any_keyword,
 )
-
-RETURN_TYPES = ("trajectory", "tokens", "str", "input")
-_LOGITS = "change the logits in a hook at 'denoise.hook_logits'"
-_WITH_CACHE = "denoise_with_cache returns activations by step, also those of 'denoise.hook_logits'"
-# Arguments of TransformerLens's `generate` that do not exist here: their default value there, which changes nothing,
-# and what to use.
-INSTEAD: dict[str, tuple[Any, str]] = {
-    "input": (None, "pass the prompt as the first argument"),
-    "top_k": (None, _LOGITS),
-    "top_p": (None, _LOGITS),
-    "freq_penalty": (0.0, _LOGITS),
-    "repetition_penalty": (1.0, _LOGITS),
-    "forced_bos_token_id": (None, _LOGITS),
-    "eos_token_id": (None, "a text ends at the tokenizer's end token"),
-    "stop_strings": (None, "cut the text that is returned"),
-    "stopping_criteria": (None, "cut the text that is returned"),
-    "use_past_kv_cache": (
-        True,
-        "an AR baseline has a key/value cache while nothing is hooked, a diffusion model has none",
-    ),
-    "padding_side": (None, "texts of several lengths are padded as the model needs"),
-    "output_logits": (False, _WITH_CACHE),
-    "return_cache": (False, _WITH_CACHE),
-    "names_filter": (None, _WITH_CACHE),
-    "return_input_tokens": (False, "the tokens that are returned begin with the prompt"),
-    "device": (None, "move the model"),
-    "pixel_values": (None, "these models read text only"),
-}
+from diffusion_lens.settings.arguments import kind_of, shown
 
 
 class HookedDiffusionTransformer(DiffusionTransformer):
@@ -162,46 +147,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             device_map=device_map,
             options=given_options(mode, block_size, mask_token_id, ignore_config_keys),
         )
-        return cls.from_source(source, device, token=token)
-
-    @classmethod
-    def from_source(
-        cls,
-        source: Source,
-        device: str | torch.device | None = None,
-        *,
-        token: str | bool | None = None,
-        mapped: bool = False,
-        weights_of: "HookedDiffusionTransformer | None" = None,
-    ) -> "HookedDiffusionTransformer":
-        """The model that a call of `from_pretrained` gave, as the workers of a study load it.
-
-        Args:
-            source: Arguments of that call; `source` of a model that was loaded.
-            device, token: Arguments of `from_pretrained`.
-            mapped: Whether weights on the CPU stay mapped from the file where it has their dtype, layout and alignment
-                (multiples of 64 bytes), so that several processes share one copy. The file must not be overwritten in
-                place.
-            weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
-        """
-        if source.device_map is not None:
-            if device is not None:
-                raise ValueError(
-                    f"device={str(device)!r} and device_map={source.device_map!r} both say where the weights are: give "
-                    'one of them (device_map={"": ...} puts all weights on one device)'
-                )
-            device = "cpu"  # until the map is read, which needs the parts of the model
-        cfg, checkpoint, tokenizer = open_pretrained(**source.to_open(), device=device, token=token)
-        if weights_of is None:
-            tensors = checkpoint.tensors() if mapped else checkpoint.pieces()
-            model = cls(cfg, tokenizer, tensors=tensors, assign=mapped, device_map=source.device_map)
-            check_folded(model)
-            if source.fold_ln:
-                fold_norms(model)
-        else:
-            model = cls(cfg, tokenizer, weights_of=weights_of)
-        model.source = source
-        return model
+        return load_source(source, device, token=token, kind=cls)
 
     @checked_arguments
     def enable_compatibility_mode(
@@ -245,14 +191,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`, with the nearest name in the `TypeError` of an unknown keyword."""
-        try:
-            return super().__call__(*args, **kwargs)
-        except TypeError:
-            check_keywords("model", kwargs, keywords_of(self.forward))
-            raise
-
+    @eager_while_hooked
     def forward(
         self,
         input: Input,
@@ -260,10 +199,11 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         *,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
+        padding_side: str | None = None,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         logits_at: Rows | None = None,
-        past_kv_cache: KeyValueCache | None = None,
+        past_kv_cache: KeyValueCache | TransformerLensKeyValueCache | None = None,
         time: Time | None = None,
         clean: Tensor | None = None,
         sigma: Tensor | None = None,
@@ -280,16 +220,17 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 logits are then those of the masked sequence.
             attention_mask: [batch pos], 1 at real tokens, 0 at padding. Positions are counted over real tokens, so a
                 padded row computes what it computes alone. By default it is read off tokens that begin or end with a
-                padding token of the tokenizer's own (`model.own_pad_id`). Padding cannot be inferred from a residual
-                stream; pass the mask.
+                padding token of the tokenizer's own (`model.padding.own_id`). Padding cannot be inferred from a
+                residual stream; pass the mask.
             prepend_bos: Whether text begins with BOS; by default as the tokenizer does (`cfg.default_prepend_bos`).
+            padding_side: Side on which shorter texts are padded, as in `tokenize`.
             start_at_layer: First block to run (negative: from the end).
             stop_at_layer: Block to stop before; the residual stream there is returned.
             logits_at: Rows whose logits are computed; by default all. Int[selected] picks `logits[:, rows]`; a pair
                 (Int[selected], Int[selected]) of batch and row indices, or Bool[batch pos], picks
                 `logits[batch, rows]`, flattened to [selected d_vocab_out].
             past_kv_cache: On a causal model, keys and values of the positions before `input`, in the layers that run;
-                the new ones are appended.
+                the new ones are appended. A cache of TransformerLens that is frozen stays as it is.
             time: Time of the canvas, for a network conditioned on it (`cfg.time_conditioning`): a number in (0, 1],
                 or Float[batch], one for each row; 1 where all is noise. By default that of `model.at_time(t)`. A loss
                 draws its own.
@@ -313,35 +254,47 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
         Raises:
             ValueError: Tokens, layers, rows or a mask do not fit the model, or arguments exclude each other.
+
+        Warns:
+            UserWarning: All logits are returned, of a model with [MASK] and a tokenizer, and nothing is masked: no row
+                is a prediction. `logits_at=` names rows that are meant, and return_type=None leaves the logits out.
         """
         if return_type not in ("logits", "loss", "both", None):
             raise ValueError(f"return_type={return_type!r} is unknown; it must be 'logits', 'loss', 'both' or None")
+        given: Any = input
+        if not isinstance(input, Tensor) and start_at_layer is None:
+            given, real = self.tokenize(input, prepend_bos, padding_side)
+            attention_mask = real if attention_mask is None else attention_mask
         if return_type in ("logits", None):
             if loss_per_token or samples != 1 or generator is not None:
                 raise ValueError(
                     "loss_per_token=, samples= and generator= require return_type='loss' or 'both'; it is "
                     f"{return_type!r}"
                 )
-            return self._run(
-                input,
+            past = KeyValueCache.of(past_kv_cache) if past_kv_cache is not None else None
+            reads_all = return_type is not None and logits_at is None and stop_at_layer is None and past is None
+            from_text = self.tokenizer is not None and self.clock.step is None
+            output = self._run(
+                given,
                 attention_mask=attention_mask,
-                prepend_bos=prepend_bos,
                 start_at_layer=start_at_layer,
                 stop_at_layer=stop_at_layer,
                 logits_at=logits_at,
-                past_kv_cache=past_kv_cache,
+                past_kv_cache=past,
                 sigma=self.time.read(time) if sigma is None and time is not None else sigma,
                 clean=clean,
                 unembed=return_type is not None,
+                mask_id=self._mask_id if reads_all and from_text else None,
             )
+            if past is not None and past is not past_kv_cache:
+                past.write_to(past_kv_cache)
+            return output
         parts: dict[str, Any] = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
         parts |= {"logits_at": logits_at, "past_kv_cache": past_kv_cache, "time": time, "clean": clean, "sigma": sigma}
-        if given := [name for name, value in parts.items() if value is not None]:
-            raise ValueError(f"return_type={return_type!r} runs the whole network; leave out {given}")
+        if unfit := [name for name, value in parts.items() if value is not None]:
+            raise ValueError(f"return_type={return_type!r} runs the whole network; leave out {unfit}")
         both = return_type == "both"
-        return _own_loss(
-            self, input, attention_mask, prepend_bos, loss_per_token, samples, generator, return_logits=both
-        )
+        return _own_loss(self, given, attention_mask, loss_per_token, samples, generator, return_logits=both)
 
     @checked_arguments
     def loss_fn(
@@ -507,10 +460,11 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             return out, AliasedCache(cache, self, has_batch_dim=not remove_batch_dim)
         return out, ByHookPoint(cache)
 
-    @checked_arguments
     @held_whole
     def add_hook(self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens; a name or predicate that selects nothing is an error with the nearest names."""
+        if not callable(hook):
+            raise TypeError(f"hook={shown(hook)} is {kind_of(hook)}; it must be a function fn(activation, hook)")
         points = check_hookable(self, name)
         with self.clock.held():
             for point in points:
@@ -534,18 +488,14 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Denoise and generate
 
-    @checked_arguments
+    @takes(DenoiseSettings)
     def denoise(
         self,
         prompt: Prompt,
         *,
         length: SupportsIndex | None = None,
         max_new_tokens: SupportsIndex | None = None,
-        steps: SupportsIndex | None = None,
-        sampler: str | Sampler | None = None,
-        cfg_scale: SupportsFloat = 0.0,
-        temperature: SupportsFloat = 0.0,
-        seed: Seed = 0,
+        settings: DenoiseSettings,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
         fwd_hooks: FwdHooks = (),
@@ -560,18 +510,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             length: Length of the canvas in positions, including the prompt (as in SMDM). By default, if the prompt has
                 no masks, `cfg.trained_length` if it is known.
             max_new_tokens: Number of positions to write after the prompt, instead of `length`.
-            steps: Number of denoising steps; by default 32, for "llada" one per masked position. `left_to_right` always
-                takes one step per token.
-            sampler: A `Sampler`, or the name of one or of a preset of the authors' code; `fitting_samplers(model.cfg)`
-                (`diffusion_lens.denoising.samplers`) lists those that fit. By default "confidence" (SMDM's "greedy";
-                "ancestral" is its "origin") for a masked model, "block_confidence" for one that writes block after
-                block ("block_posterior" with time conditioning), "uniform_posterior" under uniform noise, and
-                "left_to_right" for a causal model, which supports no other.
-            cfg_scale: Weight w of unsupervised classifier-free guidance; 0 for no guidance.
-            temperature: Temperature of the Gumbel noise, in float64; 0 takes the likeliest token. Samplers by
-                transitions draw at any temperature when a position changes; their authors' is 1.
-            seed: Seed of the random number generator, from which each row derives its own by a hash; or one seed per
-                row, such as `trajectory.record["seeds"]`; or a `torch.Generator`.
+            settings: Settings of the loop.
             attention_mask: [batch pos], 0 at the padding of a token prompt.
             prepend_bos: Whether text begins with BOS, as in TransformerLens.
             fwd_hooks: Pairs (name or predicate, function) on any hook point, including those of the loop
@@ -585,11 +524,10 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             FloatingPointError: Logits are NaN or +inf, or -inf for every token, at a position that would be revealed.
             RuntimeError: Another denoising loop is running on this model.
         """
-        settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise(self, canvas, settings, fwd_hooks=fwd_hooks, progress=progress)
 
-    @checked_arguments
+    @takes(DenoiseSettings)
     def denoise_with_cache(
         self,
         prompt: Prompt,
@@ -603,11 +541,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         max_bytes: int | None = None,
         length: SupportsIndex | None = None,
         max_new_tokens: SupportsIndex | None = None,
-        steps: SupportsIndex | None = None,
-        sampler: str | Sampler | None = None,
-        cfg_scale: SupportsFloat = 0.0,
-        temperature: SupportsFloat = 0.0,
-        seed: Seed = 0,
+        settings: DenoiseSettings,
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
         fwd_hooks: FwdHooks = (),
@@ -625,7 +559,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             branch: Branch to cache with guidance, "conditional" or "unconditional".
             device, dtype: Device and precision of the cache; by default those of the activations.
             max_bytes: Largest estimated size of the cache in bytes; a larger one is refused before the loop starts.
-            length, max_new_tokens, steps, sampler, cfg_scale, temperature, seed: Arguments of `denoise`.
+            length, max_new_tokens: Arguments of `denoise`.
+            settings: Settings of the loop.
             attention_mask, prepend_bos, fwd_hooks, progress: Arguments of `denoise`.
 
         Raises:
@@ -633,7 +568,6 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 lists the largest activations).
         """
         cache_filter = CacheFilter(names_filter, steps_filter, pos_slice, branch, device, dtype, max_bytes)
-        settings = DenoiseSettings(steps, sampler, cfg_scale, temperature, seed)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise_with_cache(self, canvas, settings, cache_filter, fwd_hooks=fwd_hooks, progress=progress)
 
@@ -647,6 +581,9 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         do_sample: bool | None = None,
         temperature: SupportsFloat | None = None,
         stop_at_eos: bool = True,
+        eos_token_id: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        use_past_kv_cache: bool = True,
         verbose: bool = False,
         length: SupportsIndex | None = None,
         steps: SupportsIndex | None = None,
@@ -672,6 +609,10 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 tokens after it, and the returned text contains neither it nor what follows. Given tokens are always
                 returned; between them, each stretch that the run wrote ends by itself. A trajectory always contains
                 every token, and its `completion` all that a diffusion model wrote, without special tokens.
+            eos_token_id: Id or ids of end tokens; by default that of the tokenizer.
+            stop_strings: Text or texts at which what the run wrote ends too, with the token that completes one.
+            use_past_kv_cache: Ignored: it changes only the speed there. Here a network that can have a key/value cache
+                has one while nothing is hooked.
             verbose: The same as `progress`.
             attention_mask, prepend_bos, fwd_hooks, progress: Arguments of `denoise`.
 
@@ -685,22 +626,18 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         """
         # 1. Check the arguments.
         check_keywords("generate", others, {*keywords_of(HookedDiffusionTransformer.generate), *INSTEAD})
-        refused = []
-        for name, value in others.items():
-            default, instead = INSTEAD[name]
-            if value is not default and not (isinstance(value, int | float) and value == default):
-                refused.append(f"{name}: {instead}")
-        if refused:
-            raise TypeError(f"generate does not take {'; '.join(refused)}")
+        refuse_others(others)
         if prompt is None:
             raise TypeError("generate needs a prompt, text or tokens, as its first argument")
         if return_type not in RETURN_TYPES:
             raise ValueError(f"return_type={return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
         if return_type == "input":
             return_type = "tokens" if isinstance(prompt, Tensor) else "str"
+        ends = end_tokens(self.tokenizer, eos_token_id) if stop_at_eos else []
 
         # 2. Run the loop.
-        settings = DenoiseSettings(steps, sampler, cfg_scale, _temperature(do_sample, temperature), seed)
+        numbers: Any = (steps, sampler, cfg_scale, temperature_of(do_sample, temperature), seed)
+        settings = DenoiseSettings(*numbers)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         shown = verbose or progress
         trajectory = denoise_as_generate(self, canvas, settings, fwd_hooks=fwd_hooks, progress=shown)
@@ -708,12 +645,10 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         # 3. Convert the result.
         if return_type == "trajectory":
             return trajectory
-        ended = _ended(self.tokenizer, trajectory) if stop_at_eos else torch.zeros_like(trajectory.given)
+        ended = ended_positions(self, trajectory, ends, stop_strings)
         if return_type == "tokens":
-            return (
-                trajectory.tokens.masked_fill(ended, self.tokenizer.eos_token_id) if ended.any() else trajectory.tokens
-            )
-        texts = [_text(self, trajectory, row, ~ended[row]) for row in range(len(trajectory))]
+            return filled_with_ends(self, trajectory, ended, ends)
+        texts = [text_of(self, trajectory, row, ~ended[row]) for row in range(len(trajectory))]
         return texts[0] if len(texts) == 1 else texts
 
     @checked_arguments
@@ -767,12 +702,67 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         """
         return save_pretrained(folder, self.state_dict(), self.cfg, self.tokenizer)
 
+    def export_hf(self, folder: str | Path) -> Path:
+        """Write config, weights and tokenizer in the format that transformers, peft, lm-eval and vLLM read.
+
+        For an AR baseline, `AutoModelForCausalLM.from_pretrained(folder)` gives the same logits. One whose rotary
+        tables are rounded, as SMDM's are, is written as a Llama without this rounding. A diffusion model is written in
+        the format of its authors, whose code reads it; transformers has no class for these.
+
+        Raises:
+            ValueError: No such format expresses the model, or the folder contains other files. The folder is then as
+                it was, also after any other error.
+
+        Warns:
+            UserWarning: How far the logits move, if they do; for a diffusion model, what reads the folder.
+        """
+        return export_hf(self, folder)
+
+
+def load_source(
+    source: Source,
+    device: str | torch.device | None = None,
+    *,
+    token: str | bool | None = None,
+    mapped: bool = False,
+    weights_of: HookedDiffusionTransformer | None = None,
+    kind: type[HookedDiffusionTransformer] = HookedDiffusionTransformer,
+) -> HookedDiffusionTransformer:
+    """The model that a call of `from_pretrained` gave, as the workers of a study load it.
+
+    Args:
+        source: Arguments of that call; `source` of a model that was loaded.
+        device, token: Arguments of `from_pretrained`.
+        mapped: Whether weights on the CPU stay mapped from the file where it has their dtype, layout and alignment
+            (multiples of 64 bytes), so that several processes share one copy. The file must not be overwritten in
+            place.
+        weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
+        kind: Class of the model.
+    """
+    if source.device_map is not None:
+        if device is not None:
+            raise ValueError(
+                f"device={str(device)!r} and device_map={source.device_map!r} both say where the weights are: give "
+                'one of them (device_map={"": ...} puts all weights on one device)'
+            )
+        device = "cpu"  # until the map is read, which needs the parts of the model
+    cfg, checkpoint, tokenizer = open_pretrained(**source.to_open(), device=device, token=token)
+    if weights_of is None:
+        tensors = checkpoint.tensors() if mapped else checkpoint.pieces()
+        model = kind(cfg, tokenizer, tensors=tensors, assign=mapped, device_map=source.device_map)
+        check_folded(model)
+        if source.fold_ln:
+            fold_norms(model)
+    else:
+        model = kind(cfg, tokenizer, weights_of=weights_of)
+    model.source = source
+    return model
+
 
 def _own_loss(
     model: HookedDiffusionTransformer,
-    input: Input,
+    input: Tensor,
     attention_mask: Tensor | None,
-    prepend_bos: bool | None,
     loss_per_token: bool,
     samples: Whole,
     generator: torch.Generator | None,
@@ -780,17 +770,13 @@ def _own_loss(
     return_logits: bool,
 ) -> Any:
     """The loss that the model is trained on, or (logits, loss) with `return_logits`; see `forward`."""
-    real = attention_mask
-    if not isinstance(input, Tensor):
-        input, padded = model.tokenize(input, prepend_bos)
-        real = padded if real is None else real
     samples = at_least(1, "samples", samples)
     if samples > 1 and return_logits:
         raise ValueError(
             f"samples={samples} with return_type='both': each noise sample has its own logits; use samples=1 there"
         )
     # 1. Mask the tokens, once for each noise sample.
-    tokens, real = model.padding.checked(input, real)
+    tokens, real = model.padding.checked(input, attention_mask)
     batch = loss_batch(model, tokens, real, generator, samples)
     mask = model.padding.all_real(tokens) if real is None else real
     total: Any = 0.0
@@ -816,45 +802,6 @@ def _loss(model: HookedDiffusionTransformer, batch: LossBatch, logits: Tensor, p
         return batch.loss(logits)
     by_position = batch.by_position(logits)
     return by_position[:, 1:] if model.cfg.is_autoregressive else by_position
-
-
-def _ended(tokenizer: Any, trajectory: Trajectory) -> Bool[Tensor, "batch pos"]:
-    """The positions from the first end token on in each stretch of positions that the run wrote."""
-    end = getattr(tokenizer, "eos_token_id", None)
-    written = ~trajectory.given & trajectory.real
-    if end is None:
-        return torch.zeros_like(written)
-    n_ends = (trajectory.tokens == end).cumsum(dim=1)
-    n_before_stretch = n_ends.masked_fill(written, 0).cummax(dim=1).values
-    ended: Tensor = n_ends > n_before_stretch
-    return ended
-
-
-def _text(model: HookedDiffusionTransformer, trajectory: Trajectory, row: int, kept: Bool[Tensor, "pos"]) -> str:
-    """The text of some positions of one row, without a given BOS at the beginning."""
-    shown = (trajectory.real[row] & kept).nonzero().flatten()
-    bos = require_tokenizer(model).bos_token_id
-    if len(shown) and int(trajectory[row][shown[0]]) == bos and bool(trajectory.given[row, shown[0]]):
-        shown = shown[1:]
-    return str(model.to_string(trajectory[row][shown]))
-
-
-def _temperature(do_sample: bool | None, temperature: SupportsFloat | None) -> float:
-    """The temperature of the loop."""
-    given = None if temperature is None else not_negative("temperature", temperature)
-    if do_sample is None:
-        return given or 0.0
-    if do_sample:
-        if given == 0:
-            raise ValueError(
-                "do_sample=True needs a temperature above 0; leave do_sample out to take the likeliest token"
-            )
-        return 1.0 if given is None else given
-    if given:
-        raise ValueError(
-            f"do_sample=False takes the likeliest token, so temperature={given} has no effect; leave one out"
-        )
-    return 0.0
 
 
 @cache

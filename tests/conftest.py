@@ -367,7 +367,7 @@ def own_pad(request: pytest.FixtureRequest) -> Any:
     )
     model = Specimen(CONFIGS[request.param]).model
     model.set_tokenizer(tokenizer)
-    assert model.own_pad_id == 2
+    assert model.padding.own_id == 2
     return model
 
 

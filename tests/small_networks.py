@@ -30,4 +30,4 @@ def with_time_conditioning() -> dict[str, Any]:
     """The fields of a diffusion transformer that is conditioned on the time."""
     from weight_conversion import TimeConditioning
 
-    return {"norm": "layer", "mlp": "plain", "act_fn": "gelu_new", "time": TimeConditioning(8, told=True)}
+    return {"norm": "layer", "mlp": "plain", "act_fn": "gelu_new", "time": TimeConditioning(8, conditioned=True)}

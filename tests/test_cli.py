@@ -25,7 +25,7 @@ from typer.testing import Result
 from diffusion_lens import analysis
 from diffusion_lens.__main__ import main
 from diffusion_lens.cli import app
-from diffusion_lens.cli.report import COMMAND, Report
+from diffusion_lens.cli.report import COMMAND, KEEPS, Report
 from diffusion_lens.evaluation import Recall, Reply
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -83,6 +83,84 @@ def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
     with blank_figures():
         printed = {name: done(name, *QUICK[name], "--out", str(folder / name), "--json").stdout for name in STUDIES}
     return folder, {name: json.loads(text) for name, text in printed.items()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.usefixtures("undrawn_figures")
+@pytest.mark.parametrize("command", ["denoise", "trace", "patch", "lens", "rome"])
+def test_a_folder_keeps_the_results_of_its_settings(command: str, tmp_path: Path) -> None:
+    asked = [command, *QUICK[command], "--out", str(tmp_path / "out")]
+    done(*asked)
+    first = contents(tmp_path / "out")
+    done(*asked, "--device", "cpu")
+    again = contents(tmp_path / "out")
+    assert again.keys() == first.keys()
+    for refused, said in (
+        (invoke(*asked, "--dtype", "bfloat16"), "dtype: 'float32' there, 'bfloat16' here"),
+        (
+            invoke("recall", *QUICK["recall"], "--out", str(tmp_path / "out")),
+            f"command: '{command}' there, 'recall' here",
+        ),
+    ):
+        assert refused.exit_code == 2
+        assert f"was made with other settings, data, weights or hooks ({said})" in refused.stderr
+    assert contents(tmp_path / "out") == again
+    (tmp_path / "out" / COMMAND).unlink()
+    refused = invoke(*asked)
+    assert refused.exit_code == 2
+    assert f"no {COMMAND} says how it was made" in refused.stderr
+
+
+@pytest.mark.usefixtures("undrawn_figures")
+def test_a_study_shows_other_scores_and_refuses_other_settings(
+    quick_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(quick_runs[0], tmp_path / "quick")
+    before = (folder / "recall" / "recall.png").read_bytes()
+    done("recall", *QUICK["recall"], "--score", "exact", "--out", str(folder / "recall"))
+    assert (folder / "recall" / "recall_exact.png").exists()
+    assert (folder / "recall" / "recall.png").read_bytes() == before
+    done("compare", *QUICK["compare"], "--vectors", "values", "--out", str(folder / "compare"))
+    assert {"tiny-mdm_keys.safetensors", "tiny-mdm_values.safetensors"} <= contents(folder / "compare").keys()
+    for command, other in (
+        ("recall", "--limit"),
+        ("compare", "--resamples"),
+        ("aie", "--seed"),
+        ("signatures", "--limit"),
+    ):
+        refused = invoke(command, *QUICK[command], other, "5", "--out", str(folder / command))
+        assert refused.exit_code == 2, command
+        assert "other settings" in refused.stderr
+
+
+def test_every_command_with_a_folder_says_what_becomes_of_it() -> None:
+    for name, command in COMMANDS.items():
+        if {"out", "dry_run"} <= {each.name for each in command.params} and name != "finetune":
+            assert KEEPS in " ".join(done(name, "--help").stdout.split()), name
+
+
+@pytest.mark.parametrize("command", ["denoise", "explore", "trace", "patch", "lens", "rome"])
+def test_a_prompt_is_an_argument_or_an_option(command: str, tmp_path: Path) -> None:
+    options = {each.name: each for each in COMMANDS[command].params}
+    assert not options["prompt"].required
+    assert [each.name for each in COMMANDS[command].params if each.param_type_name == "argument"][1] == "after_model"
+    twice = invoke(command, "tiny-mdm", ASK[1], *ASK, *(["--layer", "0"] if command == "rome" else []))
+    assert twice.exit_code == 2
+    if command in ("trace", "rome", "explore"):
+        assert "two prompts are given" in twice.stderr
+
+
+@pytest.mark.usefixtures("undrawn_figures")
+def test_a_prompt_after_the_model_is_that_of_the_option() -> None:
+    run = ["--length", "14", "--steps", "4", "--json"]
+    by_option = done("denoise", "tiny-mdm", "--prompt", ASK[1], *run).stdout
+    assert json.loads(by_option)["results"] == json.loads(done("denoise", "tiny-mdm", ASK[1], *run).stdout)["results"]
+    missing = invoke("denoise", "tiny-mdm", *run)
+    assert missing.exit_code == 2
+    assert "give the prompt after the model, or with --prompt" in missing.stderr
 
 
 def test_the_command_is_installed() -> None:
@@ -169,7 +247,7 @@ def test_the_folder_records_the_whole_command(
     report = json.loads((out / "command.json").read_text())
     assert report["command"] == name
     options = {parameter.opts[0].lstrip("-").replace("-", "_") for parameter in COMMANDS[name].params}
-    options -= {"out", "json", "dry_run", "flops"}
+    options -= {"out", "json", "dry_run", "flops", "after_model"}
     assert options <= set(report["settings"])
     assert report["files"]
     assert all(Path(path).exists() for path in report["files"].values())
@@ -243,7 +321,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "a statistic": (["compare", *QUICK["compare"], "--statistic", "cca", "--out", "out"], "cca"),
     "resamples": (["compare", *QUICK["compare"], "--resamples", "0", "--out", "out"], "--resamples 0"),
-    "few persons": (["compare", "tiny-mdm", "--limit", "1", "--layer", "1", "--out", "out"], "3 people"),
+    "few persons": (
+        ["compare", "tiny-mdm", "--limit", "1", "--layer", "1", "--out", "out"],
+        "3 facts are too few for --rank 5",
+    ),
     "a model twice": (["compare", "tiny-mdm", *QUICK["compare"], "--out", "out"], "tiny-mdm tiny-mdm"),
     "a folder to export to": (
         ["rome", "tiny-mdm", *ASK, "--layer", "0", "--target", " a", "--export", str(GOLDEN / "lit_config.json")],

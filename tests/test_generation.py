@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,9 +11,10 @@ import torch
 from torch.testing import assert_close
 from transformer_lens.model_bridge import TransformerBridge
 
-from diffusion_lens import HookedDiffusionTransformer, hooked_diffusion_transformer
+from diffusion_lens import Fact, HookedDiffusionTransformer, hooked_diffusion_transformer
+from diffusion_lens.analysis import compute_key, logit_lens, patch_grid
+from diffusion_lens.denoising.generate import INSTEAD
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.hooked_diffusion_transformer import INSTEAD
 from diffusion_lens.interventions import while_predicting
 from diffusion_lens.model.text import to_completion
 
@@ -210,11 +212,74 @@ def test_transformer_lenss_own_defaults_change_nothing(tiny, written):
         for name, parameter in inspect.signature(TransformerBridge.generate).parameters.items()
         if name in INSTEAD and name != "input"
     }
-    assert len(defaults) == len(INSTEAD) - 1
+    assert defaults.keys() == INSTEAD.keys() - {"input", "stop"}
     assert torch.equal(tiny.generate(PROMPT, max_new_tokens=N_NEW, steps=8, **defaults).tokens, written.tokens)
     for name, default in defaults.items():
         with pytest.raises(TypeError, match=f"generate does not take {name}"):
             tiny.generate(PROMPT, **{name: (not default) if isinstance(default, bool) else "other"})
+
+
+def test_a_text_ends_at_the_end_tokens_and_stop_strings_of_the_call(tiny):
+    """As in TransformerLens: with the token that completes a stop string, and before an end token."""
+    call = dict(prompt=PROMPT, max_new_tokens=N_NEW, steps=8)
+    of, end = tiny.to_single_token(" of"), tiny.tokenizer.eos_token_id
+    for stop in ("drummer", ["no such text", "e drum"]):
+        assert tiny.generate(**call, stop_strings=stop, return_type="str") == f"{PROMPT} brave drummer"
+        tokens = tiny.generate(**call, stop_strings=stop, stop_at_eos=False, return_type="tokens")[0].tolist()
+        assert tokens[:6] == tiny.encode(f"{PROMPT} brave drummer")
+        assert set(tokens[6:]) == {end}
+    assert tiny.generate(**call, stop_strings=PROMPT.split()[0], return_type="str") == f"{PROMPT} {ANSWER}"
+    for ids in (of, [of, 3]):
+        assert tiny.generate(**call, eos_token_id=ids, return_type="str") == f"{PROMPT} brave drummer"
+        tokens = tiny.generate(**call, eos_token_id=ids, return_type="tokens")[0].tolist()
+        assert tokens[:6] == tiny.encode(f"{PROMPT} brave drummer")
+        assert set(tokens[6:]) == {of}
+    assert len(tiny.generate(**call, eos_token_id=of, stop_strings="brave").tokens[0]) == 4 + N_NEW  # a trajectory
+    with pytest.raises(TypeError, match="generate does not take stop: name the texts"):
+        tiny.generate(**call, stop=".")
+
+
+def test_a_run_without_a_key_value_cache_is_the_same(tiny, written):
+    call = dict(max_new_tokens=N_NEW, steps=8, use_past_kv_cache=False)
+    assert torch.equal(tiny.generate(PROMPT, **call).tokens, written.tokens)
+
+
+def first_warnings(*readings):
+    """The lines at which these functions warn, each called twice, as Python shows warnings by default."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("default", message="no position of these tokens is")
+        for read in readings:
+            read(), read()
+    assert all(w.filename == __file__ and "model.canvas(prompt, n_masks)" in str(w.message) for w in caught)
+    return [w.lineno for w in caught]
+
+
+def test_reading_a_bare_prompt_warns_once_at_the_line_of_the_caller(tiny, annotations_unchecked):
+    tokens, metric = tiny.to_tokens(PROMPT), lambda logits: logits[0, -1, 5]
+    line = inspect.currentframe().f_lineno
+    shown = first_warnings(
+        lambda: tiny(PROMPT)[:, -1],
+        lambda: tiny([PROMPT, PROMPT]),
+        lambda: tiny(tokens),
+        lambda: tiny.run_with_cache(tokens, names_filter="hook_embed"),
+        lambda: tiny.run_with_hooks(PROMPT, fwd_hooks=[("hook_embed", lambda activation, hook: None)]),
+        lambda: patch_grid(tiny, PROMPT, tokens.roll(1, dims=1), metric, "resid_pre", layers=[1]),
+    )
+    assert shown == ([] if tiny.cfg.is_autoregressive else [line + 2 + i for i in range(6)])
+
+
+def test_readings_that_are_meant_do_not_warn(tiny):
+    """Warnings are errors in these tests."""
+    tokens, rows = tiny.canvas(PROMPT)
+    fact = Fact(prompt=PROMPT, subject="Gustav Geisser", answer=" brave")
+    tiny(tokens)
+    tiny(PROMPT, logits_at=rows[:1] - 1)
+    tiny(PROMPT, return_type="loss")
+    tiny(PROMPT, stop_at_layer=1)
+    tiny.run_with_cache(PROMPT, return_type=None)
+    logit_lens(tiny, fact.to_query(tiny))
+    compute_key(tiny, fact.to_query(tiny), 1)
+    tiny.denoise(PROMPT, max_new_tokens=2, steps=3, fwd_hooks=[("hook_embed", lambda activation, hook: None)])
 
 
 def test_the_row_of_a_canvas_predicts_its_mask(tiny):

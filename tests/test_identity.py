@@ -252,6 +252,7 @@ def test_a_change_of_a_module_changes_the_description(change, either):
     assert described(change) != described()
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @on_mdm
 def test_runs_hooks_caching_and_training_leave_the_modules_as_they_are(tiny):
     model = copy.deepcopy(tiny)

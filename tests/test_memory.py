@@ -123,7 +123,7 @@ def test_families_load_in_little_more_than_the_weights(name, tmp_path):
     assert architecture.family == name
     if sys.platform == "linux":
         (measured,) = measured_apart(partial(memory_of_loading, folder, "bfloat16"))
-        constant = architecture.time is not None and not architecture.time.told
+        constant = architecture.time is not None and not architecture.time.conditioned
         weights = 2 * n_params(folded_architecture(architecture) if constant else architecture)
         assert measured["weights"] == weights > 80e6
         assert LEAST * weights <= measured["growth"] <= MOST * weights, measured

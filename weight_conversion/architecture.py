@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from functools import cache
+from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -33,6 +33,27 @@ def _earlier(name: str, current: str) -> property:
         return bool(getattr(self, current))
 
     return property(read, doc=f"Earlier name of `{current}`.")
+
+
+def _renamed(**current: str) -> Callable[[type[T]], type[T]]:
+    """Let a dataclass take and give its fields by their earlier names too, which warn."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        init: Any = cls.__init__
+
+        @wraps(init)
+        def made(self: Any, *values: Any, **named: Any) -> None:
+            for name in current.keys() & named.keys():
+                warnings.warn(f"{name}= is now called {current[name]}=", DeprecationWarning, stacklevel=2)
+                named[current[name]] = named.pop(name)
+            init(self, *values, **named)
+
+        cls.__init__ = made  # type: ignore[method-assign]
+        for name in current:
+            setattr(cls, name, _earlier(name, current[name]))
+        return cls
+
+    return decorate
 
 
 class Variant:
@@ -65,7 +86,7 @@ class Variant:
     @property
     def time_conditioning(self) -> bool:
         """Whether the network reads the time of its canvas (`model(tokens, time=...)`)."""
-        return self.time is not None and self.time.told
+        return self.time is not None and self.time.conditioned
 
     @property
     def noise(self) -> Literal["absorbing", "uniform"] | None:
@@ -165,6 +186,7 @@ class Experts:
             )
 
 
+@_renamed(told="conditioned")
 @dataclass(frozen=True)
 class TimeConditioning:
     """Adaptive LayerNorms (adaLN, Peebles and Xie 2023, arXiv 2212.09748): each norm is shifted and scaled, and each
@@ -172,18 +194,18 @@ class TimeConditioning:
 
     Attributes:
         d_cond: Width of that vector.
-        told: Whether the network is given the time. Otherwise sigma is always 0, so that the vector is a constant.
+        conditioned: Whether the network is given the time. Otherwise sigma is always 0, and the vector a constant.
         folded: Whether the constant shifts, scales and gates are folded into norms and output matrices. The tensors
             from which they were computed are kept, so that an export can undo it.
     """
 
     d_cond: int
-    told: bool
+    conditioned: bool
     folded: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.told and self.folded:
+        if self.conditioned and self.folded:
             raise ValueError("a time-conditioned network has no constant shifts, scales and gates to fold")
 
 
@@ -481,12 +503,16 @@ class Architecture(Variant):
             data["rotary_scaling"] = scaling_data(self.rotary_scaling)
         if self.experts is not None:
             data["experts"] |= {"layers": list(self.experts.layers)}
+        if self.time is not None:
+            data["time"] = _with_names(data["time"], {"conditioned": TIME_KEY})
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Architecture:
         """Rebuild an architecture from `to_dict`; a `ValueError` names unknown and missing keys."""
         parts: dict[str, Any] = {}
+        if isinstance(data.get("time"), Mapping):
+            data = {**data, "time": _with_names(data["time"], {TIME_KEY: "conditioned"})}
         for name, kind in _PARTS.items():
             if data.get(name) is not None:
                 parts[name] = scaling_from(data[name]) if kind is Scaling else part_from(kind, data[name], name)
@@ -500,8 +526,13 @@ _PARTS: dict[str, Any] = {
     "schedule": NoiseSchedule,
     "experts": Experts,
 }
+TIME_KEY = "told"  # Key of `TimeConditioning.conditioned` in files and records, which stays that of earlier versions.
 # Files and records do not name these where a model has none of them, so that those of earlier versions stay the same.
 _LATER = fields(Architecture)[[field.name for field in fields(Architecture)].index("positional_embedding_type") :]
+
+
+def _with_names(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in data.items()}
 
 
 def check_fields(part: Any, unless: tuple[str, ...] = ()) -> None:

@@ -43,7 +43,7 @@ class _Constant:
 
 def is_constant(architecture: Architecture) -> bool:
     """Whether there are constants that are not folded yet."""
-    return architecture.time is not None and not architecture.time.told and not architecture.time.folded
+    return architecture.time is not None and not architecture.time.conditioned and not architecture.time.folded
 
 
 def folded_architecture(architecture: Architecture) -> Architecture:

@@ -111,7 +111,11 @@ def family_of(path: str | Path, options: Mapping[str, Any] | None = None) -> Fam
 
 
 def export(
-    tensors: Mapping[str, Tensor], architecture: Architecture, path: str | Path, family: str | None = None
+    tensors: Mapping[str, Tensor],
+    architecture: Architecture,
+    path: str | Path,
+    family: str | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `tensors` (our layout) in a family's own format: the inverse of `open_checkpoint`.
 
@@ -121,6 +125,7 @@ def export(
     Args:
         path: `.safetensors` file to write. The family's config is written beside it.
         family: Family of the format; by default the family of the architecture.
+        beside: Keys for the config that say nothing of the network, such as "architectures" and "eos_token_id".
 
     Raises:
         ValueError: A tensor is missing or misshapen; the family's config cannot describe this architecture; or the
@@ -132,13 +137,13 @@ def export(
     if layout.name != native.FORMAT:
         tensors = unfolded(tensors, architecture)
     theirs = dict(key_map.to_theirs(tensors))
-    beside = target.parent / layout.config_file
-    if _other_weights(target) and beside.exists():
+    config_file = target.parent / layout.config_file
+    if _other_weights(target) and config_file.exists():
         write_safetensors(theirs, target)
         return target
     # The config keeps its temporary name until the weights are written, so that both change together.
-    with renamed_when_whole(beside) as config_part:
-        write_json(config, config_part)
+    with renamed_when_whole(config_file) as config_part:
+        write_json({**config, **(beside or {})}, config_part)
         write_safetensors(theirs, target)
     return target
 
@@ -196,7 +201,10 @@ def _config_of(architecture: Architecture, family: Family, key_map: KeyMap) -> d
         if key != "family" and before[key] != after[key]
     ]
     if lost:
-        raise ValueError(f"the {family.name} format cannot express {', '.join(lost)}: pass family='{native.FORMAT}'")
+        raise ValueError(
+            f"the {family.name} format cannot express {', '.join(lost)}: pass family='{native.FORMAT}'"
+            + ", or model.export_hf(folder), which measures this change" * ("rotary_dtype" in " ".join(lost))
+        )
     return config
 
 

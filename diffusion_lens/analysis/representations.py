@@ -55,7 +55,8 @@ from diffusion_lens.records.results import (
     installed_version,
     shown_model,
 )
-from diffusion_lens.settings import checked_arguments
+from diffusion_lens.settings import checked_arguments, takes
+from diffusion_lens.settings.shared import CompareSettings
 
 Vectors = Float[Tensor, "fact d"]
 OtherVectors = Float[Tensor, "fact d_other"]
@@ -236,7 +237,7 @@ class Comparisons(PicturedResult, Saved):
         return f"Comparisons({len(self.at)} {self.axis}s, {len(first.ids)} facts, {', '.join(first.statistics)})"
 
 
-@checked_arguments
+@takes(CompareSettings)
 def compare(
     forward: Tensor,
     reverse: Tensor,
@@ -246,9 +247,7 @@ def compare(
     groups: Sequence[str] | None = None,
     shared_axes: bool = True,
     only: Sequence[str] | None = None,
-    rank: int = 5,
-    resamples: int = 1000,
-    seed: int = 0,
+    settings: CompareSettings,
     source: Mapping[str, Any] | None = None,
 ) -> Comparison:
     """Compare two sets of vectors of the same facts.
@@ -264,9 +263,7 @@ def compare(
         shared_axes: Whether axis i means the same in both sets; it does not for two models, or for keys and values.
             Without shared axes, or if the widths differ, only "procrustes" and "cka" are computed.
         only: Statistics to compute, such as ["cka"]; by default all, of which "procrustes" takes most of the time.
-        rank: Number of principal components that "subspace" and "procrustes" use, at least 2.
-        resamples: Number of random pairings, and of random subsets of the facts.
-        seed: Seed of `numpy.random.default_rng`; one seed gives the same pairings at every layer.
+        settings: How they are compared.
         source: Origin of the vectors, e.g. {"model": ..., "layer": 3, "site": ...}. It is part of the record, and
             titles show model, layer and step.
 
@@ -278,8 +275,6 @@ def compare(
     ids = [str(row) for row in range(len(forward))] if ids is None else list(ids)
     if len(set(ids)) != len(ids):
         raise ValueError(f"two facts have the same id: {next(name for name in ids if ids.count(name) > 1)!r}")
-    if resamples < 1:
-        raise ValueError(f"resamples={resamples}; it must be at least 1; 1000 gives p-values down to 0.001")
     sets = [_as_matrix(vectors, name, ids) for vectors, name in zip((forward, reverse), names, strict=True)]
     widths = [vectors.shape[1] for vectors in sets]
     if groups is not None and len(groups) != len(ids):
@@ -289,10 +284,12 @@ def compare(
     sets = [_without_groups(vectors, members) for vectors in sets]
     one_space = shared_axes and widths[0] == widths[1]
     x, y = _in_few_axes(torch.cat(sets)).chunk(2) if one_space else map(_in_few_axes, sets)
+    rank, resamples = settings.rank, settings.resamples
+    require_facts(len(ids), rank)
     _check_rank(rank, (x, y), names)
 
     # 2. Sample pairings within the groups, and subsets of the facts.
-    n_facts, rng = len(ids), np.random.default_rng(seed)
+    n_facts, rng = len(ids), np.random.default_rng(settings.seed)
     paired = torch.arange(n_facts)[None]
     orders = paired.repeat(resamples, 1)
     for group in members:
@@ -316,9 +313,7 @@ def compare(
         ids=ids,
         names=names,
         record={
-            "rank": rank,
-            "resamples": resamples,
-            "seed": seed,
+            **settings.describe(),
             "groups": None if groups is None else list(groups),
             "widths": widths,
             "source": dict(source or {}),
@@ -457,9 +452,11 @@ def unit(x: Vectors) -> Vectors:
     return torch.nn.functional.normalize(x, dim=1, eps=torch.finfo(x.dtype).tiny)
 
 
-def fewest_facts(rank: int = 5) -> int:
-    """Smallest number of facts that a comparison needs, because "subspace" uses half of two thirds of them."""
-    return 3 * (rank + 2)
+def require_facts(n_facts: int, rank: int) -> None:
+    """Raise a `ValueError` if a comparison needs more facts, because "subspace" uses half of two thirds of them."""
+    if n_facts < (fewest := 3 * (rank + 2)):
+        smaller = f", or use rank={n_facts // 3 - 2}" if n_facts >= 12 else ""
+        raise ValueError(f"{n_facts} facts are too few for rank={rank}: give at least {fewest}{smaller}")
 
 
 def _as_matrix(vectors: Tensor, name: str, ids: Sequence[str]) -> Vectors:
@@ -490,12 +487,6 @@ def _without_groups(vectors: Vectors, members: Sequence[Tensor]) -> Vectors:
 
 
 def _check_rank(rank: int, sets: Sequence[Float[Tensor, "fact _"]], names: Sequence[str]) -> None:
-    n_facts, fewest = len(sets[0]), fewest_facts(rank)
-    if rank < 2:
-        raise ValueError(f"rank={rank}; it must be at least 2")
-    if n_facts < fewest:
-        smaller = f", or use rank={n_facts // 3 - 2}" if n_facts >= 12 else ""
-        raise ValueError(f"{n_facts} facts are too few for rank={rank}: give at least {fewest}{smaller}")
     for vectors, name in zip(sets, names, strict=True):
         n_directions = int((torch.linalg.svdvals(centred(vectors)) > EPSILON * vectors.norm()).sum())
         if n_directions < rank:

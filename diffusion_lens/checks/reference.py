@@ -145,7 +145,7 @@ class Reference:
         """The distance of the model in its current state."""
         mask = self.attention_mask
         real = torch.ones_like(self.tokens, dtype=torch.bool) if mask is None else mask.bool()
-        ours = model(self.tokens, attention_mask=mask, time=self.time).float().cpu()[real]
+        ours = model(self.tokens, attention_mask=mask, time=self.time, logits_at=real).float().cpu()
         theirs = self.logits.float()[real]
         apart = float((ours - theirs).square().mean().sqrt() / theirs.std())
         same, hidden = self._revealed(model)
@@ -195,10 +195,10 @@ def check_padding(model: HookedDiffusionTransformer, row: Tensor) -> Finding:
     padded = model.run_with_hooks(
         tokens,
         attention_mask=real,
+        logits_at=real,
         fwd_hooks=[(at, partial(_put_at, real, chosen.repeat(2, 1, 1).flatten(0, 1))) for at, chosen in experts],
     ).float()
-    scale = float(alone.abs().max())
-    difference = max(float((row[text] - alone).abs().max()) for row, text in zip(padded, real, strict=True)) / scale
+    difference = float((padded - alone.repeat(2, 1)).abs().max() / alone.abs().max())
     allowed = PADDED[model.cfg.dtype]
     said = (
         f"padding left and right changes logits by at most {difference:.1e} of the largest ({allowed:.0e} is allowed)"
@@ -220,7 +220,9 @@ def check_half_precision(model: HookedDiffusionTransformer, rows: Tensor) -> Fin
     everywhere = torch.ones_like(rows, dtype=torch.bool)
     with at_check_time(half):
         narrow = half.run_with_hooks(
-            rows, fwd_hooks=[(at, partial(_put_at, everywhere, chosen.flatten(0, 1))) for at, chosen in experts]
+            rows,
+            logits_at=range(rows.shape[1]),
+            fwd_hooks=[(at, partial(_put_at, everywhere, chosen.flatten(0, 1))) for at, chosen in experts],
         ).float()
     difference = float((narrow - wide).square().mean().sqrt() / wide.std())
     same = float((narrow.argmax(-1) == wide.argmax(-1)).float().mean())
@@ -241,9 +243,12 @@ def _compared(check: str, said: str, cause: str, numbers: dict[str, float]) -> F
 
 def _with_experts(model: HookedDiffusionTransformer, tokens: Tensor) -> tuple[Tensor, list[tuple[str, Tensor]]]:
     """Logits, and for each router its hook point and the experts Int[batch pos chosen] that it chose."""
+    every_row = range(tokens.shape[1])  # these texts contain no [MASK]
     if model.cfg.experts is None:
-        return model(tokens), []
-    logits, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith(".hook_experts"))
+        return model(tokens, logits_at=every_row), []
+    logits, cache = model.run_with_cache(
+        tokens, logits_at=every_row, names_filter=lambda name: name.endswith(".hook_experts")
+    )
     return logits, list(cache.items())
 
 

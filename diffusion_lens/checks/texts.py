@@ -45,7 +45,7 @@ from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.loading.catalogue import ASSETS, BUNDLED
 from diffusion_lens.model.loss import masked_batch, next_token_batch, noised
-from diffusion_lens.model.noise import hidden_tokens
+from diffusion_lens.model.noise import HeadAt, hidden_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import n_params
 
@@ -417,7 +417,7 @@ def _chosen(
         output: Tensor = model(canvas[None], logits_at=model.readout.rows(at_answer))
         # The next token of a text that grows is not on the canvas.
         present = None if model.cfg.is_autoregressive else canvas[at_answer][None]
-        logits = model.head_at(present).clean_logits(output)[0, 0]
+        logits = HeadAt.of(model, present).clean_logits(output)[0, 0]
         chosen.append(bool(logits[first_tokens].max() == logits[answer[0]]))
     return chosen
 

@@ -1,17 +1,15 @@
 """`diffusion-lens denoise` and `recall`: what a model writes, and whether it is right."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import ModelChoice, changed_canvases, default_folder
-from diffusion_lens.cli.options import LENGTH_OF_STUDY, DenoiseOptions, FactsOptions, command
+from diffusion_lens.cli.options import LENGTH_OF_STUDY, FactsOptions, command
 from diffusion_lens.cli.report import EXTRAS, PictureReport, StudyReport, progress, require
 from diffusion_lens.cli.workers import FactStudy, WorkerChoice
 from diffusion_lens.settings import at_least, setting
-from diffusion_lens.settings.shared import RecallFields
+from diffusion_lens.settings.shared import DenoiseFields, RecallFields
 
 if TYPE_CHECKING:
     from diffusion_lens.denoising.trajectory import Trajectory
@@ -21,9 +19,9 @@ if TYPE_CHECKING:
 @command()
 def denoise(
     chosen: ModelChoice,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
-    run: DenoiseOptions,
+    run: DenoiseFields,
     report: PictureReport,
+    prompt: str = setting(..., "Text to continue."),
     length: int | None = setting(
         None,
         "Number of positions of the canvas, including the prompt. Default: the training length, or 52 if it is "
@@ -39,8 +37,8 @@ def denoise(
     Example: diffusion-lens denoise site-mdm "Plerrick Baupling is the" --max-new-tokens 5 --steps 8 --out run
     """
     from diffusion_lens.data.fact_files import STUDY_LENGTH
+    from diffusion_lens.denoising import DenoiseSettings, lay_out
     from diffusion_lens.denoising import denoise as run_denoising
-    from diffusion_lens.denoising import lay_out
 
     # 1. Check the settings before the model is loaded.
     if length is not None and max_new_tokens is not None:
@@ -51,16 +49,17 @@ def denoise(
         length = chosen.length(length) or STUDY_LENGTH
     else:
         chosen.check_length(max_new_tokens)
-    settings = run.settings()
+    settings = DenoiseSettings(**vars(run))
     if (shape := chosen.known_shape()) is not None:
         settings.on(shape, chosen.model)
-    report.note(length=length, cfg_scale=settings.cfg_scale)
+    report.note(length=length)
 
-    # 2. For a dry run, print the cost.
+    # 2. Refuse a folder of another run; for a dry run, print the cost.
     def written(loaded: "HookedDiffusionTransformer") -> "Trajectory":
         canvas = lay_out(loaded, prompt, length, max_new_tokens)
         return run_denoising(loaded, canvas, settings, progress=progress() and not report.dry_run)
 
+    report.begin()
     cost.dry_run(report, chosen, written, [prompt])
 
     # 3. Run the loop, and show each canvas that differs from the one before.
@@ -127,7 +126,7 @@ def recall(
     # 4. Show the table, and write the files.
     report.say(result.to_text(score))
     report.save("recall", result)
-    report.draw("picture", "recall.png", partial(result.plot, score))
+    report.draw("picture", "recall.png" if score == "contained" else f"recall_{score}.png", partial(result.plot, score))
     table = {
         cell_name(*cell): {str(step): share._asdict() for step, share in row.items()}
         for cell, row in result.table(score).items()

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diffusion_lens.cli.load_model import LoadingOptions, model_label, name_and_mode
-from diffusion_lens.cli.options import LENGTH, DenoiseOptions, Model, command, each_from_0
+from diffusion_lens.cli.options import LENGTH, Model, command, each_from_0
 from diffusion_lens.cli.report import require
 from diffusion_lens.settings import at_least, setting
+from diffusion_lens.settings.shared import DenoiseFields
 
 if TYPE_CHECKING:
     from diffusion_lens.facts.fact import Fact
@@ -28,7 +29,7 @@ def port_number(name: str, value: int) -> int:
 @command()
 def explore(
     model: Model,
-    run: DenoiseOptions,
+    run: DenoiseFields,
     loading: LoadingOptions,
     against: Annotated[
         str | None,
@@ -48,7 +49,7 @@ def explore(
         "With --out: layer whose attention patterns the file contains. Repeat the option for several.",
         each_from_0,
     ),
-    out: Path | None = setting(None, "Write one .html file that needs no network and no model, and serve nothing."),
+    out: Path | None = setting(None, "Write one new .html file that needs no network and no model, and serve nothing."),
     host: str = setting(
         "127.0.0.1", "Address to listen on. Others than 127.0.0.1 let other machines in, given the token."
     ),
@@ -61,10 +62,11 @@ def explore(
 
     Example: diffusion-lens explore site-mdm --against pair
     """
+    from diffusion_lens.denoising import DenoiseSettings
     from diffusion_lens.facts.fact import Fact
 
     # 1. Check the settings before the models are loaded.
-    run.settings()
+    DenoiseSettings(**vars(run))
     if out is None:
         require("live pages", "servers")
         if attention:
@@ -73,6 +75,8 @@ def explore(
             )
     elif out.suffix != ".html":
         raise ValueError(f"out={out}: the explorer writes an HTML file; name one that ends in .html")
+    elif out.exists():
+        raise ValueError(f"out={out} already exists; name a new file")
     if (subject is None) != (answer is None) and subject is not None:
         raise ValueError("subject= is traced together with answer=; give both")
     if prompt is None and (subject or answer):
@@ -105,7 +109,7 @@ def explore(
     loaded = [choices[0].load()]
     loaded += [choice.load(weights_of=loaded[0] if shared else None) for choice in choices[1:]]
     session = Session(loaded)
-    specs = first_specs(session, asked, **{**vars(run), "length": length, "cfg_scale": run.cfg_scale or 0.0})
+    specs = first_specs(session, asked, **vars(run), length=length)
     if answer is not None and subject is None:
         specs = [replace(spec, answer=answer) for spec in specs]
     runs = [session.run(spec)["id"] for spec in specs]

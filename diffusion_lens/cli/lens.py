@@ -1,14 +1,16 @@
 """`diffusion-lens lens` reads what each layer predicts, on one canvas or at the steps of a denoising run."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, denoised, unnamed_subject
-from diffusion_lens.cli.options import SEED, command
+from diffusion_lens.cli.options import command
 from diffusion_lens.cli.report import PictureReport, progress
-from diffusion_lens.settings import at_least, setting
+from diffusion_lens.settings import at_least, pick_indices, setting
+from diffusion_lens.settings.shared import LensSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +25,12 @@ MOST_COLUMNS = 8
 LONGEST_WORD = 12  # characters
 
 
-@command()
+@command(
+    positions="Positions of the predicted tokens, negative ones from the end. Default: those of the answer, or all "
+    "that are to be written; on one text of a causal model the next one."
+)
 def lens(
+    given: LensSettings,
     loop: LoopOptions,
     chosen: ModelChoice,
     report: PictureReport,
@@ -34,23 +40,12 @@ def lens(
         'Answer to follow through the layers, with its leading space, e.g. " bassoon". Default: with --steps the '
         "tokens that the run writes.",
     ),
-    layer: list[int] | None = setting(
-        None,
-        "State to read: l is the one that enters block l, and the number of blocks is the last one. Repeat the option "
-        "for several. Default: all.",
-    ),
-    position: list[int] | None = setting(
-        None,
-        "Position of the predicted token. Repeat the option for several. Default: those of the answer, or all that are "
-        "to be written; on one text of a causal model the next one.",
-    ),
     length: int | None = setting(
         None,
         "Number of positions of the canvas, including the prompt. Default: the training length; if that is unknown, "
         "the length of prompt and answer, or 52 without --answer.",
         partial(at_least, 1),
     ),
-    seed: int = SEED,
 ) -> None:
     """Show what the model would predict if it ended after each layer (the logit lens), by position or by step.
 
@@ -62,11 +57,9 @@ def lens(
     from diffusion_lens.analysis import logit_lens
     from diffusion_lens.analysis.engine.layout import CanvasLayout
     from diffusion_lens.data.fact_files import STUDY_LENGTH
-    from diffusion_lens.settings import pick_indices, unique_indices
 
     # 1. Check the settings before the model is loaded.
-    run_settings = loop.settings(chosen, seed)
-    unique_indices("position", position)
+    run_settings = loop.settings(chosen)
     shape = chosen.known_shape()
     one_text = run_settings is None and answer is None and shape is not None and shape.is_autoregressive
     if one_text and length is not None:
@@ -76,7 +69,7 @@ def lens(
         )
     length = None if one_text else chosen.length(length) or (STUDY_LENGTH if answer is None else None)
     if shape is not None:
-        pick_indices("layer", layer, shape.n_layers + 1)
+        pick_indices("layers", given.layers, shape.n_layers + 1)
     fact = unnamed_subject(prompt, answer or "")
     layout = CanvasLayout(length)
     report.note(length=length)
@@ -89,15 +82,15 @@ def lens(
         canvas = None if one_text else canvas_of(loaded, query or prompt, length)
         if run_settings is not None and canvas is not None:
             trajectory = denoised(loaded, canvas, run_settings)
-        positions = _default_positions(query, canvas) if position is None else position
+        positions: Any = given.positions or _default_positions(query, canvas)
         inputs: Any = trajectory or query or (prompt if canvas is None else canvas.tokens)
         targets = None if trajectory is None or query is None else _targets(trajectory.tokens, query, positions)
-        result = logit_lens(
-            loaded, inputs, layers=layer, positions=positions, steps=loop.at_step, targets=targets, progress=progress()
-        )
+        read = replace(given, positions=positions)
+        result = logit_lens(loaded, inputs, settings=read, steps=loop.at_step, targets=targets, progress=progress())
         return result, trajectory
 
-    # 2. For a dry run, print the cost.
+    # 2. Refuse a folder of another run; for a dry run, print the cost.
+    report.begin()
     cost.dry_run(report, chosen, read, [prompt, answer or ""])
 
     # 3. Lay out the canvas or denoise it, and read it.
@@ -224,14 +217,12 @@ def _default_positions(query: "Query | None", canvas: "Canvas | None") -> list[i
     return [-1] if canvas is None else canvas.blanks(canvas.tokens)[0].nonzero().flatten().tolist()
 
 
-def _targets(written: "Tensor", query: "Query", positions: list[int]) -> "Tensor":
+def _targets(written: "Tensor", query: "Query", positions: Sequence[int]) -> "Tensor":
     """The token to follow at each position: the answer's, elsewhere the one that the run has written.
 
     Args:
         written: Int[1 pos], the canvas at the end.
     """
-    from diffusion_lens.settings import pick_indices
-
     tokens = written.clone()
     tokens[0, list(query.answer_positions)] = tokens.new_tensor(query.answer_tokens)
     return tokens[:, pick_indices("position", positions, tokens.shape[1])]

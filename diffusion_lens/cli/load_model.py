@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion_lens.cli.options import Model, SamplerOptions, each_from_0
+from diffusion_lens.cli.options import Model, each_from_0
 from diffusion_lens.cli.report import progress
-from diffusion_lens.settings import Settings, at_least, setting
+from diffusion_lens.settings import Settings, at_least, fields_of, setting
+from diffusion_lens.settings.shared import DenoiseFields
 
 if TYPE_CHECKING:
     from diffusion_lens.denoising.canvas import Canvas
@@ -189,14 +190,14 @@ class ModelChoice(LoadingOptions):
             weights_of: The same checkpoint loaded in another mode, whose weights the model shares.
             on: Another device.
         """
-        from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+        from diffusion_lens.hooked_diffusion_transformer import load_source
         from diffusion_lens.loading.source import Source
         from diffusion_lens.model.config import as_device
 
         name = on or self.device
         device = None if name is None else as_device(name)
         source = Source(self.name, self.config, self.tokenizer, self.dtype, options=self.options)
-        return HookedDiffusionTransformer.from_source(source, device, weights_of=weights_of)
+        return load_source(source, device, weights_of=weights_of)
 
 
 def name_and_mode(given: str, mode: str | None = None) -> tuple[str, str | None]:
@@ -237,7 +238,7 @@ def model_label(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopOptions(SamplerOptions):
+class LoopOptions(DenoiseFields):
     """The denoising run of a command that reads one canvas or, with --steps, the canvases of a run."""
 
     steps: int | None = setting(
@@ -245,13 +246,13 @@ class LoopOptions(SamplerOptions):
         "Number of denoising steps. With it, the command runs the denoising loop and reads the canvases of its steps; "
         "without it, one canvas on which the whole answer is masked. A causal model writes one position per step, "
         "whatever the number.",
-        partial(at_least, 1),
+        partial(at_least, 1, reason="only a step reveals positions"),
     )
     at_step: list[int] | None = setting(
         None, "Step to read, counted from 0. Repeat the option for several. Default: all.", each_from_0
     )
 
-    def settings(self, model: ModelChoice, seed: int, **needing_steps: Any) -> "DenoiseSettings | None":
+    def settings(self, model: ModelChoice, **needing_steps: Any) -> "DenoiseSettings | None":
         """Settings of the run, checked before the model is loaded; `None` without `--steps`.
 
         Args:
@@ -261,13 +262,13 @@ class LoopOptions(SamplerOptions):
         from diffusion_lens.denoising.settings import DenoiseSettings
         from diffusion_lens.settings import unique_indices
 
-        settings = DenoiseSettings(self.steps, self.sampler, self.cfg_scale or 0.0, seed=seed)
+        settings = DenoiseSettings(**{name: getattr(self, name) for name in fields_of(DenoiseFields)})
         if (shape := model.known_shape()) is not None:
             settings = settings.on(shape, model.name)
         if self.steps is None:
-            given = {"at_step": self.at_step, "sampler": self.sampler, "cfg_scale": self.cfg_scale, **needing_steps}
-            for name, value in given.items():
-                if value is not None:
+            of_run = ("at_step", "sampler", "cfg_scale", "temperature")
+            for name, value in {**{name: getattr(self, name) for name in of_run}, **needing_steps}.items():
+                if value:
                     option = name.replace("_", "-")
                     raise ValueError(
                         f"--{option} is a setting of a denoising run: give the number of its steps with --steps"

@@ -5,14 +5,15 @@
 
 - `name: type = setting(default, help, check)` is an option of this command; the default `...` makes it required.
 - An argument whose annotation is a dataclass, such as `ModelChoice`, is a group: its settings are options, and the
-  command gets the object. An option that two groups have, or that the command declares too, is one option. The groups
-  of `diffusion_lens.settings.shared` are the settings of functions of the library.
+  command gets the object. An option that two groups have is that of the first; one that the command declares too is
+  the command's. The groups of `diffusion_lens.settings.shared` are the settings of functions of the library.
 - What a setting cannot say is written as typer has it: `name: Annotated[type, typer.Option(...)] = default`.
 
 Groups that several commands share, and checks of their own, are at the end.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from copy import copy
 from functools import partial, wraps
@@ -25,8 +26,8 @@ from typer.models import ArgumentInfo
 
 from diffusion_lens.cli.app import app
 from diffusion_lens.cli.report import Report
-from diffusion_lens.settings import Settings, at_least, check_seed, fields_of, not_negative, setting
-from diffusion_lens.settings.shared import SAMPLER, TEMPERATURE, CanvasFields
+from diffusion_lens.settings import Settings, at_least, check_seed, fields_of, setting
+from diffusion_lens.settings.shared import CanvasFields
 
 if TYPE_CHECKING:
     from diffusion_lens.facts.fact import Fact
@@ -40,6 +41,12 @@ Model = Annotated[
         "(owner/name). NAME@MODE is one mode of a checkpoint that is several models, as --mode.",
     ),
 ]
+PROMPT = Parameter(
+    "after_model",
+    Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[str | None, typer.Argument(metavar="PROMPT", help="The same as --prompt.")],
+)
 PLAIN = (bool, float, int, str, Path)
 
 
@@ -59,15 +66,21 @@ def command(**helps: str | None) -> Callable[[Command], Command]:
         declared: dict[str, Any] = {}
         for name in arguments:
             of_group = [each for each in dataclasses.fields(groups[name]) if _is_option(each)] if name in groups else []
-            declared |= {name: own[name]} if name in own else {each.name: own.get(each.name, each) for each in of_group}
+            new = {name: own[name]} if name in own else {each.name: own.get(each.name, each) for each in of_group}
+            declared |= {each: new[each] for each in new if each not in declared}
         left_out = {name for name, help in helps.items() if help is None} - own.keys()
         options = [_option(name, each, helps.get(name)) for name, each in declared.items() if name not in left_out]
+        prompt_needed = any(each.name == "prompt" and each.default is Parameter.empty for each in options)
+        if "prompt" in declared:
+            options = [*(each.replace(default=None) if each.name == "prompt" else each for each in options), PROMPT]
 
         names_of = ((name, each.metadata.get("option")) for name, each in declared.items())
         spelt = {name: option for name, option in names_of if isinstance(option, str)}
 
         @wraps(function)
         def called(**given: Any) -> None:
+            if "prompt" in declared:
+                given["prompt"] = _one_prompt(given.pop(PROMPT.name), given["prompt"], prompt_needed)
             for name, each in own.items():
                 check = each.metadata.get("check")
                 if check is not None and given[name] is not None:
@@ -94,6 +107,16 @@ def command(**helps: str | None) -> Callable[[Command], Command]:
     return register
 
 
+def _one_prompt(argument: str | None, option: str | None, is_needed: bool) -> str | None:
+    """The prompt of a command, from its argument or its option."""
+    if argument is not None and option is not None:
+        raise ValueError(f"two prompts are given, {argument!r} after the model and {option!r} with --prompt: give one")
+    prompt = option if argument is None else argument
+    if prompt is None and is_needed:
+        raise typer.BadParameter("give the prompt after the model, or with --prompt", param_hint="PROMPT")
+    return prompt
+
+
 def _declared(argument: Parameter) -> Any:
     """An argument of a command as a field."""
     default = ... if argument.default is Parameter.empty else argument.default
@@ -112,7 +135,8 @@ def _option(name: str, each: Any, help: str | None) -> Parameter:
     declare = partial(Parameter, name, Parameter.KEYWORD_ONLY, default=default)
     if get_origin(each.type) is Annotated:
         return declare(annotation=each.type)
-    spelt, help = each.metadata["option"], help or each.metadata["help"]
+    # Python's help has quotation marks around names, which a shell does not need.
+    spelt, help = each.metadata["option"], re.sub(r'"(\w+)"', r"\1", help or each.metadata["help"])
     option = f"--{(spelt if isinstance(spelt, str) else name).replace('_', '-')}"
     kinds = {get_origin(kind) or kind for kind in (*get_args(each.type), each.type)}
     if list in kinds:
@@ -195,30 +219,3 @@ class FactsOptions(Settings):
         from diffusion_lens.data.fact_files import default_source, open_source
 
         return open_source(self.data or default_source(model), outline_only=outline_only)
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplerOptions(Settings):
-    """How canvases are denoised."""
-
-    sampler: str | None = copy(SAMPLER)
-    cfg_scale: float | None = setting(
-        None,
-        "Weight of classifier-free guidance. Default: 0, no guidance.",
-        partial(not_negative, zero="no guidance"),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class DenoiseOptions(SamplerOptions):
-    """The settings of a denoising run."""
-
-    steps: int = setting(32, "Number of denoising steps.", partial(at_least, 1))
-    temperature: float = copy(TEMPERATURE)
-    seed: int = copy(SEED)
-
-    def settings(self) -> Any:
-        """The settings of the loop."""
-        from diffusion_lens.denoising import DenoiseSettings
-
-        return DenoiseSettings(self.steps, self.sampler, self.cfg_scale or 0.0, self.temperature, self.seed)

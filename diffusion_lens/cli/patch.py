@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_lens.cli import cost
 from diffusion_lens.cli.load_model import LoopOptions, ModelChoice, canvas_of, denoised, unnamed_subject
-from diffusion_lens.cli.options import LENGTH, SEED, command
+from diffusion_lens.cli.options import LENGTH, command
 from diffusion_lens.cli.report import PictureReport, progress, strongest
 from diffusion_lens.settings import setting
 from diffusion_lens.settings.shared import PatchFields
@@ -48,7 +48,6 @@ def patch(
     position: list[int] | None = setting(None, "Position to patch. Repeat the option for several. Default: each one."),
     together: bool = setting(False, "Patch the positions together, as one cell for each layer (and head)."),
     length: int | None = LENGTH,
-    seed: int = SEED,
 ) -> None:
     """Patch activations of a clean prompt into the run of a corrupted one, cell by cell, and measure the answer.
 
@@ -66,7 +65,7 @@ def patch(
     from diffusion_lens.settings import pick_indices, unique_indices
 
     # 1. Check the settings before the model is loaded.
-    run_settings = loop.settings(chosen, seed)
+    run_settings = loop.settings(chosen)
     sites = resolve_sites(site or ["resid_pre"])
     selected: Any = list(unique_indices("position", position) or ()) or None
     cells: Any = ([selected] if selected else "all") if together else selected
@@ -106,7 +105,8 @@ def patch(
             )
         return grids
 
-    # 2. For a dry run, print the cost.
+    # 2. Refuse a folder of another run; for a dry run, print the cost.
+    report.begin()
     guessed = prompts if chosen.is_here else prompts.of_one_length()
     cost.dry_run(report, chosen, partial(patched, prompts=guessed, is_planned=True), guessed.texts)
 

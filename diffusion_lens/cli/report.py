@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from io import BytesIO
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COMMAND = "command.json"
-# Options that do not change results.
+# Options that do not change results, and those that say where and in which parts they are computed.
 OUTPUT_OPTIONS = ("out", "json", "dry_run", "flops")
+PLACES = ("device", "workers", "dask", "slurm", "shard", "merge")
+KEEPS = (
+    "The same command goes on in its folder, and writes the same results again; a folder with the results of another "
+    "command or of other settings is refused."
+)
 # By feature: text of the error, package, and extra of diffusion-lens that installs it.
 EXTRAS = {
     "pictures": ("figures need matplotlib", "matplotlib", "plot"),
@@ -65,11 +70,13 @@ class Report(Settings):
     def save(self, name: str, result: Any, file: str | None = None) -> None:
         """Write a result as NAME.safetensors, or as another file, if there is a folder."""
         if self.out is not None:
+            self._claim()
             self.files[name] = result.save(self.out / f"{file or name}.safetensors")
 
     def draw(self, name: str, file: str, plot: Callable[[], Any]) -> None:
         """Write the figure that `plot` draws, if there is a folder."""
         if self.out is not None:
+            self._claim()
             self.files[name] = save_figure(plot(), self.out / file)
 
     def finish(self, results: Mapping[str, Any], record: Mapping[str, Any] | None = None, **files: Path) -> None:
@@ -83,8 +90,7 @@ class Report(Settings):
         """
         written = self.files | files
         report = {
-            "command": self.command,
-            "settings": _plain({name: v for name, v in self.settings.items() if name not in OUTPUT_OPTIONS}),
+            **self._described(),
             "results": _plain(results),
             "files": {name: str(path) for name, path in written.items()},
             "record": _plain({name: value for name, value in (record or {}).items() if name != "facts"}),
@@ -98,13 +104,24 @@ class Report(Settings):
         if self.json:
             typer.echo(to_json(report))
 
+    def _described(self) -> dict[str, Any]:
+        settings = {name: value for name, value in self.settings.items() if name not in OUTPUT_OPTIONS}
+        return {"command": self.command, "settings": _plain(settings)}
+
+    def _claim(self) -> None:
+        """Before the first file, write whose results the folder has, should this command be stopped."""
+        if self.out is not None and not self.files:
+            from weight_conversion import write_json
+
+            write_json(self._described(), self.out / COMMAND)
+
 
 @dataclass
 class FolderReport(Report):
     """The output of a command that can write results to a folder, or estimate its own cost."""
 
     out: Path | None = setting(
-        None, "Folder for results, figures and command.json, which records how to repeat the run."
+        None, f"Folder for results, figures and command.json, which records how to repeat the run. {KEEPS}"
     )
     dry_run: bool = setting(False, "Estimate token-layers, operations, time and memory, and do nothing else.")
     flops: float | None = setting(
@@ -118,6 +135,34 @@ class FolderReport(Report):
         super().__post_init__()
         if self.out is not None:
             require_folder(self.out, "--out")
+
+    def begin(self, compared: Collection[str] | None = None) -> None:
+        """Refuse a folder that has the results of another command or of other settings, before anything is computed.
+
+        Args:
+            compared: Settings to compare, by default all; a study compares the others with the record of its parts.
+        """
+        if self.out is None:
+            return
+        described, file = self._described(), self.out / COMMAND
+        if not file.exists():
+            if found := min(self.out.glob("*.safetensors"), default=None):
+                raise ValueError(
+                    f"{found} is there, and no {COMMAND} says how it was made: name another folder with --out"
+                )
+            return
+        from diffusion_lens.records.results import read_run, require_same_run
+
+        saved = read_run(file)
+        there, here = saved.get("settings", {}), described["settings"]
+        names = [name for name in (here if compared is None else compared) if name in there and name not in PLACES]
+        if there.get("merge") and here.get("merge"):
+            names.append("merge")
+        require_same_run(
+            {"command": saved.get("command"), **{name: there[name] for name in names}},
+            {"command": self.command, **{name: here[name] for name in names}},
+            str(self.out),
+        )
 
 
 @dataclass
@@ -136,8 +181,8 @@ class StudyReport(FolderReport):
 
     out: Path | None = setting(
         None,
-        "Folder for results and command.json. Default: a name made of command and model. An interrupted run resumes "
-        "from it.",
+        f"Folder for results and command.json. Default: a name made of command and model. An interrupted run resumes "
+        f"from it. {KEEPS}",
     )
 
     def __post_init__(self) -> None:

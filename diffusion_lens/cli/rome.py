@@ -25,7 +25,7 @@ from diffusion_lens.cli.report import (
 )
 from diffusion_lens.cli.workers import FactStudy, WorkerChoice
 from diffusion_lens.settings import at_least, pick_indices, pick_layer, setting
-from diffusion_lens.settings.shared import CanvasFields, ValueSettings, VectorFields
+from diffusion_lens.settings.shared import CanvasFields, CompareSettings, ValueSettings, VectorFields
 
 if TYPE_CHECKING:
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
@@ -86,7 +86,8 @@ def rome(
         shown = progress() and not report.dry_run
         return request, probe, key, optimize_values(loaded, [request], at, settings=search, progress=shown)[0]
 
-    # 2. For a dry run, print the cost.
+    # 2. Refuse a folder of another run; for a dry run, print the cost.
+    report.begin()
     cost.dry_run(report, chosen, partial(searched, prefix_texts=[]), [*cost.texts_of([fact]), given.answer])
 
     # 3. Compute key and value.
@@ -131,7 +132,6 @@ def rome(
     n_masks=None,
     occurrence=None,
     length=LENGTH_OF_STUDY,
-    first_tokens="Score only this many first tokens of the answer. Default: 1, as in ROME.",
 )
 def compare(
     models: Annotated[
@@ -143,8 +143,9 @@ def compare(
         ),
     ],
     given: FactsOptions,
-    layout: CanvasFields,
     studied: VectorFields,
+    layout: CanvasFields,
+    compared: CompareSettings,
     spread: WorkerChoice,
     loading: LoadingOptions,
     report: StudyReport,
@@ -155,7 +156,6 @@ def compare(
         "Statistic to print and draw: cka or procrustes; for vectors of one kind also cosine, centred_cosine, "
         "retrieval or subspace.",
     ),
-    resamples: int = setting(1000, "Number of random pairings and of random subsets of facts.", partial(at_least, 1)),
 ) -> None:
     """Compare keys and values of both directions, paired by person. Are facts encoded symmetrically?
 
@@ -166,7 +166,7 @@ def compare(
     """
     from diffusion_lens.analysis import KeyValueStudy, key_value_study
     from diffusion_lens.analysis.engine.layout import say_set_aside
-    from diffusion_lens.analysis.representations import fewest_facts, statistics
+    from diffusion_lens.analysis.representations import require_facts, statistics
     from diffusion_lens.analysis.rome.key_value_study import DIRECTIONS, KeyValueSettings, check_vectors
 
     # 1. Check the options that need neither data nor a model; the vectors take long to compute.
@@ -193,31 +193,27 @@ def compare(
     facts = source.pick(given.trained, limit=given.limit)
     lengths = [model.length(layout.length, source.length) for model in chosen]
     forward, reverse = ({fact.person for fact in facts if fact.asked == asked} for asked in DIRECTIONS)
-    if len(forward & reverse) < fewest_facts():
-        raise ValueError(
-            f"{len(forward & reverse)} people are queried in both directions, too few to compare: use at least "
-            f"{fewest_facts()}"
-        )
+    require_facts(len(forward & reverse), compared.rank)
     report.note(data=source.name, facts=len(facts), lengths=lengths)
 
     # 3. Refuse a folder that holds another study; for a dry run, print the cost.
     studies = []
     for model, own_length in zip(chosen, lengths, strict=True):
-        laid_out = {**vars(layout), "length": own_length, "first_tokens": layout.first_tokens or 1}
-        settings = KeyValueSettings(**laid_out, **vars(studied))
+        settings = KeyValueSettings(**{**vars(layout), "length": own_length, **vars(studied)})
         compute = partial(key_value_study, facts=facts, settings=settings)
         studies.append(FactStudy(model, out / model.label, compute, facts, settings, settings.request))
-    spread.plan(studies, report)
+    spread.plan(studies, report, "models", "rank", "resamples", "seed")
 
     # 4. Compute the vectors of each model, or join their shards, and compare both directions.
     axes: Any = None
+    sides = f"{vectors}_{against}" if against else vectors
     results = {}
     computed = spread.compute(studies, KeyValueStudy, report)
     for name, study in zip(names, computed, strict=True):
-        comparisons = study.compare(vectors, against, resamples=resamples, progress=progress())
+        comparisons = study.compare(vectors, against, progress=progress(), settings=compared)
         if study.record["set_aside"]:
             report.say(f"{name}: {say_set_aside(study.record['set_aside'])}")
-        report.save(name, comparisons, f"{name}_{vectors}")
+        report.save(name, comparisons, f"{name}_{sides}")
         n_people = len(next(iter(comparisons.at.values())).ids)
         report.say(f"{name}: {vectors}, {n_people} people queried in both directions")
         results[name] = comparisons.table(statistic)
@@ -229,5 +225,5 @@ def compare(
         axes = comparisons.plot(statistic, ax=axes, label=name, title=f"{vectors} of a person, both directions")
 
     # 5. Write the figure and the record.
-    report.draw("picture", f"{vectors}_{statistic}.png", lambda: axes)
+    report.draw("picture", f"{sides}_{statistic}.png", lambda: axes)
     report.finish(results, computed[-1].record)

@@ -12,6 +12,7 @@ from diffusion_lens.cli.options import FactsOptions, command
 from diffusion_lens.cli.report import StudyReport
 from diffusion_lens.cli.workers import ModelStudy, WorkerChoice
 from diffusion_lens.settings import at_least, setting
+from diffusion_lens.settings.shared import SignatureSettings
 
 if TYPE_CHECKING:
     from diffusion_lens.analysis import ReversalSignatures
@@ -36,6 +37,7 @@ MEANS = (
 @command(asked=None, limit="Largest number of pairs of facts, evenly spread.")
 def signatures(
     given: FactsOptions,
+    studied: SignatureSettings,
     spread: WorkerChoice,
     chosen: ModelChoice,
     report: StudyReport,
@@ -57,16 +59,6 @@ def signatures(
         "Number of positions of the canvas. Default: the training length of the model, or that of the data set if it "
         "is shorter. Where the former is unknown, a canvas ends with its sentence.",
         partial(at_least, 1),
-    ),
-    batch_size: int | None = setting(
-        None,
-        "Largest number of pairs computed together, which are each other's baseline of shuffled pairs; a pair alone "
-        "would have none. In batches of 2, an odd number of pairs has one batch of 3. Default: as many as --max-bytes "
-        "allows, at most 32.",
-        partial(at_least, 2),
-    ),
-    max_bytes: int = setting(
-        2**30, "Most memory for one batch in bytes, in addition to the weights.", partial(at_least, 1)
     ),
 ) -> None:
     """Measure why a fact trained in one direction is, or is not, recalled in the other: evidence, routes, gradients.
@@ -109,19 +101,20 @@ def signatures(
         }
         laid_out = pairs_in_common({name: pairs for name, (_, pairs) in known.items()}) if known else {}
         for name, (outline, _) in known.items():
-            plan = SignaturePlan.of(outline, laid_out[name], batch_size=batch_size, max_bytes=max_bytes)
+            plan = SignaturePlan.of(outline, laid_out[name], studied)
             described = {**plan.describe(), "model": outline.cfg.model_name} if len(known) == len(models) else {}
             require_same_settings(out / name, {**described, "dtype": chosen.dtype})
             plans[name] = plan
     n_pairs = len(next(iter(plans.values())).pairs) if plans else len(fact_pairs)
     report.note(data=source.name, facts=n_pairs, lengths=lengths)
 
-    # 3. For a dry run, print the cost.
+    # 3. Refuse a folder of another run; for a dry run, print the cost.
+    report.begin(["against"])
     report.say(*spread.lines())
     if report.dry_run:
         n_own = spread.share(n_pairs)
         work = [
-            _planned(each, laid_out.get(each.label) or _invented(n_pairs, own or 32), n_own, batch_size, max_bytes)
+            _planned(each, laid_out.get(each.label) or _invented(n_pairs, own or 32), n_own, studied)
             for each, own in zip(models, lengths, strict=True)
         ]
         if not spread.merge and len(plans) < len(models):
@@ -129,9 +122,8 @@ def signatures(
         cost.show(report, list(zip(models, work, strict=True)))
 
     # 4. Compute the signatures of each model, or join their shards.
-    options: dict[str, Any] = {"batch_size": batch_size, "max_bytes": max_bytes}
     todo = [
-        ModelStudy(each, out / name, partial(reversal_signatures, **options, pairs=laid_out.get(name, [])))
+        ModelStudy(each, out / name, partial(reversal_signatures, settings=studied, pairs=laid_out.get(name, [])))
         for name, each in zip(names, models, strict=True)
     ]
     studies = spread.compute(todo, ReversalSignatures, report)
@@ -234,7 +226,7 @@ def _numbers(study: "ReversalSignatures") -> dict[str, Any]:
     return numbers
 
 
-def _planned(model: ModelChoice, given: Any, n_own: int, batch_size: int | None, max_bytes: int) -> "PlannedWork":
+def _planned(model: ModelChoice, given: Any, n_own: int, studied: SignatureSettings) -> "PlannedWork":
     """The work of `n_own` of the pairs on one model, of which one batch runs.
 
     Args:
@@ -249,12 +241,12 @@ def _planned(model: ModelChoice, given: Any, n_own: int, batch_size: int | None,
     def job(network: "HookedDiffusionTransformer") -> None:
         nonlocal n_together, n_bytes
         pairs = given(network) if callable(given) else given
-        plan = SignaturePlan.of(network, pairs, batch_size=batch_size, max_bytes=max_bytes)
+        plan = SignaturePlan.of(network, pairs, studied)
         n_together = len(plan.batches[0])
         most = max(map(len, plan.batches))
         positions = longest_canvas(list(plan.pairs.values()))
         n_bytes = most * pair_bytes(network.cfg, positions, most, len(plan.candidates))
-        reversal_signatures(network, pairs, batch_size=batch_size, max_bytes=max_bytes, shard=(0, len(plan.batches)))
+        reversal_signatures(network, pairs, settings=studied, shard=(0, len(plan.batches)))
 
     work = cost.planned(model, job) * (1 / n_together) * n_own
     return replace(work, batch_bytes=n_bytes)

@@ -65,24 +65,24 @@ def trace(
         )
     if shape is not None:
         pick_indices("layers", settings.layers, shape.n_layers)
-    run_settings = loop.settings(chosen, settings.seed, canvas=canvas)
+    run_settings = loop.settings(chosen, canvas=canvas)
     asked, length = fact.fact(layout.occurrence), chosen.length(layout.length)
     laid_out = CanvasLayout(length, first_tokens=layout.first_tokens)
     report.note(length=length)
 
     def traced(loaded: "HookedDiffusionTransformer") -> Any:
-        """The trace, and the run whose steps it traces, if there is one; measures the noise if none was given."""
+        """The trace, and the run whose steps it traces, if there is one."""
         query, shown = laid_out.query(loaded, asked), progress() and not report.dry_run
-        measured = settings.with_noise(loaded, [query])
         if run_settings is None:
-            return causal_trace(loaded, query, measured, progress=shown), None
+            return causal_trace(loaded, query, settings, progress=shown), None
         run = denoised(loaded, canvas_of(loaded, query), run_settings)
         last = TracedTrajectory.of(loaded, query, run).last_step
         for at in loop.reads(last, None, report.dry_run):
-            result = trace_trajectory(loaded, query, at, of_step, trajectory=run, settings=measured, progress=shown)
+            result = trace_trajectory(loaded, query, at, of_step, trajectory=run, settings=settings, progress=shown)
         return result, run
 
-    # 2. For a dry run, print the cost. Otherwise trace.
+    # 2. Refuse a folder of another run; for a dry run, print the cost.
+    report.begin()
     cost.dry_run(report, chosen, traced, cost.texts_of([asked]))
     result, run = traced(chosen.load())
     if run is None:
@@ -95,7 +95,7 @@ def trace(
     length=LENGTH_OF_STUDY,
     first_tokens="Score only this many first tokens of the answer. Default: 1, as in ROME; with --by-step all.",
     known="Facts to average: recalled (a denoising run writes the answer), one-canvas (the answer is the most likely "
-    "one on the traced canvas), or all. Default: one-canvas with --first-tokens 1, otherwise recalled.",
+    "one on the traced canvas), or all. Default: one-canvas for the first token without --steps, otherwise recalled.",
     occurrence=None,
     n_masks=None,
 )
@@ -137,15 +137,12 @@ def aie(
     of_step = one_of(*CANVASES)("canvas", canvas or "forced")
     if canvas is not None and not by_step:
         raise ValueError("--canvas is a setting of --by-step; without it, each fact is traced on one canvas")
-    own: dict[str, Any] = {
-        "length": chosen.length(given.length, source.length),
-        "first_tokens": given.first_tokens or (None if by_step else 1),
-        "loop": None if steps is None else analysis.LoopSettings(steps=steps),
-    }
+    # What is not given has the function's own default.
+    own = {name: value for name, value in vars(given).items() if value is not None}
+    own |= {"length": chosen.length(given.length, source.length)}
+    own |= {} if steps is None else {"loop": analysis.LoopSettings(steps=steps)}
     settings: Any = (
-        analysis.AverageTrajectorySettings(**{**vars(given), **own}, canvas=of_step)
-        if by_step
-        else analysis.AverageSettings(**{**vars(given), **own})
+        analysis.AverageTrajectorySettings(**own, canvas=of_step) if by_step else analysis.AverageSettings(**own)
     )
     average_effect: Any = analysis.average_trajectory_effect if by_step else analysis.average_indirect_effect
     result_type: Any = analysis.AverageTrajectoryEffect if by_step else analysis.AverageEffect

@@ -189,14 +189,19 @@ class WorkerChoice(Settings):
                         f"--merge {folder} contains nothing of {part} to join: give the --out folders of the shards"
                     )
 
-    def plan(self, studies: "Sequence[FactStudy]", report: StudyReport) -> None:
-        """Refuse folders that hold other studies; for a dry run, print the cost, and end the command."""
+    def plan(self, studies: "Sequence[FactStudy]", report: StudyReport, *compared: str) -> None:
+        """Refuse folders that hold other studies; for a dry run, print the cost, and end the command.
+
+        Args:
+            compared: Settings that the records of the studies do not have, to compare as `FolderReport.begin` does.
+        """
         from diffusion_lens.records.results import require_same_settings
 
         self.require_parts(*(each.folder.name for each in studies))
         n_facts = self.share(len(studies[0].facts))
         for each in () if self.merge else studies:
             require_same_settings(each.folder, each.describe(of_facts=report.dry_run))
+        report.begin(compared)
         report.say(*self.lines())
         if report.dry_run:
             cost.show(report, [(each.model, each.planned(n_facts)) for each in studies])

@@ -26,7 +26,7 @@ from diffusion_lens.model.inputs import check_attention_mask, check_length, chec
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.text import tokenize
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import at_least, checked_arguments, warn_user, whole_number
+from diffusion_lens.settings import at_least, warn_user, whole_number
 from weight_conversion import Context, Variant
 
 Prompt = Annotated[
@@ -199,7 +199,6 @@ class Canvas:
         return replace(self, tokens=tokens)
 
 
-@checked_arguments
 def lay_out(
     model: DiffusionTransformer,
     prompt: Prompt,
@@ -236,7 +235,7 @@ def lay_out(
             raise ValueError(
                 "attention_mask is for token prompts only; leave it out, because the padding of texts is known"
             )
-        tokens, padded = tokenize(model, prompt, prepend_bos)
+        tokens, padded = tokenize(model, prompt, prepend_bos, "right")
         ends = padded.sum(dim=1).cpu()
 
     # 2. Number of positions of each row.

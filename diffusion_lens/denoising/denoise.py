@@ -10,7 +10,7 @@ from torch import Tensor
 from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.loop import Run, run_loop
-from diffusion_lens.denoising.sampler import row_seeds
+from diffusion_lens.denoising.sampler import Sampler, row_seeds
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.clock import restoring
@@ -114,7 +114,7 @@ def denoise_as_generate(
 def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettings) -> Run:
     """A run that has not begun; a `ValueError` if the settings do not fit the model or the canvas."""
     settings = settings.on(model.cfg, model.cfg.model_name)
-    assert settings.sampler is not None
+    assert isinstance(settings.sampler, Sampler)
     seeds = row_seeds(settings.seed, canvas.tokens.shape[0])
     if canvas.uniform_noise:
         canvas = canvas.started(seeds, model.cfg.d_vocab_out)

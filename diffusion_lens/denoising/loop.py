@@ -39,7 +39,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.predictor import predictor_for
-from diffusion_lens.denoising.sampler import Plan, PositionNoise, Prediction, confidence_of, most_confident
+from diffusion_lens.denoising.sampler import Plan, PositionNoise, Prediction, Sampler, confidence_of, most_confident
 from diffusion_lens.denoising.samplers import describe_sampler
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.hooks.names import FwdHooks
@@ -151,7 +151,7 @@ class Run:
     sigmas: list[float | tuple[float, ...]] | None = None
 
     def __post_init__(self) -> None:
-        assert self.settings.sampler is not None
+        assert isinstance(self.settings.sampler, Sampler)
         self.sampler = self.settings.sampler
         self.schedule = schedule_of(self.sampler.schedule or self.model.cfg.schedule)
         if self.model.cfg.noise is not None and self.sigmas is None:

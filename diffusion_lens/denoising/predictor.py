@@ -174,8 +174,9 @@ class Repeating(Predictor):
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         if self._last is not None and not self.model.is_hooked:
             before, logits = self._last
-            reads_time = self.model.cfg.time is not None and self.model.cfg.time.told
-            if not (reads_time and before.sigma != state.sigma) and torch.equal(before.tokens, state.tokens):
+            if not (self.model.cfg.time_conditioning and before.sigma != state.sigma) and torch.equal(
+                before.tokens, state.tokens
+            ):
                 return logits
         logits = self.inner(state, positions)
         self._last = state, logits

@@ -8,45 +8,27 @@ import torch
 
 from diffusion_lens.denoising.sampler import Sampler, Seed, plain_seed
 from diffusion_lens.denoising.samplers import SAMPLERS, describe_sampler, fitting_samplers, named_sampler, sampler_from
-from diffusion_lens.settings import Real, Whole, at_least, not_negative
+from diffusion_lens.settings import INHERITED
+from diffusion_lens.settings.shared import DenoiseFields
 from weight_conversion import Variant
 
 
-@dataclass(frozen=True, init=False)
-class DenoiseSettings:
+@dataclass(frozen=True)
+class DenoiseSettings(DenoiseFields):
     """Settings of the denoising loop, checked once, when they are made.
 
-    The fields are the arguments of `HookedDiffusionTransformer.denoise`. Without `steps` the sampler says how many, and
-    without `sampler` it is the model's default.
+    A sampler that is given by its name is kept as an object. Without `steps` the sampler says how many, and without
+    `sampler` it is the model's default.
     """
 
-    steps: int | None
-    sampler: Sampler | None
-    cfg_scale: float
-    temperature: float
-    seed: int | tuple[int, ...] | torch.Generator
+    sampler: str | Sampler | None = INHERITED
+    seed: Seed = INHERITED
 
-    def __init__(
-        self,
-        steps: Whole | None = None,
-        sampler: str | Sampler | None = None,
-        cfg_scale: Real = 0.0,
-        temperature: Real = 0.0,
-        seed: Seed = 0,
-    ) -> None:
-        """Check the settings; a sampler may be named, and numbers of NumPy and torch become plain Python numbers.
-
-        Raises:
-            ValueError: A number is out of range, or the sampler is unknown.
-            TypeError: A setting has the wrong type, such as a number of steps with a decimal point.
-        """
-        vars(self).update(
-            sampler=sampler if sampler is None or isinstance(sampler, Sampler) else named_sampler(sampler),
-            steps=None if steps is None else at_least(1, "steps", steps, "only a step reveals positions"),
-            cfg_scale=not_negative("cfg_scale", cfg_scale, "no guidance"),
-            temperature=not_negative("temperature", temperature, "the likeliest token"),
-            seed=plain_seed(seed),
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.sampler
+        made = given if given is None or isinstance(given, Sampler) else named_sampler(given)
+        vars(self).update(sampler=made, seed=plain_seed(self.seed))
 
     @classmethod
     def recorded(
@@ -79,23 +61,20 @@ class DenoiseSettings:
 
     def describe(self) -> dict[str, Any]:
         """The settings for a record. A generator is recorded as `None`, because its state is not saved."""
-        seed = None if isinstance(self.seed, torch.Generator) else self.seed
-        return {
-            "sampler": None if self.sampler is None else describe_sampler(self.sampler),
-            "steps": self.steps,
-            "cfg_scale": self.cfg_scale,
-            "temperature": self.temperature,
-            "seed": list(seed) if isinstance(seed, tuple) else seed,
-        }
+        unsaved = {"seed": None} if isinstance(self.seed, torch.Generator) else {}
+        sampler = describe_sampler(self.sampler) if isinstance(self.sampler, Sampler) else None
+        return {**super().describe(), "sampler": sampler, **unsaved}
 
 
-def resolve_sampler(sampler: Sampler | None, variant: Variant, steps: int | None = None) -> Sampler:
+def resolve_sampler(sampler: str | Sampler | None, variant: Variant, steps: int | None = None) -> Sampler:
     """The sampler, or the default of a kind of model, settled; a `ValueError` if it does not fit that kind of model."""
     if sampler is None:
         name = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}[variant.noise]
         if variant.opens_blocks and variant.has_mask:
             name = "block_posterior" if variant.time_conditioning else "block_confidence"
         sampler = SAMPLERS[name]
+    elif isinstance(sampler, str):
+        sampler = named_sampler(sampler)
     if problem := sampler.misfit(variant):
         raise ValueError(
             f"the sampler {sampler.name!r} {problem}. Samplers that fit: {', '.join(fitting_samplers(variant))}"

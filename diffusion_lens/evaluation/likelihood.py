@@ -428,7 +428,7 @@ def bound_term(model: DiffusionTransformer) -> BoundTerm:
     return BoundTerm(partial(clean_cross_entropy, head), torch.reciprocal)
 
 
-def told(model: DiffusionTransformer, p: Float[Tensor, "batch"]) -> dict[str, Float[Tensor, "batch"]]:
+def conditioning(model: DiffusionTransformer, p: Float[Tensor, "batch"]) -> dict[str, Float[Tensor, "batch"]]:
     """The noise level that a network is given, as an argument; see `model.time.sigma_of_noise`."""
     sigma = model.time.sigma_of_noise(p)
     return {} if sigma is None else {"sigma": sigma}
@@ -463,7 +463,7 @@ def _surprisals(
         logits_at, attention_mask = model.readout.locate(scored[rows]), model.padding.all_real(canvases[rows])
         # Each block is scored given clean blocks before it.
         beside: dict[str, Any] = {} if model.cfg.causal_block is None else {"clean": targets[rows]}
-        beside |= told(model, chances[rows])
+        beside |= conditioning(model, chances[rows])
         logits = model(canvases[rows], attention_mask=attention_mask, logits_at=logits_at, **beside).to(dtype)
         if cfg_scale:
             in_prompt = torch.arange(canvases.shape[1], device=canvases.device) < len(question.prompt)

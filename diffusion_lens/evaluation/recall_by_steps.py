@@ -24,17 +24,17 @@ from diffusion_lens.analysis.over_facts.study import Compute, Study
 from diffusion_lens.data.fact_files import STUDY_LENGTH, STUDY_STEPS
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise, prepare
+from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.evaluation.recall import Recall, Reply, cell_name
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import checked_arguments, takes
+from diffusion_lens.settings import INHERITED, checked_arguments, takes
 from diffusion_lens.settings.shared import RecallFields
 from weight_conversion import Architecture, Variant
 
-CFG_SCALE = 0.8  # of SMDM's evaluation
 _LOOP = ("sampler", "cfg_scale", "temperature", "seed", "batch_size")
 _OF_SHAPE = ("steps", "sampler", "cfg_scale", "batch_size")  # settings that depend on the kind of model
 
@@ -43,6 +43,8 @@ _OF_SHAPE = ("steps", "sampler", "cfg_scale", "batch_size")  # settings that dep
 class RecallSettings(RecallFields):
     """How a model writes the answers that are scored; see `recall_by_steps`."""
 
+    sampler: str | Sampler | None = INHERITED
+
     def __post_init__(self) -> None:
         super().__post_init__()
         vars(self).update({name: getattr(self.loop, name) for name in _LOOP})
@@ -50,8 +52,7 @@ class RecallSettings(RecallFields):
     @cached_property
     def loop(self) -> LoopSettings:
         """The settings of the loop, without a number of steps; they are checked when they are made."""
-        cfg_scale = CFG_SCALE if self.cfg_scale is None else self.cfg_scale
-        return LoopSettings(None, self.sampler, cfg_scale, self.temperature, self.seed, self.batch_size)
+        return LoopSettings(None, self.sampler, self.cfg_scale or 0.0, self.temperature, self.seed, self.batch_size)
 
     def columns(self, variant: Variant) -> list[int | None]:
         """Columns of the table for a model of this variant; `None` is from left to right, one step per token."""
@@ -63,7 +64,7 @@ class RecallSettings(RecallFields):
         if shape is None:
             return {name: value for name, value in described.items() if name not in _OF_SHAPE}
         together = {"steps": self.columns(shape), "batch_size": self.loop.facts_together(shape)}
-        return {**described, **self.loop.describe(shape), **together}
+        return {**described, **self.loop.describe_on(shape), **together}
 
 
 @takes(RecallSettings)

@@ -12,7 +12,6 @@ from typing import Any
 from diffusion_lens.denoising.samplers import SAMPLERS, describe_sampler, sampler_from
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.names import loop_hook
-from diffusion_lens.loading import shape_of
 
 TOP_K = 5
 LOGITS = loop_hook("hook_logits")
@@ -65,8 +64,7 @@ def load_code(record: Mapping[str, Any], imports: Iterable[tuple[str, str]] = ()
     A checkpoint of one's own and edited weights have the name of the published model, which is the one that is loaded.
     """
     dtype, mode, name = record.get("dtype", "float32"), record.get("mode"), record["model"]
-    options = {"dtype": None if dtype == "float32" else dtype, "mode": mode}
-    options |= _options(name, mode, record["architecture"])
+    options = {"dtype": None if dtype == "float32" else dtype, "mode": mode, **record.get("loaded_with", {})}
     loaded = f"HookedDiffusionTransformer.from_pretrained({', '.join([repr(name), *_keywords(options)])})"
     needed, check = {("diffusion_lens", "HookedDiffusionTransformer"), *imports}, ""
     if weights := record.get("weights_sha256"):
@@ -78,19 +76,6 @@ def load_code(record: Mapping[str, Any], imports: Iterable[tuple[str, str]] = ()
 def _keywords(values: Mapping[str, Any]) -> list[str]:
     """Keyword arguments as code, without those that are `None`."""
     return [f"{name}={value!r}" for name, value in values.items() if value is not None]
-
-
-def _options(name: str, mode: str | None, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The block size and the id of [MASK] of a recorded network, where its name alone would give others."""
-    given = {"block_size": recorded.get("causal_block"), "mask_token_id": recorded.get("mask_token_id")}
-    if mode == "ar":
-        return {}
-    try:
-        by_name = shape_of(name, options={} if mode is None else {"mode": mode}).to_dict()
-    except (ValueError, FileNotFoundError):  # a checkpoint of one's own, or one whose block size has to be given
-        return {"block_size": given["block_size"]} if mode == "block" else {}
-    named = {"block_size": by_name.get("causal_block"), "mask_token_id": by_name.get("mask_token_id")}
-    return {option: value for option, value in given.items() if value != named[option]}
 
 
 class RunCode:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion_lens.analysis import logit_lens, noise_scale, trace_trajectory
+from diffusion_lens.analysis import logit_lens, trace_trajectory
 from diffusion_lens.analysis.engine.inputs import Inputs
 from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
 from diffusion_lens.denoising.denoise import prepare
@@ -211,7 +211,6 @@ class LiveRun:
                 trajectory=self.trajectory,
                 kind=kind,
                 window=window_of(model),
-                noise=noise_scale(model, [query]),
                 samples=SAMPLES,
             )
         return views.view_of_trace(trace, kind, str(self.plan.spec.answer).strip())
@@ -297,11 +296,11 @@ def _python(plan: Plan, asked: Asked, has_traces: bool) -> dict[str, str]:
         hooked, inside = ("with model.hooks(fwd_hooks=hooks):\n", "    ") if plan.changed else ("", "")
         python["trace"] = (
             f"{plan.run}\n\n"
-            "from diffusion_lens import Query\nfrom diffusion_lens.analysis import noise_scale, trace_trajectory\n\n"
+            "from diffusion_lens import Query\nfrom diffusion_lens.analysis import trace_trajectory\n\n"
             f"{query_statement(**asked.query.describe())}{hooked}"
             f"{inside}trace = trace_trajectory(\n{inside}    model, query, steps=[{{step}}], trajectory=trajectory, "
-            f'kind="{{name}}", window={window_of(plan.model)},\n'
-            f"{inside}    noise=noise_scale(model, [query]), samples={SAMPLES}\n{inside})\n"
+            f'kind="{{name}}", window={window_of(plan.model)}, '
+            f"samples={SAMPLES}\n{inside})\n"
             f"{TRACE_SCORES}"
         )
     return python

@@ -30,6 +30,7 @@ from diffusion_lens.interventions import at_steps, mean_ablate, on_branch, repla
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.results import loading_options
 from diffusion_lens.settings import pick_layer
 
 POINTS: dict[str, Callable[[int], str]] = {
@@ -138,7 +139,7 @@ class Plan:
         cfg = self.model.cfg
         dtype = str(cfg.dtype).removeprefix("torch.")
         described = {"model": cfg.model_name, "mode": cfg.mode, "architecture": cfg.architecture.to_dict()}
-        described |= {"dtype": dtype, "weights_sha256": self.weights}
+        described |= {"dtype": dtype, "weights_sha256": self.weights, **loading_options(self.model)}
         lines = [load_code(described, {("torch", ""), *self.imports}), *self.statements]
         if self.forced:
             lines.append(f"forced = [\n{_listed(self.forced)}]")

@@ -196,7 +196,9 @@ class StepClock:
     forward passes may run in several threads; they are counted, because hooks attached meanwhile would affect them.
     """
 
-    def __init__(self, levels: int = 0) -> None:
+    def __init__(self, levels: int = 0, hooked: bool = False) -> None:
+        # Whether a hook may be attached. It stays true after the last is removed, until a pass finds none.
+        self.hooked = hooked
         self.step: StepState | None = None
         self.branches: tuple[StepState, StepState] | None = None
         self.time: float | None = None
@@ -218,9 +220,9 @@ class StepClock:
         block = None if self.step is None else self.step.block
         return self.origins if block is None else block.origin
 
-    def __reduce__(self) -> tuple[Any, tuple[int]]:
+    def __reduce__(self) -> tuple[Any, tuple[int, bool]]:
         # A copy of the model is idle, even if the original is running. Its next call drops the hooks of open contexts.
-        return StepClock, (self.levels,)
+        return StepClock, (self.levels, self.hooked)
 
     @restoring
     def held(self) -> Iterator[None]:

@@ -109,7 +109,7 @@ class Repository:
             missing in the file.
         weight_bytes: Bytes per published weight: 2 for bfloat16 or float16.
         trained_length: As in `PublishedFile`.
-        options: What its config leaves out and must be told: "mode", "block_size" or "mask_token_id".
+        options: What its config leaves out and the caller has to give: "mode", "block_size" or "mask_token_id".
         family: Its family, where `config` is empty; `None` if that is not known either.
     """
 

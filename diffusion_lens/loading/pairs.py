@@ -13,7 +13,7 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 
-from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer, load_source
 from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED, SMDM
 from diffusion_lens.loading.source import given_options
 from diffusion_lens.settings import checked_arguments
@@ -171,7 +171,7 @@ def _two_modes(
         )
     diffusion = HookedDiffusionTransformer.from_pretrained(name, **options, **settings)
     assert diffusion.source is not None
-    causal = HookedDiffusionTransformer.from_source(
+    causal = load_source(
         diffusion.source.in_mode("ar"), settings["device"], token=settings["token"], weights_of=diffusion
     )
     return diffusion, causal

@@ -17,6 +17,7 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.model.hooking import OptionalHooks
@@ -238,6 +239,27 @@ class KeyValueCache:
         """Number of positions stored."""
         return self.layers[0].n_pos
 
+    @classmethod
+    def of(cls, cache: "KeyValueCache | TransformerLensKeyValueCache") -> "KeyValueCache":
+        """The cache itself, or one with what a cache of TransformerLens has."""
+        if isinstance(cache, KeyValueCache):
+            return cache
+        own = cls(0)
+        own.layers = [
+            LayerKeyValues(entry.past_keys, entry.past_values) if entry.past_keys.shape[1] else LayerKeyValues()
+            for entry in cache.entries
+        ]
+        return own
+
+    def write_to(self, cache: Any) -> None:
+        """Let the entries of a cache of TransformerLens that are not frozen have what this one has."""
+        for layer, entry in zip(self.layers, cache.entries, strict=True):
+            if not entry.frozen:
+                entry.past_keys, entry.past_values = layer.keys, layer.values
+        if not cache.frozen:
+            mask = cache.previous_attention_mask
+            cache.append_attention_mask(mask.new_ones(len(mask), self.n_pos - mask.shape[1]))
+
     def keep(self, n_pos: int) -> None:
         """Forget the positions from `n_pos` on."""
         for layer in self.layers:
@@ -383,7 +405,7 @@ class Attention(nn.Module):
             v.transpose(1, 2),
             attn_mask=mask,
             is_causal=context.visibility.causal and mask is None,
-            enable_gqa=q.shape[2] != k.shape[2],
+            enable_gqa=bool(q.shape[2] != k.shape[2]),  # a tensor while torch.jit traces
         ).transpose(1, 2)
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
             mixed = self._explicit(q, k, v, context, mixed)

@@ -181,6 +181,12 @@ def load_tensors(
             raise ValueError(
                 f"rows {start}:{stop} of {name!r} are {list(piece.shape)}; it is {list(weights[name].shape)}"
             )
+        if piece.is_meta and not weights[name].is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device, as all tensors that are made inside `with torch.device('meta')`, and "
+                "has no values: build the model outside; weight_conversion.tensor_shapes(cfg.architecture) gives the "
+                "shapes alone"
+            )
         if assign and _can_replace(piece, weights[name]):
             weights[name] = piece.detach()
         else:

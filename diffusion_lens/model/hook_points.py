@@ -57,6 +57,7 @@ class StepHookPoint(HookPoint):
         attached: Any = self._forward_hooks if dir == "fwd" else self._backward_hooks
         before = attached.copy()
         with self.clock.held():
+            self.clock.hooked = True
             try:
                 handle = super().add_hook(self._checked(hook) if dir == "fwd" else hook, dir, *args, **kwargs)
             except BaseException:  # A hook of torch without a handle of TransformerLens could not be removed.
@@ -195,6 +196,7 @@ def lend_clock(point: HookPoint, clock: StepClock) -> None:
         kind = StepHookPoint if kind is HookPoint else type(kind.__name__, (StepHookPoint, kind), {})
         point.__class__ = kind
     vars(point)["clock"] = clock
+    clock.hooked |= listens(point)
 
 
 def position_axis(point: HookPoint) -> int | None:

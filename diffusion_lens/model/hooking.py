@@ -5,9 +5,10 @@ Hook points that take much memory pass only where a flag of the config is on, un
 hook point. The methods of the model are in its class; here are the functions behind them, which take the model.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -28,6 +29,7 @@ from diffusion_lens.model.hook_points import (
     position_axis,
 )
 from diffusion_lens.model.layers import Linear, Norm
+from diffusion_lens.settings import check_keywords, keywords_of
 
 # As in TransformerLens: an index (the axis stays), a slice or a tuple of its bounds, or several indices.
 PosSlice: TypeAlias = Any
@@ -85,6 +87,32 @@ class LoopHooks(nn.Module):
         self.hook_candidates = StepHookPoint()
         self.hook_confidence = StepHookPoint()
         self.hook_reveal = StepHookPoint()
+
+
+def eager_while_hooked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Run `forward` outside of code that torch.compile made while a hook is attached, which that code may not have.
+
+    Dynamo does not notice hooks that come and go after it has compiled (`skip_nnmodule_hook_guards`), but it does
+    notice `clock.hooked`. The `TypeError` of an unknown keyword names the nearest.
+    """
+    known = keywords_of(forward)
+
+    @wraps(forward)
+    def passed(model: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if model.clock.hooked and "torch._dynamo" in sys.modules:  # importing it takes seconds
+                return torch.compiler.disable(_eager)(forward, model, args, kwargs)
+            return forward(model, *args, **kwargs)
+        except TypeError:
+            check_keywords("model", kwargs, known)
+            raise
+
+    return passed
+
+
+def _eager(forward: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    model.clock.hooked = bool(hooked_modules(model))  # for the next pass
+    return forward(model, *args, **kwargs)
 
 
 def optional_hooks_of_pass(model: Any) -> OptionalHooks | None:

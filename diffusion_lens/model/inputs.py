@@ -11,6 +11,7 @@ from torch import Tensor
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
 from diffusion_lens.model.text import word_of
+from diffusion_lens.settings import warn_user
 
 Rows = Tensor | Sequence[int] | tuple[Tensor, Tensor]
 
@@ -28,12 +29,32 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
         raise ValueError(f"tokens have shape {list(tokens.shape)}: the model needs at least one token")
     check_length(tokens.shape[1], cfg)
     tokens = tokens.to(device=cfg.device, dtype=torch.long)
-    smallest, largest = map(int, tokens.aminmax())
-    if smallest < 0 or largest >= cfg.d_vocab:
+    try:
+        smallest, largest = map(int, tokens.aminmax())
+        known = smallest >= 0 and largest < cfg.d_vocab
+    except RuntimeError:  # under vmap or torch.export, where nothing may depend on values
+        return tokens
+    if not known:
         hint = " (-1 marks positions that a causal model has not reached)" if smallest == -1 else ""
         wrong = smallest if smallest < 0 else largest
         raise ValueError(f"token id {wrong} is not among the {cfg.d_vocab} tokens of {cfg.model_name!r}{hint}")
     return tokens
+
+
+def warn_unless_masked(tokens: Tokens, mask_id: int, cfg: DiffusionConfig) -> None:
+    """Warn if no token is [MASK], so that the logits are no predictions."""
+    try:
+        if bool((tokens == mask_id).any()):
+            return
+    except RuntimeError:  # as in `check_tokens`
+        return
+    warn_user(
+        f"no position of these tokens is [MASK], and {cfg.model_name!r} predicts masked positions: every row of the "
+        "logits is about a token that is already there. To read what follows a prompt, take "
+        "tokens, rows = model.canvas(prompt, n_masks) and model(tokens)[:, rows] (the row `logits[:, -1]` of "
+        "docs/coming_from.md). Where the logits are not read, pass return_type=None; where these rows are meant, "
+        "logits_at="
+    )
 
 
 def check_clean(clean: Tensor, noisy: Tensor, cfg: DiffusionConfig) -> Tensor:
@@ -73,16 +94,19 @@ def check_attention_mask(mask: Tensor, n_batch: int, n_pos: int, device: str | t
     if tuple(mask.shape) != (n_batch, n_pos):
         raise ValueError(f"attention_mask is {list(mask.shape)}; it must match the tokens, {[n_batch, n_pos]}")
     real = mask.to(device) == 1
-    if not bool((real | (mask.to(device) == 0)).all()):
-        wrong = mask[(mask != 0) & (mask != 1)][0].item()
-        raise ValueError(
-            f"attention_mask contains {wrong}; it must be 1 (or true) at real tokens and 0 at padding. Convert a mask "
-            "that is added to scores, 0 at real tokens and very negative at padding, with (attention_mask == 0)"
-        )
-    if not bool(real.any(dim=1).all()):
-        row = int((~real.any(dim=1)).nonzero()[0])
-        raise ValueError(f"attention_mask has a row without a single real token: row {row} is all padding")
-    return None if bool(real.all()) else real
+    try:
+        if not bool((real | (mask.to(device) == 0)).all()):
+            wrong = mask[(mask != 0) & (mask != 1)][0].item()
+            raise ValueError(
+                f"attention_mask contains {wrong}; it must be 1 (or true) at real tokens and 0 at padding. Convert a "
+                "mask that is added to scores, 0 at real tokens and very negative elsewhere, with (attention_mask == 0)"
+            )
+        if not bool(real.any(dim=1).all()):
+            row = int((~real.any(dim=1)).nonzero()[0])
+            raise ValueError(f"attention_mask has a row without a single real token: row {row} is all padding")
+        return None if bool(real.all()) else real
+    except RuntimeError:  # as in `check_tokens`
+        return real
 
 
 def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[int, int]:
@@ -99,9 +123,11 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
     return first, last
 
 
-def check_past(n_cached: Sequence[int], n_pos: int, real: Tensor | None, cfg: DiffusionConfig, in_loop: bool) -> int:
-    """Number of earlier positions in the cache, which must be the same in every layer that runs."""
-    lengths = set(n_cached)
+def check_past(
+    layers: Sequence[Any], n_batch: int, n_pos: int, real: Tensor | None, cfg: DiffusionConfig, in_loop: bool
+) -> int:
+    """Number of earlier positions in a cache, which must be the same in every one of its `layers` that runs."""
+    lengths: set[int] = {layer.n_pos for layer in layers}
     if not lengths:
         return 0
     size = cfg.final_together
@@ -117,6 +143,9 @@ def check_past(n_cached: Sequence[int], n_pos: int, real: Tensor | None, cfg: Di
         )
     if real is not None:
         raise ValueError("past_kv_cache cannot be used with padding; pass sequences of one length")
+    n_rows = {len(layer.keys) * (layer.copies or 1) for layer in layers if layer.n_pos}
+    if n_rows - {n_batch}:
+        raise ValueError(f"past_kv_cache has {max(n_rows)} rows, and the input {n_batch}; pass the same rows on")
     if len(lengths) > 1:
         raise ValueError(
             f"past_kv_cache has {sorted(lengths)} positions in different layers; run the same ones in every layer"
@@ -129,20 +158,6 @@ def check_past(n_cached: Sequence[int], n_pos: int, real: Tensor | None, cfg: Di
         )
     check_length(n_pos + max(lengths), cfg)
     return max(lengths)
-
-
-def own_pad_id(tokenizer: Any, mask_token_id: int | None) -> int | None:
-    """The id of a token that is used for padding only, so that tokens alone show the padding; otherwise `None`.
-
-    The token's name must contain "pad", and it must not be another special token: if texts end with the token that pads
-    them, the model may have written it.
-    """
-    name = None if tokenizer is None else tokenizer.pad_token
-    if name is None or "pad" not in name.lower():
-        return None
-    others = [tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token, tokenizer.mask_token]
-    id_ = int(tokenizer.pad_token_id)
-    return None if name in others or id_ == mask_token_id else id_
 
 
 @dataclass(frozen=True)
@@ -160,31 +175,49 @@ class Padding:
                 return int(candidate)
         return 0
 
+    @property
+    def own_id(self) -> int | None:
+        """The id of a token that is used for padding only, so that tokens alone show the padding; otherwise `None`.
+
+        The token's name must contain "pad", and it must not be another special token: if texts end with the token that
+        pads them, the model may have written it.
+        """
+        tokenizer = self.model.tokenizer
+        name = None if tokenizer is None else tokenizer.pad_token
+        if name is None or "pad" not in name.lower():
+            return None
+        others = [tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token, tokenizer.mask_token]
+        id_ = int(tokenizer.pad_token_id)
+        return None if name in others or id_ == self.model.cfg.mask_token_id else id_
+
     def real(self, tokens: Tokens) -> PosMask | None:
-        """Bool[batch pos], true from the first to the last token of each row that is not `own_pad_id`.
+        """Bool[batch pos], true from the first to the last token of each row that is not `own_id`.
 
         `None` if there is no padding, or if the tokens alone do not show it.
 
         Raises:
             ValueError: A row has padding only.
         """
-        pad = own_pad_id(self.model.tokenizer, self.model.cfg.mask_token_id)
+        pad = self.own_id
         if pad is None:
             return None
         text = tokens != pad
-        if bool(text.all()):
-            return None
-        if not bool(text.any(dim=1).all()):
-            row, padding = int((~text.any(dim=1)).nonzero()[0]), word_of(self.model, pad)
-            raise ValueError(
-                f"row {row} of the tokens is all padding ({padding!r}), but the model needs at least one token"
-            )
+        try:
+            if bool(text.all()):
+                return None
+            if not bool(text.any(dim=1).all()):
+                row, padding = int((~text.any(dim=1)).nonzero()[0]), word_of(self.model, pad)
+                raise ValueError(
+                    f"row {row} of the tokens is all padding ({padding!r}), but the model needs at least one token"
+                )
+        except RuntimeError:  # as in `check_tokens`
+            pass
         real: PosMask = (text.cumsum(dim=1) > 0) & (text.flip(1).cumsum(dim=1).flip(1) > 0)
         return real
 
     def all_real(self, tokens: Tokens) -> Tensor | None:
         """An `attention_mask` for tokens without padding; `None` if no token would be read as padding anyway."""
-        return None if self.model.own_pad_id is None else torch.ones_like(tokens)
+        return None if self.own_id is None else torch.ones_like(tokens)
 
     def removed(self, row: Int[Tensor, "pos"]) -> Int[Tensor, "selected"]:
         """One row of tokens without the padding around them, if the tokens show it (`real`)."""
@@ -201,7 +234,7 @@ class Padding:
                 end with the token that pads shorter rows.
         """
         model, pad = self.model, self.id
-        if model.own_pad_id is not None or model.tokenizer is None or pad == model.cfg.mask_token_id:
+        if self.own_id is not None or model.tokenizer is None or pad == model.cfg.mask_token_id:
             return self.real(tokens)
         filler = tokens == pad
         if pad == model.tokenizer.bos_token_id and bool(filler[:, 0].all()):

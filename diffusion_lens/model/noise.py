@@ -30,6 +30,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -313,6 +314,15 @@ class HeadAt:
     head: Head
     present: Int[Tensor, "#sample selected"] | None = None
     sigma: float | None = None
+
+    @classmethod
+    def of(cls, model: Any, present: Int[Tensor, "#sample selected"] | None = None) -> "HeadAt":
+        """The head of a model in the time of the current step or of `model.at_time`, at positions with these tokens."""
+        head = model.head
+        if not head.needs_canvas:
+            return cls(head)
+        sigma = model.time.known_sigma()
+        return cls(head, present, None if sigma is None else float(sigma))
 
     def clean_logits(
         self, output: Float[Tensor, "batch selected d_vocab_out"], indices: Int[Tensor, "selected"] | None = None

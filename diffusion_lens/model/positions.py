@@ -204,7 +204,9 @@ class Rotary(Positions):
         n_all, known = at.n_past + at.n_pos, self._tables.get(at.device)
         if known is None or known[0].shape[0] < n_all:
             length = max(n_all, 2 * known[0].shape[0] if known else 0)
-            known = self._tables[at.device] = self._compute(length, at.device)
+            known = self._compute(length, at.device)
+            if type(known[0]) is Tensor:  # torch.export computes with stand-ins that have no values
+                self._tables[at.device] = known
         cos, sin = known
         if self.rotation == "activation":
             cos, sin = cos.to(at.activation), sin.to(at.activation)

@@ -20,6 +20,10 @@ from diffusion_lens.settings import check_bool, warn_user
 MASK_TEXT = "[MASK]"
 
 
+class TokenError(ValueError, AssertionError):
+    """A text is not the one token that is asked for, or a token does not occur; TransformerLens raises the latter."""
+
+
 def with_mask_token(tokenizer: Any, mask_token_id: int | None) -> Any:
     """The tokenizer; if the id of [MASK] is its next free id, a copy of it that also contains [MASK]."""
     if mask_token_id is None or tokenizer is None or mask_token_id != len(tokenizer):
@@ -32,9 +36,11 @@ def with_mask_token(tokenizer: Any, mask_token_id: int | None) -> Any:
 
 
 def tokenize(
-    model: Any, input: str | Sequence[str], prepend_bos: bool | None = None, padding_side: str = "right"
+    model: Any, input: str | Sequence[str], prepend_bos: bool | None = None, padding_side: str | None = None
 ) -> tuple[Tokens, PosMask]:
     """See `model.tokenize`."""
+    if padding_side is None:
+        padding_side = getattr(model.tokenizer, "padding_side", "right")
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side={padding_side!r}; it must be 'left' or 'right'")
     if isinstance(input, Mapping):  # what tokenizers return; iterated, its keys would be the texts

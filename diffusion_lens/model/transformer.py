@@ -42,11 +42,11 @@ from diffusion_lens.model.inputs import (
     check_past,
     check_storage,
     check_tokens,
-    own_pad_id,
+    warn_unless_masked,
 )
 from diffusion_lens.model.layers import Embed, PosEmbed, beside, normed
 from diffusion_lens.model.mlp import MixtureOfExperts
-from diffusion_lens.model.noise import Head, HeadAt, head_of
+from diffusion_lens.model.noise import Head, head_of
 from diffusion_lens.model.positions import PassPositions
 from diffusion_lens.model.readout import READOUTS, Readout
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
@@ -168,9 +168,10 @@ class DiffusionTransformer(HookedRootModule):
 
     def _configure(self, cfg: DiffusionConfig) -> None:
         """Take the config, and the positions and the attention pattern that it says."""
-        self.cfg = cfg
+        self.cfg = self.config = cfg  # `config` is the name that other libraries look for
         self.positions = build.build_positions(cfg.architecture)
         self._pattern = AttentionPattern.of(cfg)
+        self._mask_id = cfg.mask_token_id if cfg.has_mask else None  # where it stands at positions to be predicted
 
     def _tie(self) -> None:
         if self.cfg.tied:
@@ -217,10 +218,9 @@ class DiffusionTransformer(HookedRootModule):
 
     def _run(
         self,
-        input: Input,
+        input: Any,
         *,
         attention_mask: Tensor | None = None,
-        prepend_bos: bool | None = None,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         logits_at: Rows | None = None,
@@ -228,8 +228,12 @@ class DiffusionTransformer(HookedRootModule):
         sigma: Float[Tensor, "rest"] | None = None,
         clean: Tensor | None = None,
         unembed: bool = True,
+        mask_id: int | None = None,
     ) -> Tensor | None:
-        """The logits, or the residual stream at `stop_at_layer`. See the model's `forward` for the other arguments."""
+        """The logits, or the residual stream at `stop_at_layer`. See the model's `forward` for the other arguments.
+
+        `mask_id` is given where the caller reads predictions: if no token has this id, there are none.
+        """
         with self.clock.passes[get_ident()]:
             if self.clock.holder is None:
                 if self.clock.levels:
@@ -241,7 +245,9 @@ class DiffusionTransformer(HookedRootModule):
             start, stop = 0, n_layers
             if start_at_layer is not None or stop_at_layer is not None:
                 start, stop = check_layers(start_at_layer, stop_at_layer, n_layers)
-            resid, real, tokens = self._enter(input, attention_mask, prepend_bos, start_at_layer is not None, clean)
+            resid, real, tokens = self._enter(input, attention_mask, start_at_layer is not None, clean)
+            if mask_id is not None and tokens is not None:
+                warn_unless_masked(tokens, mask_id, self.cfg)
             n_read = resid.shape[1] if clean is None else resid.shape[1] // 2
             # 2. Choose the rows. The last block computes only these, unless a hook there expects all rows.
             rows, in_last_block = None, False
@@ -256,7 +262,8 @@ class DiffusionTransformer(HookedRootModule):
             if past_kv_cache is not None:
                 past = past_kv_cache.layers[start:stop]
                 in_loop = self.clock.step is not None and self.clock.step.block is not None
-                n_past = check_past([each.n_pos for each in past if each], resid.shape[1], real, self.cfg, in_loop)
+                n_batch, n_new = resid.shape[:2]
+                n_past = check_past(past_kv_cache.layers[start:stop], n_batch, n_new, real, self.cfg, in_loop)
             positions = None if real is None else (real[:, :n_read].long().cumsum(dim=1) - 1).clamp(min=0)
             if clean is not None:
                 positions = torch.arange(n_read, device=resid.device)[None] if positions is None else positions
@@ -309,9 +316,8 @@ class DiffusionTransformer(HookedRootModule):
 
     def _enter(
         self,
-        input: Input,
+        input: Any,
         attention_mask: Tensor | None,
-        prepend_bos: bool | None,
         is_resid: bool,
         clean: Tensor | None = None,
     ) -> tuple[Resid, PosMask | None, Int[Tensor, "batch _"] | None]:
@@ -328,9 +334,6 @@ class DiffusionTransformer(HookedRootModule):
             check_length(input.shape[1], self.cfg)
             resid = input.to(self.cfg.main_device)
         else:
-            if not isinstance(input, Tensor):
-                input, real_tokens = self.tokenize(input, prepend_bos)
-                attention_mask = real_tokens if attention_mask is None else attention_mask
             tokens = check_tokens(input, self.cfg)
             # The denoising loop passes its own mask: a padding token on its canvas was written by the model.
             if attention_mask is None and self.clock.step is None and self.tokenizer is not None:
@@ -347,7 +350,7 @@ class DiffusionTransformer(HookedRootModule):
         self,
         input: Input,
         prepend_bos: bool | None = None,
-        padding_side: str = "right",
+        padding_side: str | None = None,
         attention_mask: Tensor | None = None,
     ) -> tuple[Resid, Tokens, None, Tensor | None]:
         """The residual stream entering the first block, as in TransformerLens, for `forward(start_at_layer=0)`.
@@ -378,15 +381,6 @@ class DiffusionTransformer(HookedRootModule):
     def head(self) -> Head:
         """The meaning of the logits, which turns them into probabilities of clean tokens."""
         return head_of(self.cfg, self.cfg.head, self.cfg.d_vocab_out)
-
-    def head_at(self, present: Tensor | None = None) -> HeadAt:
-        """The head in the time of the current step or of `at_time`, at positions with the tokens `present`
-        Int[#sample selected], which some heads need."""
-        head = self.head
-        if not head.needs_canvas:
-            return HeadAt(head)
-        sigma = self.time.known_sigma()
-        return HeadAt(head, present, None if sigma is None else float(sigma))
 
     @property
     def time(self) -> NetworkTime:
@@ -529,19 +523,20 @@ class DiffusionTransformer(HookedRootModule):
             "...['input_ids']",
         ],
         prepend_bos: bool | None = None,
-        padding_side: str = "right",
+        padding_side: str | None = None,
         move_to_device: bool = True,
         truncate: bool = True,
     ) -> Tokens:
         """Token ids Int[batch pos] of a text or of several.
 
-        Shorter texts are padded in two cases: if the tokens alone show the padding (`own_pad_id`), and on the right for
-        a causal model, where padding on the right does not affect real tokens (the loss and continuations still need
-        the mask). `tokenize` pads for any model, and also returns the mask. Texts of different lengths in any other
-        case are a `ValueError`: their padding would be read as text.
+        Shorter texts are padded, on the side of `tokenize`, in two cases: if the tokens alone show the padding
+        (`model.padding.own_id`), and on the right for a causal model, where padding on the right does not affect real
+        tokens (the loss and continuations still need the mask). `tokenize` pads for any model, and also returns the
+        mask. Texts of different lengths in any other case are a `ValueError`: their padding would be read as text.
         """
         tokens, real = self.tokenize(input, prepend_bos, padding_side)
-        if self.own_pad_id is None and not bool(real.all()) and not (self.cfg.is_causal and padding_side == "right"):
+        on_the_right = self.cfg.is_causal and bool(real[:, 0].all())
+        if self.padding.own_id is None and not bool(real.all()) and not on_the_right:
             raise ValueError(
                 f"the texts have {sorted(set(real.sum(dim=1).tolist()))} tokens, and the tokenizer has no padding "
                 "token that is not also text: the tokens alone do not show what is padding. Take "
@@ -553,10 +548,12 @@ class DiffusionTransformer(HookedRootModule):
         return tokens if move_to_device else tokens.cpu()
 
     def tokenize(
-        self, input: str | Sequence[str], prepend_bos: bool | None = None, padding_side: str = "right"
+        self, input: str | Sequence[str], prepend_bos: bool | None = None, padding_side: str | None = None
     ) -> tuple[Tokens, PosMask]:
         """Token ids Int[batch pos] and Bool[batch pos], false at padding, to be passed as `attention_mask`.
 
+        Shorter texts are padded on the "left" or "right"; by default on that of the tokenizer
+        (`model.tokenizer.padding_side`), as in TransformerLens.
         A `UserWarning` names words that the tokenizer replaces by its unknown token.
         """
         return texts.tokenize(self, input, prepend_bos, padding_side)
@@ -598,7 +595,7 @@ class DiffusionTransformer(HookedRootModule):
         ids = self.encode(string, prepend_bos=False)
         texts.check_known(self, string)
         if len(ids) != 1:
-            raise ValueError(f"{string!r} is {len(ids)} tokens, not one: {self.words(ids)}")
+            raise texts.TokenError(f"{string!r} is {len(ids)} tokens, not one: {self.words(ids)}")
         return ids[0]
 
     def to_single_str_token(self, int_token: int) -> str:
@@ -611,7 +608,7 @@ class DiffusionTransformer(HookedRootModule):
         input: str | Int[Tensor, "*batch pos"],
         mode: str = "first",
         prepend_bos: bool | None = None,
-        padding_side: str = "right",
+        padding_side: str | None = None,
     ) -> int:
         """Position of a token, by id or text, in a text or in one sequence of tokens, as in TransformerLens.
 
@@ -625,7 +622,9 @@ class DiffusionTransformer(HookedRootModule):
         token = self.to_single_token(single_token) if isinstance(single_token, str) else int(single_token)
         positions = (tokens.flatten() == token).nonzero().flatten().tolist()
         if not positions:
-            raise ValueError(f"{self.words([token])[0]!r} does not occur in {self.words(tokens.flatten().tolist())}")
+            raise texts.TokenError(
+                f"{self.words([token])[0]!r} does not occur in {self.words(tokens.flatten().tolist())}"
+            )
         return int(positions[0 if mode == "first" else -1])
 
     def words(self, tokens: Sequence[int]) -> list[str]:
@@ -633,16 +632,21 @@ class DiffusionTransformer(HookedRootModule):
         return [f"<{token}>" if self.tokenizer is None else texts.word_of(self, token) for token in tokens]
 
     @property
-    def own_pad_id(self) -> int | None:
-        """The id of a token that is used for padding only, so that tokens alone show the padding; otherwise `None`."""
-        return own_pad_id(self.tokenizer, self.cfg.mask_token_id)
-
-    @property
     def padding(self) -> Padding:
         """Which positions of rows of tokens are text, and the id at the others (`model.padding.id`)."""
         return Padding(self)
 
     # The weights under TransformerLens's names and shapes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of tokens, logits and residual streams."""
+        return self.cfg.main_device
+
+    @property
+    def n_params_total(self) -> int:
+        """Number of all parameters, shared ones once; `cfg.n_params` counts weights in attention and MLPs only."""
+        return sum(parameter.numel() for parameter in self.parameters())
 
     W_Q = _stacked("attn.W_Q", "layer head d_model d_head")
     W_K = _stacked("attn.W_K", "layer kv_head d_model d_head")

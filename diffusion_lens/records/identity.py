@@ -182,7 +182,8 @@ def _refuse_cut_off_edits(model: nn.Module) -> None:
         if edit.is_cut_off:
             raise RuntimeError(
                 f"the {type(edit).__name__} of blocks {edit.layers} could not be taken out of the weights of this "
-                "model, so that this call would read edited weights: call model.restore_edits() first"
+                "model, so that this call would read edited weights: call "
+                "model.restore_edits() first"
             )
 
 

@@ -43,7 +43,7 @@ RECORD = "diffusion_lens"
 PART = "diffusion_lens.part"
 CHECKSUM = "diffusion_lens.checksum"
 _ROOMS = ("denoising", "training", "analysis", "evaluation", "checks")  # that have results
-NOT_COMPARED = ("device", "versions", "failed")
+NOT_COMPARED = ("device", "versions", "failed", "loaded_with")  # the architecture is compared
 NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
 SHOWN_ROWS = 10
 LONGEST = 60  # characters of a text in the excerpt of a notebook
@@ -68,6 +68,7 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
     return {
         "model": cfg.model_name,
         **({} if cfg.mode is None else {"mode": cfg.mode}),
+        **loading_options(model),
         "architecture": cfg.architecture.to_dict(),
         "weights_sha256": identity.weights_sha256,
         "tokenizer_sha256": tokenizer_sha256(getattr(model, "tokenizer", None), cfg.default_prepend_bos),
@@ -86,6 +87,12 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def loading_options(model: nn.Module) -> dict[str, Any]:
+    """The options of `from_pretrained` that the config leaves open, as the entry of a record, if there are any."""
+    options = getattr(getattr(model, "source", None), "options", None)
+    return {"loaded_with": dict(options)} if options else {}
 
 
 def shown_model(record: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from difflib import get_close_matches
 from functools import partial, wraps
 from inspect import Parameter, Signature, isclass, signature
@@ -47,8 +48,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 _LARGEST = 1e38  # larger numbers overflow float32
 _MOST = f", and at most {_LARGEST:g}"
 CHECKED = "_has_checked_arguments"
+# The value of a field that a subclass declares again for its type alone, such as one that needs torch.
+INHERITED: Any = object()
 # Frames of torch's decorators are between ours and, if annotations are checked, those of jaxtyping and beartype.
-_NOT_THE_USERS = ("diffusion_lens", "torch", "jaxtyping", "beartype")
+_NOT_THE_USERS = ("diffusion_lens", "transformer_lens", "torch", "jaxtyping", "beartype")
 
 
 def setting(default: Any, help: str, check: Check | None = None, *, option: bool | str = True) -> Any:
@@ -68,9 +71,14 @@ class Settings:
     """Base of frozen dataclasses whose fields are settings."""
 
     def __init_subclass__(cls) -> None:
-        """Complete the class's docstring with a line for each field, those of its bases first."""
+        """Complete the class's docstring with a line for each field, those of its bases first.
+
+        A field whose value is `INHERITED` is that of the base with another type.
+        """
         bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
         inherited = {name: each for base in reversed(bases) for name, each in fields_of(base).items()}
+        for name in [name for name, value in vars(cls).items() if value is INHERITED]:
+            setattr(cls, name, copy(inherited[name]))
         own = {name: each for name, each in vars(cls).items() if isinstance(each, dataclasses.Field)}
         if cls.__doc__ is not None and "Attributes:" not in cls.__doc__:
             cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n    Attributes:\n{_entries({**inherited, **own})}"
@@ -103,7 +111,7 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
     """
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
-        function = checked_arguments(function)
+        arguments = None
         own, fields = list(signature(function).parameters.values()), fields_of(kind)
         place = [each.name for each in own].index("settings")
         by_position = own[place].kind is Parameter.POSITIONAL_OR_KEYWORD
@@ -120,6 +128,7 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
 
         @wraps(function)
         def called(*args: Any, **given: Any) -> R:
+            nonlocal arguments
             if by_position and len(args) > place:
                 name = "settings" if isinstance(args[place], Settings) else first[0].name
                 args, given = (*args[:place], *args[place + 1 :]), {name: args[place], **given}
@@ -138,11 +147,24 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
                 )
             elif type(settings) is not kind:
                 raise TypeError(f"settings= is {kind_of(settings)}; {function.__name__} takes {kind.__name__}")
-            return function(*args, settings=settings, **given)
+            # As in `checked_arguments`, without another call between the caller and the function.
+            given["settings"] = settings
+            if arguments is None:
+                arguments = Arguments(function.__qualname__, function, signature(function))
+            try:
+                with arguments.context():
+                    arguments.accepts(*args, **given)
+            except TypeError as error:
+                raise arguments.refusal(args, given) or error from None
+            return function(*args, **given)
 
+        vars(called)[CHECKED] = True
         vars(called)["__signature__"] = known
-        listed = _entries(fields, " " * 8) + f"        settings: All of these as one `{kind.__name__}`.\n"
-        called.__doc__ = re.sub(r" {8}settings: .*\n(?: {12}.*\n)*", lambda _: listed, function.__doc__ or "")
+
+        def listed(line: re.Match[str]) -> str:
+            return _entries(fields, line[1]) + f"{line[1]}settings: All of these as one `{kind.__name__}`.\n"
+
+        called.__doc__ = re.sub(r"(?m)^( +)settings: .*\n(?:\1    .*\n)*", listed, function.__doc__ or "")
         return called
 
     return decorate
@@ -284,10 +306,7 @@ def at_least(least: int, name: str, value: Any, reason: str = "", *, or_none: st
 
 def check_seed(name: str, value: Any) -> int:
     """`value` as a seed of torch's generators."""
-    number = at_least(0, name, value)
-    if number >= 2**64:
-        raise ValueError(f"{name}={number}; a seed is a whole number from 0 to {2**64 - 1}")
-    return number
+    return at_least(0, name, value)
 
 
 def not_negative(name: str, value: Any, zero: str = "") -> float:

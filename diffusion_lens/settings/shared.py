@@ -5,6 +5,7 @@ imports torch. So each setting is declared here, and the settings object of the 
 
 | Fields | Settings of | Command |
 |---|---|---|
+| `DenoiseFields` | `DenoiseSettings`, of `model.denoise` | `denoise`, `explore`; `lens`, `patch`, `trace` |
 | `CanvasFields` | `CanvasLayout`, of every analysis of facts | `trace`, `rome`, `compare` |
 | `TraceFields` | `TraceSettings`, of `causal_trace`, `trace_trajectory`, `temporal_effect` | `trace` |
 | `AverageFields` | `AverageSettings`, of the averages of traces | `aie` |
@@ -12,6 +13,8 @@ imports torch. So each setting is declared here, and the settings object of the 
 | `ValueSettings` | `optimize_value` | `rome` |
 | `VectorFields` | `key_value_study` | `compare` |
 | `PatchFields` | `patch_grid` | `patch` |
+| `LensSettings` | `logit_lens` | `lens` |
+| `SignatureSettings` | `reversal_signatures` | `signatures` |
 
 `finetune` and `TrainingConfig` share two of their settings.
 
@@ -50,25 +53,59 @@ check_key_position = one_of("subject_last", "subject_first")
 
 SAMPLER = setting(
     None,
-    "Name of a sampler, or of a preset of the authors' code. Default: confidence for a masked model, block_confidence "
-    "for one that writes block after block (block_posterior if the network is conditioned on the time), "
-    "uniform_posterior under uniform noise. A causal model supports only left_to_right. A name that does not fit the "
-    "model is refused with those that do.",
+    'A sampler, by its name or that of a preset of the authors\' code. Default: "confidence" for a masked model, '
+    '"block_confidence" for one that writes block after block ("block_posterior" if the network is conditioned on the '
+    'time), "uniform_posterior" under uniform noise. A causal model supports only "left_to_right". A name that does '
+    "not fit the model is refused with those that do.",
+    lambda _, sampler: sampler,  # `named_sampler` checks it where it is used: it needs torch
 )
 ACCUMULATE = setting(
     1,
     "Number of parts into which each process divides its rows, to hold the activations of one part only.",
     partial(at_least, 1),
 )
+FIRST_TOKENS = setting(
+    1,
+    "Score only this many first tokens of the answer; 1 as in ROME. In Python, None is all.",
+    lambda name, count: None if count is None else at_least(1, name, count),
+)
 MIXED_PRECISION = setting(
     "no",
-    "Precision of autocast: no, bf16 or fp16 (not on a CPU). The weights keep their dtype.",
+    'Precision of autocast: "no", "bf16" or "fp16" (not on a CPU). The weights keep their dtype.',
     one_of("no", "bf16", "fp16"),
     option="precision",
 )
 TEMPERATURE = setting(
-    0.0, "Sampling temperature. 0 selects the likeliest token.", partial(not_negative, zero="the likeliest token")
+    0.0,
+    "Sampling temperature, of Gumbel noise in float64. 0 selects the likeliest token. Samplers by transitions draw at "
+    "any temperature when a position changes; their authors' is 1.",
+    partial(not_negative, zero="the likeliest token"),
 )
+
+
+@dataclass(frozen=True)
+class DenoiseFields(Settings):
+    """Settings of the denoising loop."""
+
+    steps: int | None = setting(
+        None,
+        'Number of denoising steps. Default: 32, for "llada" one per masked position. A causal model writes one '
+        "position per step, whatever the number.",
+        partial(at_least, 1, reason="only a step reveals positions"),
+    )
+    sampler: str | Any | None = SAMPLER
+    cfg_scale: float = setting(
+        0.0,
+        "Weight of unsupervised classifier-free guidance. 0 is no guidance.",
+        partial(not_negative, zero="no guidance"),
+    )
+    temperature: float = TEMPERATURE
+    seed: int | Any = setting(
+        0,
+        "Seed of the random number generator, from which each row derives its own by a hash. In Python also one seed "
+        "per row, such as those of a record, or a torch.Generator.",
+        lambda name, seed: check_seed(name, seed) if isinstance(seed, int) else seed,
+    )
 
 
 @dataclass(frozen=True)
@@ -105,20 +142,20 @@ class TraceFields(Settings):
 
     kind: str = setting(
         "resid",
-        "State to restore: resid, the residual stream after a block; mlp or attn, the outputs of a window of blocks, "
-        "those of an MLP with its shared expert's.",
+        'State to restore: "resid", the residual stream after a block; "mlp" or "attn", the outputs of a window of '
+        "blocks, those of an MLP with its shared expert's.",
         one_of(*KINDS),
     )
     window: int = setting(
         10,
         "Number of blocks restored around each layer l, from l - window // 2 to l + ceil(window / 2) exclusive; not "
-        "used for resid.",
+        'used for "resid".',
         partial(at_least, 1),
     )
     noise: float | None = setting(
         None,
-        "Scale of the noise. ROME's is 3 standard deviations of the embeddings of the subjects' tokens (noise_scale), "
-        "which averages and the command line measure themselves. For mask and swap there is none.",
+        "Scale of the noise. Default: ROME's, 3 standard deviations of the embeddings of the subject's tokens, or of "
+        "those of all subjects of an average (noise_scale). For mask and swap there is none.",
         not_negative,
     )
     samples: int = setting(10, "Number of samples of the noise.", partial(at_least, 1))
@@ -129,17 +166,19 @@ class TraceFields(Settings):
         check_seed,
     )
     corruption: str = setting(
-        "gaussian", "Corruption of the subject: gaussian, uniform or replace noise, mask or swap.", one_of(*CORRUPTIONS)
+        "gaussian",
+        'Corruption of the subject: "gaussian", "uniform" or "replace" noise, "mask" or "swap".',
+        one_of(*CORRUPTIONS),
     )
     swap: str | Any | None = setting(
         None,
-        "For the corruption swap, another subject with as many tokens: its text (with the space before it, if the "
+        'For the corruption "swap", another subject with as many tokens: its text (with the space before it, if the '
         "subject has one), its tokens, or a query, whose subject is taken.",
     )
     severed: str | None = setting(
         None,
-        "mlp or attn, outputs of the restored position that keep their corrupted values in the blocks above, which "
-        "shows the path that the effect takes. With the kind resid only.",
+        '"mlp" or "attn", outputs of the restored position that keep their corrupted values in the blocks above, '
+        'which shows the path that the effect takes. With the kind "resid" only.',
         one_of("mlp", "attn"),
     )
     positions: Iterable[Whole] | None = setting(
@@ -175,14 +214,14 @@ class AverageFields(CanvasFields, TraceFields):
     roles: Sequence[str] | None = setting(
         None,
         "Roles of the tokens whose states are restored; by default all. On a long canvas of masks most of the work is "
-        "in other_masks.",
+        'in "other_masks".',
     )
     known: str | Any | None = setting(
         None,
-        "Facts to average: recalled, whose answer the loop writes; one_canvas, whose answer's tokens are the likeliest "
-        "at all its positions at once; all; or in Python the ids of facts, such as those that both models of a pair "
-        "recall (recalled_facts). Default: recalled, but for the first token alone on one canvas one_canvas, since one "
-        "canvas answers that question.",
+        'Facts to average: "recalled", whose answer the loop writes; "one_canvas", whose answer\'s tokens are the '
+        'likeliest at all its positions at once; "all"; or in Python the ids of facts, such as those that both models '
+        'of a pair recall (recalled_facts). Default: "recalled", but for the first token alone on one canvas, if no '
+        'settings of the loop are given, "one_canvas", since one canvas answers that question.',
     )
 
 
@@ -210,7 +249,8 @@ class RecallFields(Settings):
     )
     cfg_scale: float | None = setting(
         None,
-        "Weight of classifier-free guidance; 0 is none. Default: 0.8, as in SMDM; of a command, that of the data set.",
+        "Weight of classifier-free guidance; 0 is none. Default: 0; of a command, that of the data set, 0.8 for "
+        "reversal-curse, as in SMDM.",
         partial(not_negative, zero="no guidance"),
     )
     sampler: str | Any | None = SAMPLER
@@ -249,13 +289,14 @@ class ValueSettings(Settings):
     stop_below: Number = setting(0.05, "Loss below which a request stops.", not_negative)
     essence_at: str = setting(
         "readout",
-        "Position at which the essence is read: readout (its [MASK], or the next token) or, as in ROME, subject_last.",
+        'Position at which the essence is read: "readout" (its [MASK], or the next token) or, as in ROME, '
+        '"subject_last".',
         one_of(*ESSENCE_AT),
     )
     over_states: str = setting(
         "masked",
-        "States of the object on a masked diffusion model: masked searches with the whole object masked, partial also "
-        "with part of it revealed (see rome.canvases). A causal model is teacher-forced either way.",
+        'States of the object on a masked diffusion model: "masked" searches with the whole object masked, "partial" '
+        "also with part of it revealed (see rome.canvases). A causal model is teacher-forced either way.",
         one_of(*STATES),
     )
 
@@ -278,11 +319,32 @@ class VectorFields(Settings):
     )
     at: str = setting(
         "subject_last",
-        "Token at which the key is taken: subject_last or subject_first, the last or first one of the subject.",
+        'Token at which the key is taken: "subject_last" or "subject_first", the last or first one of the subject.',
         check_key_position,
     )
     search: ValueSettings = setting(ValueSettings(), "Settings of the search for v*.", option=False)
     batch_size: int = setting(32, "Number of facts searched together.", partial(at_least, 1))
+    first_tokens: int | None = FIRST_TOKENS
+
+
+@dataclass(frozen=True)
+class CompareSettings(Settings):
+    """How two sets of vectors of the same facts are compared."""
+
+    rank: int = setting(
+        5,
+        "Number of principal components that subspace and procrustes use, at least 2. A comparison needs 3 (rank + 2) "
+        "facts.",
+        partial(at_least, 2),
+    )
+    resamples: int = setting(
+        1000,
+        "Number of random pairings, and of random subsets of the facts; 1000 gives p-values down to 0.001.",
+        partial(at_least, 1),
+    )
+    seed: int = setting(
+        0, "Seed of numpy.random.default_rng; one seed gives the same pairings at every layer.", check_seed
+    )
 
 
 @dataclass(frozen=True)
@@ -297,7 +359,7 @@ class PatchFields(Settings):
     )
     method: str = setting(
         "exact",
-        "exact, or attribution: an estimate by gradients, with its largest cells checked.",
+        '"exact", or "attribution": an estimate by gradients, with its largest cells checked.',
         one_of("exact", "attribution"),
     )
     check: int = setting(
@@ -305,4 +367,40 @@ class PatchFields(Settings):
         "With attribution, number of cells of each site (and step) to patch exactly as well: those with the largest "
         "estimates.",
         partial(at_least, 0),
+    )
+
+
+@dataclass(frozen=True)
+class LensSettings(Settings):
+    """What a logit lens reads."""
+
+    layers: Iterable[Whole] | None = setting(
+        None,
+        "States to read, 0 to n_layers, negative ones from the end: l is the one that enters block l, and n_layers the "
+        "last one. By default all.",
+        unique_indices,
+    )
+    positions: Iterable[Whole] | None = setting(
+        None,
+        "Positions of the predicted tokens, negative ones from the end; by default all that the model predicts. On a "
+        "causal model these begin at 1. After texts and tokens, they include the position after the last token, to "
+        "which -1 refers.",
+        unique_indices,
+    )
+    top_k: int = setting(5, "Number of likeliest tokens.", partial(at_least, 1), option=False)
+
+
+@dataclass(frozen=True)
+class SignatureSettings(Settings):
+    """How the signatures of pairs are computed."""
+
+    batch_size: int | None = setting(
+        None,
+        "Largest number of pairs computed together, which are each other's baseline of shuffled pairs; a pair alone "
+        "would have none. In batches of 2, an odd number of pairs has one batch of 3. Default: as many as the memory "
+        "allows, at most 32.",
+        partial(at_least, 1),
+    )
+    max_bytes: int = setting(
+        2**30, "Most memory for one batch in bytes, in addition to the weights.", partial(at_least, 1)
     )

@@ -101,7 +101,15 @@ def effects(model: HookedDiffusionTransformer, facts: Sequence[Fact]) -> dict[st
     tables: dict[str, Any] = {}
     for kind in KINDS:
         average = average_indirect_effect(
-            model, facts, kind, window=WINDOW, samples=SAMPLES, length=length, known="all", roles=ROLES
+            model,
+            facts,
+            kind,
+            window=WINDOW,
+            samples=SAMPLES,
+            length=length,
+            first_tokens=None,
+            known="all",
+            roles=ROLES,
         )
         rows = dict(zip(average.roles, average.aie.tolist(), strict=True))
         # A causal model's canvas has no position of the answer.

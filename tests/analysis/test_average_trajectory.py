@@ -217,7 +217,11 @@ def test_rules_and_facts_that_cannot_be_queried(tiny):
     assert set(chosen.unknown) == {fact.id for fact in FACTS}
     on_canvas = average_trajectory_effect(tiny, [FACTS[0], UNTRUE], known="one_canvas", **quick)
     plain = average_indirect_effect(
-        tiny, [FACTS[0], UNTRUE], known="one_canvas", **{key: quick[key] for key in quick if key != "loop"}
+        tiny,
+        [FACTS[0], UNTRUE],
+        known="one_canvas",
+        first_tokens=None,
+        **{key: quick[key] for key in quick if key != "loop"},
     )
     assert on_canvas.ids == plain.ids
     assert on_canvas.unknown["untrue"] == pytest.approx(plain.unknown["untrue"], abs=1e-6)

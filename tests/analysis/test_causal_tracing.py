@@ -9,10 +9,11 @@ import torch
 from refusals import unrefused
 
 from diffusion_lens import Fact, Query
-from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale
+from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale, temporal_effect, trace_trajectory
 from diffusion_lens.analysis.engine import cells as engine
 from diffusion_lens.hooks.names import resid_post
 from diffusion_lens.interventions import swap
+from diffusion_lens.model.noise import HeadAt
 
 # A masked diffusion model and a causal one; and a bidirectional model whose row i reads position i + 1.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
@@ -91,7 +92,7 @@ def points(model, kind, blocks):
 def p_clean(model, query, logits):
     """p(x_0) at the answer's positions from the logits of their rows."""
     present = query.tokens[None, list(query.answer_positions)] if model.head.needs_canvas else None
-    return model.head_at(present).clean_logits(logits).softmax(-1)
+    return HeadAt.of(model, present).clean_logits(logits).softmax(-1)
 
 
 def slow_trace(model, query, corrupt, samples, kind="resid", window=10, severed=None, layers=None):
@@ -397,6 +398,22 @@ def test_noise_scale_is_three_standard_deviations(tiny):
     assert noise_scale(tiny, ["Gustav Geisser"]) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_noise_is_romes_by_default_on_one_canvas_and_in_the_loop(tiny):
+    query, small = FACT.to_query(tiny), dict(samples=2, positions=[1], layers=[0])
+    run = tiny.denoise(query.tokens[None], steps=2)
+    for trace, more in (
+        (causal_trace, {}),
+        (trace_trajectory, {"trajectory": run}),
+        (temporal_effect, {"trajectory": run}),
+    ):
+        romes = trace(tiny, query, noise=noise_scale(tiny, [query]), **small, **more)
+        default = trace(tiny, query, **small, **more)
+        assert default.record["noise"] == romes.record["noise"] > 0
+        assert torch.equal(default.scores, romes.scores)
+    assert causal_trace(tiny, query, corruption="mask", **small).record["noise"] is None
+
+
 def test_the_row_that_is_read_carries_the_effect_on_a_known_fact(tiny):
     """On a fact that a bundled model knows, from the first block on."""
     query = FACT.to_query(tiny, n_masks=10, first_tokens=1)
@@ -431,7 +448,6 @@ BAD_SETTINGS = [
     (dict(kind="mlp", window=0), "window=0"),
     (dict(max_bytes=1000), r"max_bytes=1,000 is too small: .* one cell of 10 rows takes"),
     (dict(corruption="gausian"), "nearest is gaussian"),
-    (dict(noise=None), "needs noise="),
     (dict(corruption="swap"), "requires swap="),
     (dict(swap=[1, 2, 3]), "no other corruption takes swap="),
     (dict(corruption="swap", swap=[1]), "swap has 1 tokens and the subject 3"),

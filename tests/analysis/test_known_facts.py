@@ -40,7 +40,7 @@ DESCRIPTIONS, PEOPLE = (load().facts(trained="d2p", asked=direction)[:22:7] for 
 FACTS = [DESCRIPTIONS[1], *PEOPLE[1:]]
 UNTRUE = replace(FACTS[0], id="untrue", answer=DESCRIPTIONS[0].answer)
 MIXED = [FACTS[0], UNTRUE, FACTS[-1]]
-QUICK = dict(samples=1, length=LENGTH, layers=[1], roles=["prompt_last"])
+QUICK = dict(samples=1, length=LENGTH, layers=[1], roles=["prompt_last"], first_tokens=None)
 
 
 @cache
@@ -142,10 +142,12 @@ def test_on_one_canvas_of_a_guided_run_the_guided_prediction_decides(tiny):
 @over_nothing
 def test_a_first_token_alone_is_read_from_one_canvas_by_default(tiny):
     one_fact, short_loop = MIXED[:1], LoopSettings(steps=2)
-    first = average_indirect_effect(tiny, one_fact, first_tokens=1, **QUICK)
+    first = average_indirect_effect(tiny, one_fact, **{**QUICK, "first_tokens": 1})
     assert first.record["known"] == "one_canvas"
     assert "loop" not in first.record
-    recalled = average_indirect_effect(tiny, one_fact, first_tokens=1, known="recalled", loop=short_loop, **QUICK)
+    recalled = average_indirect_effect(
+        tiny, one_fact, known="recalled", loop=short_loop, **{**QUICK, "first_tokens": 1}
+    )
     assert recalled.record["known"] == "recalled"
     assert average_indirect_effect(tiny, one_fact, **QUICK).record["known"] == "recalled"
 
@@ -352,7 +354,7 @@ def test_loop_settings_keep_plain_numbers(tiny, monkeypatch):
     given = dict(steps=np.int64(2), cfg_scale=np.float32(0.5), temperature=1, seed=np.uint8(7), batch_size=np.int32(3))
     plain = LoopSettings(**given)
     assert plain == LoopSettings(steps=2, cfg_scale=0.5, temperature=1.0, seed=7, batch_size=3)
-    assert {type(value) for value in plain.describe(tiny.cfg).values()} <= {dict, int, float, type(None)}
+    assert {type(value) for value in plain.describe_on(tiny.cfg).values()} <= {dict, int, float, type(None)}
 
 
 @pytest.mark.parametrize("steps", [None, 8])
@@ -360,7 +362,7 @@ def test_loop_settings_keep_plain_numbers(tiny, monkeypatch):
 def test_the_sampler_of_the_record_is_that_of_the_runs(tiny, steps):
     loop = LoopSettings(steps=steps)
     run = tiny.denoise(FACTS[0].prompt, length=14, steps=loop.steps)
-    assert loop.describe(tiny.cfg)["sampler"] == run.record["sampler"]
+    assert loop.describe_on(tiny.cfg)["sampler"] == run.record["sampler"]
 
 
 @on_the_causal_model

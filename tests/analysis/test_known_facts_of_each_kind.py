@@ -10,6 +10,7 @@ from diffusion_lens.analysis import LoopSettings, average_indirect_effect, avera
 from diffusion_lens.analysis.causal_tracing.average import LoopRuns
 from diffusion_lens.analysis.over_facts.folder import fact_seed
 from diffusion_lens.data.toy_facts import load
+from diffusion_lens.model.noise import HeadAt
 
 KINDS = ["sdar", "bd3lm", "uniform", "udlm", "sedd-uniform", "llada_moe", "llada2", "diffullama", "radd"]
 LENGTH, SEED, STEPS = 20, 3, 4
@@ -52,7 +53,7 @@ def likeliest(model, fact):
     prompt, positions = tokens_after(fact, model)
     query = replace(fact, answer=ASKED[0].answer).to_query(model, n_masks=LENGTH - prompt.shape[1])
     rows = model.readout.rows(torch.tensor(positions))
-    logits = model.head_at(query.tokens[None, positions]).clean_logits(model(query.tokens[None])[:, rows])
+    logits = HeadAt.of(model, query.tokens[None, positions]).clean_logits(model(query.tokens[None])[:, rows])
     return logits[0].masked_fill(~model.cfg.writable(torch.arange(logits.shape[-1])), -torch.inf).argmax(-1).tolist()
 
 

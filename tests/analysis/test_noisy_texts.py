@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from diffusion_lens.analysis import RidgeSettings, activations, fit_translators, probe_time, second_moment
 from diffusion_lens.analysis.dictionaries import dictionary_loss
 from diffusion_lens.model.loss import noised
+from diffusion_lens.model.noise import HeadAt
 from diffusion_lens.model.transformer import normalized
 from diffusion_lens.settings import own_seed
 
@@ -107,7 +108,7 @@ def test_probe_of_the_time(model: Any) -> None:
 
 def divergence_at(model: Any, logits: torch.Tensor, state: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """KL(last || layer) at some positions, at the current time."""
-    head, read = model.head_at(present[None]), model.unembed(normalized(model, state[None]))
+    head, read = HeadAt.of(model, present[None]), model.unembed(normalized(model, state[None]))
     last, log_p = (head.clean_logits(x)[0].log_softmax(-1) for x in (logits[None], read))
     return (last.exp() * (last - log_p)).sum(-1)
 

@@ -48,6 +48,7 @@ def with_padding(query, side):
     return replace(query, tokens=tokens, subject=subject, answer_positions=positions), shift
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @pytest.mark.parametrize(
     ("own_pad", "method", "side"),
     [

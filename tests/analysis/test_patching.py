@@ -14,6 +14,7 @@ from diffusion_lens.analysis.patching import PatchGrid
 from diffusion_lens.analysis.patching.sites import PATCH_SITES
 from diffusion_lens.hooks.names import resid_post, resid_pre
 from diffusion_lens.model.config import UNREACHED
+from diffusion_lens.model.noise import HeadAt
 
 # A masked diffusion model and a causal one.
 both_variants = pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar"], indirect=True)
@@ -59,7 +60,7 @@ def metric(logits):
 def scored(model, tokens):
     """The metric of a plain pass, which reads logits of p(x_0)."""
     present = tokens if model.head.needs_canvas else None
-    return metric(model.head_at(present).clean_logits(model(tokens))).detach()
+    return metric(HeadAt.of(model, present).clean_logits(model(tokens))).detach()
 
 
 def close(actual, expected, name=""):
@@ -250,6 +251,7 @@ def test_a_copy_of_the_model_as_source_changes_nothing(either, runs):
         assert other[site].record["source"]["weights_sha256"] == grid.record["weights_sha256"]
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @pytest.mark.parametrize(("reader", "source"), [("mdm", "ar"), ("ar", "mdm")])
 def test_the_twin_patched_in_at_aligned_positions(models, reader, source):
     model, twin = models[reader], models[source]
@@ -264,6 +266,7 @@ def test_the_twin_patched_in_at_aligned_positions(models, reader, source):
     assert grid.record["source"]["model"] == f"tiny-{source}"
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_a_clean_run_of_another_layout_is_not_scored(models):
     tokens = models["ar"].to_tokens("Gustav Geisser is")
     grid = patch_grid(models["mdm"], tokens, tokens, metric, "mlp_out", source_model=models["ar"])
@@ -339,6 +342,7 @@ def test_ragged_rows_of_a_trajectory_are_patched_as_they_are_alone(small):
         assert row == 0 or of_row.shape[2] > expected.shape[2]
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_text_tokens_and_queries_are_one_input(small):
     facts = [Fact(f"{name} is the", name, " brave") for name in ("Gustav Geisser", "brave drummer")]
     queries = [fact.to_query(small) for fact in facts]
@@ -351,6 +355,7 @@ def test_text_tokens_and_queries_are_one_input(small):
     assert by_text.labels == [["Gustav → brave", "Geisser → drummer", "is", "the"]]
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_padded_texts_are_patched_as_they_are_alone(small):
     clean, corrupted = (["Gustav Geisser is", "Gustav"], ["brave drummer is", "brave"])
     together = patch_grid(small, clean, corrupted, lambda logits: logits[1, 0, 3], "resid_mid").scores

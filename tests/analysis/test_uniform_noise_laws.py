@@ -94,6 +94,7 @@ def test_an_answer_state_patched_after_the_last_block_is_the_clean_run(timed: An
 
 def test_forced_replay_reads_the_recorded_canvases_at_their_times(timed: Any) -> None:
     from diffusion_lens.analysis import trace_trajectory
+    from diffusion_lens.model.noise import HeadAt
 
     query = query_of()
     run = timed.denoise(query.tokens[None, :6], length=8, steps=3, temperature=1.0)
@@ -103,7 +104,7 @@ def test_forced_replay_reads_the_recorded_canvases_at_their_times(timed: Any) ->
         state = run.state_at(step)
         with timed.clock.at(state):
             positions = list(query.answer_positions)
-            logits = timed.head_at(state.tokens[:, positions]).clean_logits(timed(state.tokens)[:, positions])
+            logits = HeadAt.of(timed, state.tokens[:, positions]).clean_logits(timed(state.tokens)[:, positions])
         p = logits[0].softmax(dim=-1)[[0, 1], list(query.answer_tokens)]
         torch.testing.assert_close(trace.clean_token_scores[i], p, rtol=1e-4, atol=1e-8)
 
@@ -241,7 +242,8 @@ def test_averages_and_recall_are_those_of_single_facts() -> None:
 
     model = HookedDiffusionTransformer.from_pretrained("tiny-uniform", device="cpu")
     facts = [fact for fact in toy_facts.load(1).facts("both", "p2d") if fact.id.endswith("-held-out-0")][:20:10]
-    result = average_indirect_effect(model, facts, noise=0.5, samples=1, known="all", roles=["subject_last"])
+    traced = dict(noise=0.5, samples=1, known="all", roles=["subject_last"], first_tokens=None)
+    result = average_indirect_effect(model, facts, **traced)
     for clean, fact in zip(result.clean.tolist(), facts, strict=True):
         query = fact.to_query(model, n_masks=14 - len(model.encode(fact.prompt)))
         positions = list(query.answer_positions)

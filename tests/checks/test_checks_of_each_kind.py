@@ -62,6 +62,7 @@ def test_the_page_loss_is_the_training_loss(of_kind, kind):
     assert page_losses(model, ROWS).shape == copies.shape
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
@@ -98,6 +99,7 @@ def test_a_reference_at_a_time_names_mistakes(of_kind, kind, fault):
     assert any(FAULTS[fault][1] in cause for cause in report.likely), report.to_text()
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_rows_are_interleaved_only_among_the_dimensions_that_are_rotated(of_kind):
     model = of_kind("llada2")
     n_turned = model.cfg.rotary_dim
@@ -128,6 +130,7 @@ def test_a_reference_that_does_not_fit_the_kind_is_refused(of_kind):
         Reference(ROWS, logits[..., : uniform.d_vocab_out], before=ROWS, after=ROWS + 1).check_fits(untold)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_the_networks_hear_the_time_of_the_checks(of_kind):
     model, deaf = of_kind("sedd"), of_kind("mdlm")
     with at_check_time(model), torch.no_grad():
@@ -136,6 +139,7 @@ def test_the_networks_hear_the_time_of_the_checks(of_kind):
         assert deaf.clock.time is None
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_a_choice_of_experts_that_rounding_changes_is_no_error(of_kind):
     """All experts have nearly one score, and outputs of their own."""
     model = of_kind("llada_moe")
@@ -173,6 +177,7 @@ def test_alternatives_fit_the_kind(of_kind):
         assert not any(one.architecture.is_autoregressive and one.architecture.readout == "in_place" for one in tried)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @on_short_page
 @without_search_of_parts
 def test_only_an_exact_measure_tries_smaller_blocks(of_kind):

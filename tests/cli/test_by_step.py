@@ -311,10 +311,11 @@ def test_the_strongest_cells_leave_out_what_is_absent() -> None:
 
 
 def test_saved_results_by_step_are_drawn(tmp_path: Path) -> None:
-    done("trace", "site-mdm", *TRACE, *LENGTH, "--steps", "4", "--samples", "1", "--out", str(tmp_path))
-    done("lens", "site-mdm", "--prompt", FACT.prompt, *LENGTH, "--steps", "2", "--out", str(tmp_path))
-    done("patch", "site-mdm", *PATCH, *LENGTH, "--site", "z", "--layer", "3", "--position", "1", "--out", str(tmp_path))
-    step = str(TrajectoryTrace.load(tmp_path / "trace.safetensors").steps[0])
+    trace, lens, patch = (["--out", str(tmp_path / name)] for name in ("trace", "lens", "z"))
+    done("trace", "site-mdm", *TRACE, *LENGTH, "--steps", "4", "--samples", "1", *trace)
+    done("lens", "site-mdm", "--prompt", FACT.prompt, *LENGTH, "--steps", "2", *lens)
+    done("patch", "site-mdm", *PATCH, *LENGTH, "--site", "z", "--layer", "3", "--position", "1", *patch)
+    step = str(TrajectoryTrace.load(tmp_path / "trace" / "trace.safetensors").steps[0])
     for result, chosen in (
         ("trace", ["--step", step]),
         ("lens", ["--step", "1"]),
@@ -322,7 +323,7 @@ def test_saved_results_by_step_are_drawn(tmp_path: Path) -> None:
         ("z", ["--head", "1"]),
     ):
         picture = tmp_path / "drawn.png"
-        done("plot", str(tmp_path / f"{result}.safetensors"), *chosen, "--out", str(picture))
+        done("plot", str(tmp_path / result / f"{result}.safetensors"), *chosen, "--out", str(picture))
         assert picture.read_bytes().startswith(PNG)
         picture.unlink()
     for result, chosen, said in (
@@ -332,7 +333,9 @@ def test_saved_results_by_step_are_drawn(tmp_path: Path) -> None:
         ("lens", [], "give either --step, or --position to draw it at every step"),
         ("z", [], "--head: say which head to draw, one of [0, 1"),
     ):
-        refused = invoke("plot", str(tmp_path / f"{result}.safetensors"), *chosen, "--out", str(tmp_path / "no.png"))
+        refused = invoke(
+            "plot", str(tmp_path / result / f"{result}.safetensors"), *chosen, "--out", str(tmp_path / "no.png")
+        )
         assert refused.exit_code == 2, refused.output
         assert said in refused.stderr
         assert not (tmp_path / "no.png").exists()

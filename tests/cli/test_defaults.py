@@ -4,14 +4,29 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typed_commands import done
 from typer.testing import CliRunner
 
+from diffusion_lens import Fact, HookedDiffusionTransformer
+from diffusion_lens.analysis import (
+    answer_probability,
+    average_indirect_effect,
+    causal_trace,
+    key_value_study,
+    logit_lens,
+    optimize_value,
+    patch_grid,
+)
+from diffusion_lens.analysis.rome import ValueSettings
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice, default_folder
 from diffusion_lens.data import toy_facts
+from diffusion_lens.data.fact_files import open_source
+from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.loading.catalogue import BUNDLED
 from weight_conversion import export, open_checkpoint
 
@@ -80,6 +95,101 @@ def test_a_canvas_beyond_training_is_warned_of() -> None:
     (line,) = result.stderr.splitlines()
     assert line.startswith("Warning: the canvas has 16 positions, and 'tiny-mdm' was trained on texts of 14")
     assert "--length 14" in line
+
+
+def facts_of(people: int) -> list[Fact]:
+    """A fact in each direction about each of some people."""
+    facts: dict[tuple[str, str], Fact] = {}
+    for asked in ("p2d", "d2p"):
+        for fact in toy_facts.load().facts(trained="both", asked=asked):
+            facts.setdefault((fact.person, asked), fact)
+    wanted = list(dict.fromkeys(person for person, _ in facts))[:people]
+    return [fact for (person, _), fact in facts.items() if person in wanted]
+
+
+def numbers_of(command: str, model: HookedDiffusionTransformer, facts: list[Fact]) -> list[float]:
+    """What the function of a command gives with its own defaults, as the command's JSON object shows it."""
+    fact, other = facts[0], facts[1]
+    if command == "trace":
+        trace = causal_trace(model, fact)
+        return [trace.corrupted, trace.scores.sum().item()]
+    if command == "aie":
+        average = average_indirect_effect(model, facts)
+        return [average.ate, average.aie.nansum().item()]
+    if command == "patch":
+        corrupted = Fact(other.prompt, other.subject, fact.answer)
+        grid = patch_grid(model, fact, corrupted, answer_probability(model, corrupted), "resid_pre")
+        return [grid.clean.item(), grid.effect.nansum().item()]
+    if command == "lens":
+        lens = logit_lens(model, fact)
+        answer = [lens.positions.index(position) for position in fact.to_query(model).answer_positions]
+        return [lens.target_probabilities[:, 0, answer, 0].sum().item()]
+    if command == "recall":
+        table = recall_by_steps(model, facts).table("contained")
+        return [share.mean for row in table.values() for share in row.values()]
+    if command == "rome":
+        value = optimize_value(model, fact, 0)
+        return [value.probability_after, value.losses.sum().item()]
+    return [key_value_study(model, facts, [0]).compare(resamples=9).table("cka")[0]["value"]]
+
+
+def numbers_in(command: str, results: Any) -> list[float]:
+    """The same numbers of a command."""
+    if command == "trace":
+        effect = torch.tensor(results["indirect_effect"])
+        return [results["corrupted"], (effect + results["corrupted"]).sum().item()]
+    if command == "aie":
+        return [results["ate"], sum(x for effects in results["aie"].values() for x in effects if x is not None)]
+    if command == "patch":
+        grid = results["resid_pre"]
+        return [grid["clean"], torch.tensor(grid["effect"]).nansum().item()]
+    if command == "lens":
+        return [torch.tensor(results["target_probability"]).sum().item()]
+    if command == "recall":
+        return [share["mean"] for row in results.values() for share in row.values()]
+    if command == "rome":
+        return [results["after"], torch.tensor(results["losses"]).sum().item()]
+    (study,) = results.values()
+    return [study["0"]["value"]]
+
+
+@pytest.mark.parametrize("name", ["tiny-mdm", "tiny-ar"])
+@pytest.mark.parametrize("command", ["trace", "aie", "patch", "lens", "recall", "rome", "compare"])
+def test_a_command_and_its_function_have_the_same_defaults(command: str, name: str, tmp_path: Path) -> None:
+    facts, path = facts_of(21 if command == "compare" else 2), tmp_path / "facts.json"
+    kept = ("id", "prompt", "subject", "answer", "person", "trained", "asked")
+    path.write_text(json.dumps([{key: getattr(fact, key) for key in kept} for fact in facts]))
+    ask, subject = ["--prompt", facts[0].prompt, "--answer", facts[0].answer], ["--subject", facts[0].subject]
+    given = {
+        "trace": [*ask, *subject],
+        "rome": [*ask, *subject, "--layer", "0"],
+        "patch": [*ask, "--corrupted", facts[1].prompt],
+        "lens": ask,
+        "compare": ["--data", str(path), "--layer", "0", "--resamples", "9"],
+    }.get(command, ["--data", str(path)])
+    model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
+    printed = done(command, name, *given, "--out", str(tmp_path / "out"), "--device", "cpu", "--json").stdout
+    expected = numbers_of(command, model, open_source(str(path)).pick())
+    assert numbers_in(command, json.loads(printed)["results"]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("people", "said"), [(6, "6 facts are too few for {} 3: give at least 15"), (15, None)])
+def test_both_doors_refuse_to_compare_few_people(people: int, said: str | None, tmp_path: Path) -> None:
+    facts, path = facts_of(people), tmp_path / "facts.json"
+    kept = ("id", "prompt", "subject", "answer", "person", "trained", "asked")
+    path.write_text(json.dumps([{key: getattr(fact, key) for key in kept} for fact in facts]))
+    settings = dict(rank=3, resamples=2)
+    ask = ["compare", "tiny-ar", "--data", str(path), "--layer", "0", "--rank", "3", "--resamples", "2"]
+    result = CliRunner().invoke(app, [*ask, "--out", str(tmp_path / "out")])
+    model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+    study = key_value_study(model, facts, [0], search=ValueSettings(steps=1))
+    if said is None:
+        assert result.exit_code == 0
+        assert study.compare(**settings).at[0].record["rank"] == 3
+        return
+    assert said.format("--rank") in result.stderr
+    with pytest.raises(ValueError, match=said.format("rank=").replace("= ", "=")):
+        study.compare(**settings)
 
 
 def test_options_that_say_how_long_to_go_on() -> None:

@@ -38,6 +38,7 @@ WRONG = {
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
     "checkpoint-every max-bytes per-person block-size "
     "seeds depth workers",
+    ("1", "0"): "rank",
     ("-1",): "occurrence prefixes ask at-step step head attention mask-token-id check",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise weight-decay clamp-norm-factor kl-factor stop-below",
     ("0", "-1", "nan", "inf"): "lr epochs flops largest",

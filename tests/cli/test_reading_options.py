@@ -1,7 +1,6 @@
 """`--mode`, `--block-size` and `--mask-token-id` say what the config of a checkpoint leaves open."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,10 @@ from diffusion_lens.checks.weights import Expected
 from diffusion_lens.cli import app
 from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.cli.workers import require_model
+from diffusion_lens.explorer import Session
 from diffusion_lens.explorer.as_python import load_code
 from diffusion_lens.loading import shape_of
-from diffusion_lens.records.results import provenance
+from diffusion_lens.records.results import provenance, require_same_run
 from weight_conversion import export
 
 NEMOTRON = Path(__file__).parents[1] / "golden" / "nemotron"
@@ -95,21 +95,27 @@ def test_the_explorer_shows_both_modes_of_a_checkpoint(folder: Path, tmp_path: P
     assert f"from_pretrained('{name}', mode='ar')" in json.dumps(PageFile(out.read_text(encoding="utf-8")).manifest)
 
 
-@pytest.mark.parametrize("options", [{"mode": "ar"}, {"mode": "bidirectional"}, {"mode": "block", "block_size": 8}])
-def test_the_code_that_loads_the_model_of_a_record_reads_its_mode(options: dict) -> None:
-    model = HookedDiffusionTransformer.from_pretrained(NEMOTRON, device="cpu", **options)
-    code = load_code(provenance(model, model.cfg)).replace(repr(model.cfg.model_name), repr(str(NEMOTRON)))
-    names: dict = {}
-    exec(code, names)
-    assert names["model"].cfg.architecture == model.cfg.architecture
+@pytest.mark.parametrize("options", [{"mode": "ar"}, {"mode": "block", "block_size": 8}])
+def test_code_loads_the_model_as_it_was_loaded(options: dict, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "my_note": "trained on a Tuesday"}))
+    model = HookedDiffusionTransformer.from_pretrained(folder, device="cpu", ignore_config_keys=["my_note"], **options)
+    session = Session([model])
+    run = session.run({"prompt": "Gustav Geisser is the", "length": 8})
+    for code in (load_code(provenance(model, model.cfg)), run["python"]["run"]):
+        names: dict = {}
+        exec(code.replace(repr(model.cfg.model_name), repr(str(folder))), names)
+        assert names["model"].cfg.architecture == model.cfg.architecture
 
 
-def test_code_names_the_options_without_which_a_name_loads_another_model() -> None:
-    published = shape_of("sdar-4b-chat")
-    record = {"model": "sdar-4b-chat", "architecture": published.to_dict()}
-    assert load_code(record).endswith("\nmodel = HookedDiffusionTransformer.from_pretrained('sdar-4b-chat')")
-    other = {**record, "architecture": replace(published, causal_block=16, mask_token_id=5).to_dict()}
-    assert load_code(other).endswith("from_pretrained('sdar-4b-chat', block_size=16, mask_token_id=5)")
+def test_how_a_model_was_loaded_is_no_other_study(folder: Path) -> None:
+    records = [
+        provenance(model, model.cfg)
+        for options in ({}, {"mode": "bidirectional"})
+        for model in [HookedDiffusionTransformer.from_pretrained(folder, device="cpu", **options)]
+    ]
+    assert records[0].get("loaded_with") != records[1]["loaded_with"]
+    require_same_run(*records, "this folder")
 
 
 def test_two_modes_of_a_checkpoint_are_two_models_of_a_study(folder: Path, tmp_path: Path) -> None:

@@ -76,11 +76,13 @@ def test_loss_equals_the_authors(variant: str) -> None:
     real = torch.ones_like(text, dtype=torch.bool)
     real[:, 0] = False  # the authors leave out the first position
     batch = masked_batch(model, text, noisy, g["loss.p"].expand(text.shape), real=real)
-    told = {"time": -torch.expm1(-g["sigma"][1].double()).item() / (1 - 1e-3)} if model.cfg.time_conditioning else {}
+    conditioned = (
+        {"time": -torch.expm1(-g["sigma"][1].double()).item() / (1 - 1e-3)} if model.cfg.time_conditioning else {}
+    )
     with torch.no_grad():
         rows = dict(attention_mask=model.padding.all_real(batch.tokens), logits_at=batch.rows)
         logits = model(batch.tokens, **rows, **batch.beside)
-        clean = model.head_at().head.clean_logits(model(g["tokens"][1:2].long(), **told)).log_softmax(dim=-1)
+        clean = model.head.clean_logits(model(g["tokens"][1:2].long(), **conditioned)).log_softmax(dim=-1)
     torch.testing.assert_close(batch.loss(logits), g["loss.value"][0], rtol=1e-5, atol=0)
     torch.testing.assert_close(batch.by_position(logits), g["loss.nlls"].abs(), rtol=1e-5, atol=0)
     masked = g["tokens"][1:2] == MASK
@@ -88,7 +90,7 @@ def test_loss_equals_the_authors(variant: str) -> None:
     torch.testing.assert_close(clean[masked][:, :MASK], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_is_told_the_largest_noise_of_its_schedule() -> None:
+def test_a_row_reads_the_largest_noise_of_its_schedule() -> None:
     from diffusion_lens.model.loss import masked_batch
     from diffusion_lens.model.noise import Linear
 
@@ -98,7 +100,7 @@ def test_a_row_is_told_the_largest_noise_of_its_schedule() -> None:
 
 
 @pytest.fixture
-def told(specimen: Any, configs: Any) -> Any:
+def conditioned(specimen: Any, configs: Any) -> Any:
     """A model by blocks of four whose network is conditioned on the time."""
     return specimen(configs["bd3lm"]).model
 
@@ -112,38 +114,40 @@ def sampler(request: pytest.FixtureRequest) -> Any:
     ]
 
 
-def test_rows_with_times_of_their_own_are_independent(told: Any, sampler: Any, tmp_path: Path) -> None:
+def test_rows_with_times_of_their_own_are_independent(conditioned: Any, sampler: Any, tmp_path: Path) -> None:
     from diffusion_lens.denoising.trajectory import Trajectory
 
     prompts = torch.randint(500, (2, 6), generator=torch.Generator().manual_seed(1))
     prompts[1, 3:] = 512
     settings = dict(sampler=sampler, temperature=1.0)
-    run = told.denoise(prompts, length=13, seed=[3, 4], **settings)
+    run = conditioned.denoise(prompts, length=13, seed=[3, 4], **settings)
     assert ((run.tokens >= 0) & (run.tokens != 512)).all()
     for row, n in enumerate((6, 3)):
-        alone = told.denoise(prompts[row : row + 1, :n], length=13, seed=[3 + row], **settings)
+        alone = conditioned.denoise(prompts[row : row + 1, :n], length=13, seed=[3 + row], **settings)
         assert torch.equal(run.canvases[: len(alone.canvases), row], alone.canvases[:, 0])
-    hooked = told.denoise(prompts, length=13, seed=[3, 4], **settings, fwd_hooks=[("hook_embed", lambda x, hook: None)])
+    hooked = conditioned.denoise(
+        prompts, length=13, seed=[3, 4], **settings, fwd_hooks=[("hook_embed", lambda x, hook: None)]
+    )
     assert torch.equal(hooked.canvases, run.canvases)
 
     saved = Trajectory.load(run.save(tmp_path / "run.safetensors"))
     assert any(isinstance(saved.state_at(step).sigma, tuple) for step in range(saved.n_steps))
     for canvas in ("forced", "free"):
-        again = saved.replay(told, canvas=canvas)
+        again = saved.replay(conditioned, canvas=canvas)
         assert torch.equal(again.canvases, run.canvases)
         torch.testing.assert_close(again.confidence, run.confidence, rtol=1e-4, atol=1e-5)
         assert [again.state_at(step).sigma for step in range(5)] == [run.state_at(step).sigma for step in range(5)]
     for step in range(1, saved.n_steps, 3):  # the first steps of blocks, and steps within them
-        branch = saved.from_step(step).replay(told, canvas="free")
+        branch = saved.from_step(step).replay(conditioned, canvas="free")
         assert torch.equal(branch.canvases, run.canvases[step:])
         assert branch.record["sigmas"][step:] == run.record["sigmas"][step:]
-    one = run.row(1).replay(told)
+    one = run.row(1).replay(conditioned)
     torch.testing.assert_close(one.confidence[0], run.confidence[1], rtol=1e-4, atol=1e-5)
-    twice = run.repeat(2).replay(told)
+    twice = run.repeat(2).replay(conditioned)
     torch.testing.assert_close(twice.confidence[3], run.confidence[1], rtol=1e-4, atol=1e-5)
 
 
-def test_the_time_falls_within_each_block(told: Any, sampler: Any) -> None:
+def test_the_time_falls_within_each_block(conditioned: Any, sampler: Any) -> None:
     sigmas: list[float] = []
     blocks: list[int] = []
 
@@ -152,7 +156,7 @@ def test_the_time_falls_within_each_block(told: Any, sampler: Any) -> None:
         blocks.append(int(hook.step.block.index))
 
     prompt = torch.tensor([[1, 2]])
-    told.denoise(prompt, length=12, sampler=sampler, temperature=1.0, fwd_hooks=[("denoise.hook_tokens", look)])
+    conditioned.denoise(prompt, length=12, sampler=sampler, temperature=1.0, fwd_hooks=[("denoise.hook_tokens", look)])
     for index in range(3):
         within = [sigma for sigma, block in zip(sigmas, blocks, strict=True) if block == index]
         assert within
@@ -173,7 +177,7 @@ def test_first_hitting_reveals_one_position_in_each_step(either: Any) -> None:
     assert (run.revealed_at[0, 2:] >= 0).all()
 
 
-def test_settings_that_do_not_fit_are_refused(told: Any) -> None:
+def test_settings_that_do_not_fit_are_refused(conditioned: Any) -> None:
     from diffusion_lens.denoising.samplers import BlockPosterior, bd3lm, describe_sampler, sampler_from
 
     prompt = torch.tensor([[1, 2]])
@@ -184,12 +188,12 @@ def test_settings_that_do_not_fit_are_refused(told: Any) -> None:
         (dict(sampler="posterior"), "that fit: block_posterior, first_hitting, "),
     ):
         with pytest.raises(ValueError, match=message):
-            told.denoise(prompt, length=12, **wrong)
+            conditioned.denoise(prompt, length=12, **wrong)
     with pytest.raises(ValueError, match="first_hitting=False"):
         bd3lm(5)
     with pytest.raises(ValueError, match="steps_per_block=0"):
         BlockPosterior(0)
-    assert told.denoise(prompt, length=12, steps=7, sampler="block_posterior").n_steps == 7
+    assert conditioned.denoise(prompt, length=12, steps=7, sampler="block_posterior").n_steps == 7
     for kept in (bd3lm(), bd3lm(4, first_hitting=False, nucleus_p=0.9), BlockPosterior()):
         assert sampler_from(json.loads(json.dumps(describe_sampler(kept)))) == kept
 

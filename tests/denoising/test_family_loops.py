@@ -10,6 +10,7 @@ from diffusion_lens import HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import causal_trace
 from diffusion_lens.analysis.rome import compute_key, optimize_value
 from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.model.noise import HeadAt
 
 RUNS = [
     dict(steps=4, sampler="confidence", cfg_scale=0.8, temperature=0.0, seed=1),
@@ -206,7 +207,7 @@ def test_confidence_is_the_probability_on_the_canvas_of_that_step(every):
             canvas = model.cfg.readable(trajectory.canvases[step])
             is_shifted = state.block is not None and state.block.first_shifted and position == state.block.start[0]
             row = position - int(model.cfg.readout == "shifted" or is_shifted)
-            logits = model.head_at(canvas[:, [position]]).clean_logits(model(canvas, logits_at=[row]))
+            logits = HeadAt.of(model, canvas[:, [position]]).clean_logits(model(canvas, logits_at=[row]))
         odds = logits[0, 0].softmax(-1)
         torch.testing.assert_close(
             trajectory.confidence[0, position], odds[trajectory.tokens[0, position]], rtol=1e-4, atol=1e-6

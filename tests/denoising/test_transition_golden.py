@@ -80,7 +80,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With time conditioning and with constant conditioning; some runs end with masks to remove."""
     g, case = recorded(name, run), runs_of(name)[run]
-    told = {key: case[key] for key in ("time_conditioning",) if key in case}
+    conditioned = {key: case[key] for key in ("time_conditioning",) if key in case}
     draws = iter(g["draws"].double())  # of masked positions
 
     def by_token(self: Any, step: int, positions: torch.Tensor, n: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monke
         return probabilities.setdefault(step.index, transition(self, step, prediction))
 
     monkeypatch.setattr(type(sampler), "transition", kept)
-    start, written = written_from_mask(authors_network(name, **told), g, 129, steps + 1, sampler)
+    start, written = written_from_mask(authors_network(name, **conditioned), g, 129, steps + 1, sampler)
     expected = torch.cat([start[None], g["x_steps"].long()]) if name == "mdlm" else g["x_after_projection"].long()
     assert torch.equal(written.canvases, torch.cat([expected, final[None]]))
     assert next(draws, None) is None
@@ -112,7 +112,7 @@ def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monke
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "told"),
+    ("name", "key", "conditioned"),
     [
         ("mdlm", "per_token", {}),
         ("mdlm", "per_token_no_time_conditioning", {"time_conditioning": False}),
@@ -121,8 +121,8 @@ def test_canvases_that_begin_masked_equal_the_authors(name: str, run: str, monke
         ("udlm", "diffusion", {}),
     ],
 )
-def test_losses_equal_the_authors(name: str, key: str, told: dict[str, bool]) -> None:
-    g, model = load_file(GOLDEN / name / "noise.safetensors"), authors_network(name, **told)
+def test_losses_equal_the_authors(name: str, key: str, conditioned: dict[str, bool]) -> None:
+    g, model = load_file(GOLDEN / name / "noise.safetensors"), authors_network(name, **conditioned)
     t, noisy = g.get("loss.t", g.get("loss.t_drawn")), g["loss.xt"]
     assert t is not None
     p = schedule_of(model.cfg.schedule).chance(t.double())[:, None].expand(noisy.shape)

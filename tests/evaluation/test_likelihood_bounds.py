@@ -16,12 +16,12 @@ KINDS = [("subs", 3), ("logits", 3), ("log_scores", 3), ("logits", None), ("log_
 
 
 @cache
-def small(head: str, mask: int | None, told: bool = True) -> Any:
+def small(head: str, mask: int | None, conditioned: bool = True) -> Any:
     """A random model of texts of three tokens."""
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
     from weight_conversion import NoiseSchedule
 
-    told_parts = with_time_conditioning() if told else {**with_time_conditioning(), "time": None}
+    timed = with_time_conditioning() if conditioned else {**with_time_conditioning(), "time": None}
     n_tokens = 3 if mask is None else 4
     architecture = small_architecture(
         d_vocab=n_tokens,
@@ -30,7 +30,7 @@ def small(head: str, mask: int | None, told: bool = True) -> Any:
         mask_token_id=mask,
         head=head,
         schedule=NoiseSchedule(),
-        **told_parts,
+        **timed,
     )
     model = HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=3)
     generator = torch.Generator().manual_seed(1)
@@ -45,7 +45,7 @@ def small(head: str, mask: int | None, told: bool = True) -> Any:
 @cache
 def exact_odds(model: Any, n_steps: int = 400) -> torch.Tensor:
     """The probability that the reverse process of many steps ends at each pair of tokens. Float[first second]."""
-    from diffusion_lens.evaluation.likelihood import sigma_of_chance, told
+    from diffusion_lens.evaluation.likelihood import conditioning, sigma_of_chance
 
     n, mask, noise = model.cfg.d_vocab, model.cfg.mask_token_id, model.head.noise
     states = torch.tensor(list(product(range(n), repeat=2)))
@@ -62,7 +62,7 @@ def exact_odds(model: Any, n_steps: int = 400) -> torch.Tensor:
     chances = torch.linspace(1, 0, n_steps + 1, dtype=torch.float64)
     with torch.no_grad():
         times = chances[:-1].repeat_interleave(n * n)
-        outputs = model(states.repeat(n_steps, 1), **told(model, times)).double().unflatten(0, (n_steps, n * n))
+        outputs = model(states.repeat(n_steps, 1), **conditioning(model, times)).double().unflatten(0, (n_steps, n * n))
     for (t, s), output in zip(pairwise(chances), outputs, strict=True):
         sigma = sigma_of_chance(t).expand(states.shape)
         if model.cfg.head == "log_scores":
@@ -73,7 +73,7 @@ def exact_odds(model: Any, n_steps: int = 400) -> torch.Tensor:
         probability = moved(q)
     if mask is None and model.cfg.head == "logits":
         with torch.no_grad():
-            probability = moved(model(states, **told(model, torch.zeros(1))).double().softmax(dim=-1))
+            probability = moved(model(states, **conditioning(model, torch.zeros(1))).double().softmax(dim=-1))
     assert float(probability.sum()) == pytest.approx(1)
     return probability.view(n, n)
 
@@ -97,11 +97,11 @@ def test_bound_of_a_perfect_model_is_the_likelihood(head: str, mask: int | None,
     from diffusion_lens.evaluation.likelihood import sigma_of_chance
 
     model, prior = small(head, mask), torch.tensor([0.5, 0.3, 0.2])
-    told: list[torch.Tensor] = []
+    sigmas: list[torch.Tensor] = []
 
     def perfect(tokens: torch.Tensor, logits_at: Any, sigma: torch.Tensor, **more: Any) -> torch.Tensor:
         present, at = tokens[logits_at], sigma[logits_at[0]].double()
-        told.append(sigma)
+        sigmas.append(sigma)
         p = F.pad(prior, (0, 0 if mask is None else 1)).double().expand(len(present), -1)
         if mask is None:
             kept, here = torch.exp(-at)[:, None], F.one_hot(present, 3)
@@ -119,25 +119,25 @@ def test_bound_of_a_perfect_model_is_the_likelihood(head: str, mask: int | None,
     estimate = monte_carlo_nll(model, EMPTY, text, samples=20000, batch_size=500, max_batch=20000)
     expected = -float(prior[text].log().sum())
     assert abs(estimate.value - expected) < max(4 * estimate.standard_error, 0.01 * expected)
-    assert float(told[0].min()) < 0.5 < 2 < float(told[0].max())
+    assert float(sigmas[0].min()) < 0.5 < 2 < float(sigmas[0].max())
     assert float(sigma_of_chance(torch.tensor(0.5))) == pytest.approx(0.6931, rel=1e-3)
 
 
 def test_reconstruction_and_bound_equal_the_authors(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the authors' chance t, where they tell the network the time by a chance that is smaller by a thousandth."""
     from diffusion_lens.evaluation import monte_carlo_nll
-    from diffusion_lens.evaluation.likelihood import bound_term, sigma_of_chance, told
+    from diffusion_lens.evaluation.likelihood import bound_term, conditioning, sigma_of_chance
     from diffusion_lens.model.time import NetworkTime
 
     model = authors_network("udlm")
-    told_of = NetworkTime.sigma_of_noise
-    monkeypatch.setattr(NetworkTime, "sigma_of_noise", lambda self, p: told_of(self, p * (1 - 1e-3)))
+    sigma_of = NetworkTime.sigma_of_noise
+    monkeypatch.setattr(NetworkTime, "sigma_of_noise", lambda self, p: sigma_of(self, p * (1 - 1e-3)))
     g = load_file(GOLDEN / "udlm" / "noise.safetensors")
     for row, (text, noisy) in enumerate(zip(g["x0"].long(), g["loss.xt"].long(), strict=True)):
         p = g["loss.t_drawn"][row].expand(len(text))
         estimate = monte_carlo_nll(model, EMPTY, text, noisy=noisy[None], p_mask=p[None])
         with torch.no_grad():
-            logits = model(noisy[None], **told(model, p[:1]))[0].double()
+            logits = model(noisy[None], **conditioning(model, p[:1]))[0].double()
         bound = bound_term(model).term(logits, text, noisy, p.double(), sigma_of_chance(p)).sum()
         reconstruction = float(g["loss.reconstruction"][row].sum())
         assert estimate.value - float(bound) == pytest.approx(reconstruction, rel=1e-5, abs=0)

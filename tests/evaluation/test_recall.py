@@ -121,7 +121,7 @@ def test_prompts_share_batches_and_left_to_right_is_queried_once(tiny, monkeypat
         assert (recall.steps, recall.record["cfg_scale"]) == ([None], 0.0)
         assert rows == [lengths.count(length) for length in sorted(set(lengths))]
     else:
-        assert (recall.steps, recall.record["cfg_scale"]) == ([1, 2, 4, 8, 16, 32], 0.8)
+        assert (recall.steps, recall.record["cfg_scale"]) == ([1, 2, 4, 8, 16, 32], 0.0)
         assert rows == [7] * 6 + [len(FEWER) - 7] * 6
         leftmost = recall_by_steps(tiny, FEW[:3], sampler="left_to_right", length=LENGTH)
         assert leftmost.steps == [None]

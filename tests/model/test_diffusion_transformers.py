@@ -38,8 +38,8 @@ class Authors:
         self.model = authors_network(name)
         self.tokens = self.numbers["tokens"]
         self.logits = self.numbers["raw_logits" if "raw_logits" in self.numbers else "logits"]
-        told = self.model.cfg.time_conditioning
-        self.time = {"time": -torch.expm1(-self.numbers["sigma"].double()) / (1 - 1e-3)} if told else {}
+        conditioned = self.model.cfg.time_conditioning
+        self.time = {"time": -torch.expm1(-self.numbers["sigma"].double()) / (1 - 1e-3)} if conditioned else {}
 
 
 BUILT = {}
@@ -57,7 +57,7 @@ def authors(request):
 
 
 @pytest.fixture(params=TOLD)
-def told(request):
+def conditioned(request):
     return built(request.param)
 
 
@@ -85,14 +85,16 @@ def test_gates_multiply_the_outputs_of_attention_and_mlp(name):
         assert_close(cache["mlp_out", layer], authors.numbers[f"mlp_out.{layer}"] * six[:, 5, None], **CLOSE)
 
 
-def untold(folder):
+def unconditioned(folder):
     """The golden MDLM as published: the noise level that it reads is always 0."""
     return {**json.loads((folder / "config.json").read_text()), "time_conditioning": False}
 
 
 def test_a_constant_time_is_folded_into_the_weights():
     authors = built("mdlm")
-    model = HookedDiffusionTransformer.from_pretrained(authors.folder, config=untold(authors.folder), device="cpu")
+    model = HookedDiffusionTransformer.from_pretrained(
+        authors.folder, config=unconditioned(authors.folder), device="cpu"
+    )
     assert model.cfg.time.folded
     assert not any("time" in name or "modulation" in name for name in model.hook_dict)
     logits, cache = model.run_with_cache(authors.tokens)
@@ -110,31 +112,31 @@ def test_a_constant_time_is_folded_into_the_weights():
 def test_composition_scores_equal_those_of_the_folded_network():
     """At time 0, which a time cannot be, the noise level is 0; the norms' weights count where they are folded too."""
     authors = built("mdlm")
-    constant, told = (
+    constant, conditioned = (
         HookedDiffusionTransformer.from_pretrained(authors.folder, config=config, device="cpu")
-        for config in (untold(authors.folder), None)
+        for config in (unconditioned(authors.folder), None)
     )
     fold_norms(constant)
     with torch.no_grad():
-        for block in told.blocks:
+        for block in conditioned.blocks:
             for reader in (block.attn.q, block.attn.k, block.attn.v):
                 reader.weight.mul_(block.ln1.w)
     for mode in "QKV":
         expected = constant.all_composition_scores(mode).scores
-        with told.at_time(1e-12):
-            assert_close(told.all_composition_scores(mode).scores, expected, rtol=1e-4, atol=1e-6)
-        with told.at_time(0.9):
-            assert (told.all_composition_scores(mode).scores - expected).abs().max() > 0.01
+        with conditioned.at_time(1e-12):
+            assert_close(conditioned.all_composition_scores(mode).scores, expected, rtol=1e-4, atol=1e-6)
+        with conditioned.at_time(0.9):
+            assert (conditioned.all_composition_scores(mode).scores - expected).abs().max() > 0.01
     with pytest.raises(ValueError, match="is conditioned on the time of its canvas"):
-        told.all_composition_scores("Q")
+        conditioned.all_composition_scores("Q")
 
 
-def test_a_copy_made_at_a_time_needs_its_own(told):
-    with told.model.at_time(0.3):
-        copy = deepcopy(told.model)
+def test_a_copy_made_at_a_time_needs_its_own(conditioned):
+    with conditioned.model.at_time(0.3):
+        copy = deepcopy(conditioned.model)
         with pytest.raises(ValueError, match="is conditioned on the time of its canvas: pass time="):
-            copy(told.tokens)
-        assert torch.equal(copy(told.tokens, time=0.3), told.model(told.tokens))
+            copy(conditioned.tokens)
+        assert torch.equal(copy(conditioned.tokens, time=0.3), conditioned.model(conditioned.tokens))
 
 
 def test_a_folded_model_there_and_back(tmp_path):
@@ -178,15 +180,15 @@ def test_what_training_changes_in_a_folded_model_is_exported(tmp_path):
     assert_close(again(authors.tokens), logits, rtol=1e-5, atol=2e-5)
 
 
-def test_rows_have_times_of_their_own(told):
-    together = told.model(told.tokens, **told.time)
-    for row, time in enumerate(told.time["time"]):
-        alone = told.model(told.tokens[row : row + 1], time=float(time))
+def test_rows_have_times_of_their_own(conditioned):
+    together = conditioned.model(conditioned.tokens, **conditioned.time)
+    for row, time in enumerate(conditioned.time["time"]):
+        alone = conditioned.model(conditioned.tokens[row : row + 1], time=float(time))
         assert_close(alone[0], together[row], rtol=1e-5, atol=2e-5)
 
 
-def test_at_time_holds_in_every_pass_inside(told):
-    model, tokens = told.model, told.tokens
+def test_at_time_holds_in_every_pass_inside(conditioned):
+    model, tokens = conditioned.model, conditioned.tokens
     expected = model(tokens, time=0.3)
     with model.at_time(0.3):
         assert torch.equal(model(tokens), expected)
@@ -207,8 +209,8 @@ def test_at_time_holds_in_every_pass_inside(told):
         pass
 
 
-def test_the_network_reads_the_noise_level_of_a_step(told):
-    model, tokens = told.model, told.tokens
+def test_the_network_reads_the_noise_level_of_a_step(conditioned):
+    model, tokens = conditioned.model, conditioned.tokens
     nothing = torch.zeros_like(tokens, dtype=torch.bool)
     step = dict(index=0, n_steps=2, s=0.1, tokens=tokens, masked=~nothing, given=nothing)
     with model.at_time(0.9):
@@ -284,7 +286,7 @@ def test_block_diffusion_sees_no_later_block():
     assert model.cfg.causal_block == 4
 
 
-def test_results_record_the_time_that_was_told():
+def test_results_record_the_time_of_conditioning():
     model = built("udlm").model
     assert "time" not in provenance(model, model.cfg)
     with model.at_time(0.25):

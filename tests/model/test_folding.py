@@ -159,7 +159,7 @@ def test_from_pretrained_folds_on_request(name):
 
     plain = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
     folded = HookedDiffusionTransformer.from_pretrained(name, device="cpu", fold_ln=True)
-    tokens = plain.to_tokens("today Ada is the brave pilot.")
+    tokens, _ = plain.canvas("today Ada is the brave pilot.")
     before, after = plain(tokens), folded(tokens)
     assert (before - after).abs().max() <= 3e-6 * before.abs().max()
     assert (folded.ln_final.w == 1).all()

@@ -226,6 +226,7 @@ def test_the_signature_that_users_see_names_every_argument():
     assert lens | {"stop_at_layer", "past_kv_cache", "logits_at", "samples", "generator"} <= set(parameters)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_a_forward_with_its_own_keywords_takes_them_from_run_with_hooks(tiny, monkeypatch):
     tokens, forward, given = torch.tensor([[1, 2]]), tiny.forward, []
 

@@ -54,6 +54,7 @@ def halve(activation, hook):
     return activation / 2
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_a_plain_hook_point_is_hooked_and_cached(spliced):
     tokens = torch.arange(5, 13)[None]
     _, cache = spliced.run_with_cache(tokens, pos_slice=slice(2, 4))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from diffusion_lens.model.attention import KeyValueCache
 
@@ -10,8 +11,10 @@ causal = pytest.mark.parametrize("every", ["lit_gpt-ar", "llama", "qwen3"], indi
 
 @pytest.mark.parametrize("either", ["mdm"], indirect=True)
 def test_a_bidirectional_model_takes_no_cache(either):
-    with pytest.raises(ValueError, match="bidirectional"):
-        either.model(either.tokens, past_kv_cache=KeyValueCache(either.model.cfg.n_layers))
+    cfg = either.model.cfg
+    for cache in (KeyValueCache(cfg.n_layers), TransformerLensKeyValueCache.init_cache(cfg, "cpu")):
+        with pytest.raises(ValueError, match="bidirectional"):
+            either.model(either.tokens, past_kv_cache=cache)
 
 
 @causal
@@ -55,3 +58,18 @@ def test_a_past_does_not_go_with_padding_or_beyond_the_context(every):
     every.model(torch.zeros(1, 120, dtype=torch.long), past_kv_cache=full)
     with pytest.raises(ValueError, match="n_ctx=128"):
         every.model(torch.zeros(1, 9, dtype=torch.long), past_kv_cache=full)
+
+
+@causal
+def test_a_cache_of_transformer_lens_is_filled_unless_it_is_frozen(every):
+    model, tokens = every.model, every.tokens
+    theirs = TransformerLensKeyValueCache.init_cache(model.cfg, model.device, len(tokens))
+    first = model(tokens[:, :4], past_kv_cache=theirs)
+    theirs.freeze()
+    rest = [model(tokens[:, 4:], past_kv_cache=theirs) for _ in range(2)]
+    assert torch.equal(*rest)
+    torch.testing.assert_close(torch.cat([first, rest[0]], dim=1), model(tokens), rtol=1e-5, atol=5e-5)
+    assert theirs.previous_attention_mask.shape == (len(tokens), 4)
+    assert {entry.past_keys.shape[1] for entry in theirs.entries} == {4}
+    with pytest.raises(ValueError, match=f"past_kv_cache has {len(tokens)} rows, and the input 1; pass the same rows"):
+        model(tokens[:1, 4:], past_kv_cache=theirs)

@@ -24,6 +24,7 @@ from diffusion_lens.analysis import (
     trace_trajectory,
 )
 from diffusion_lens.data import toy_facts
+from diffusion_lens.hooked_diffusion_transformer import load_source
 from diffusion_lens.loading.source import Source
 from diffusion_lens.model import build, layers
 from diffusion_lens.records.identity import identity_of
@@ -170,4 +171,4 @@ def test_a_map_that_does_not_fit_is_refused(small, device_map, message):
 
 def test_device_and_device_map_exclude_each_other():
     with pytest.raises(ValueError, match="both say where the weights are: give one of them"):
-        HookedDiffusionTransformer.from_source(Source("tiny-mdm", device_map="auto"), "cpu")
+        load_source(Source("tiny-mdm", device_map="auto"), "cpu")

@@ -11,6 +11,7 @@ from diffusion_lens import HookedDiffusionTransformer
 
 SHORT, LONG = "Gustav Geisser is the", "people say Gustav Geisser was the"
 CLOSE = dict(rtol=1e-5, atol=2e-5)
+pytestmark = pytest.mark.filterwarnings("ignore:no position of these tokens is")  # whole texts are compared
 
 
 @pytest.fixture(scope="module", params=["tiny-mdm", "tiny-ar"])
@@ -24,7 +25,7 @@ def own_pad(request):
     model.set_tokenizer(
         PreTrainedTokenizerFast(tokenizer_object=renamed, eos_token="<eos>", unk_token="<unk>", pad_token="<pad>")
     )
-    assert model.own_pad_id == model.padding.id == free
+    assert model.padding.own_id == model.padding.id == free
     return model
 
 
@@ -38,6 +39,28 @@ def test_padding_is_read_off_the_tokens_where_they_say_it(own_pad, side):
         torch.testing.assert_close(logits[row][real[row]], alone[0], **CLOSE)
         torch.testing.assert_close(cache["resid_post", 1][row][real[row]], own["resid_post", 1][0], **CLOSE)
     torch.testing.assert_close(own_pad(tokens[:1])[0][real[0]], own_pad(SHORT)[0], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["tiny-mdm", "tiny-ar"])
+def test_texts_are_padded_on_the_side_of_the_tokenizer_or_of_the_call(name):
+    model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
+    by_hand, mask = model.tokenize([SHORT, LONG], padding_side="left")
+    assert not mask[0, 0]
+    assert mask.sum() == mask.numel() - 2
+    left, alone = model(by_hand, attention_mask=mask), model(SHORT)
+    assert torch.equal(model([SHORT, LONG], padding_side="left"), left)
+    torch.testing.assert_close(left[0, 2:], alone[0], **CLOSE)
+    torch.testing.assert_close(model([SHORT, LONG])[0, :4], alone[0], **CLOSE)
+    model.tokenizer.padding_side = "left"
+    assert torch.equal(model([SHORT, LONG]), left)
+    assert torch.equal(model.run_with_cache([SHORT, LONG])[0], left)
+    assert torch.equal(model.tokenize([SHORT, LONG])[0], by_hand)
+    torch.testing.assert_close(model([SHORT, LONG], padding_side="right")[0, :4], alone[0], **CLOSE)
+    with pytest.raises(ValueError, match="padding_side='middle'; it must be 'left' or 'right'"):
+        model([SHORT, LONG], padding_side="middle")
+    call = dict(max_new_tokens=3, steps=3)
+    runs = model.denoise([SHORT, LONG], **call), model.denoise(SHORT, **call)  # the loop pads as the model needs
+    assert runs[0].completion[0] == runs[1].completion[0]
 
 
 def test_an_explicit_mask_wins(own_pad):
@@ -88,7 +111,7 @@ def test_a_row_of_padding_alone_is_refused(own_pad):
 
 def test_where_padding_is_also_text_nothing_is_guessed(tiny):
     tokens = tiny.to_tokens("Gustav Geisser <eos> <eos>")
-    assert tiny.own_pad_id is None
+    assert tiny.padding.own_id is None
     assert torch.equal(tiny(tokens), tiny(tokens, attention_mask=torch.ones_like(tokens)))
 
 

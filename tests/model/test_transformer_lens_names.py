@@ -59,6 +59,28 @@ def test_caches_are_read_by_aliases(either):
         model.run_with_cache(tokens, names_filter={"blocks.1.hook_uot"})
 
 
+def test_the_class_has_at_most_80_public_names():
+    from diffusion_lens import HookedDiffusionTransformer
+
+    names = {name for name in dir(HookedDiffusionTransformer) if not name.startswith("_")} - {*dir(torch.nn.Module)}
+    assert len(names) <= 80
+
+
+def test_names_that_other_libraries_look_for(tiny):
+    assert tiny.device == torch.device("cpu")
+    assert tiny.config is tiny.cfg
+    assert tiny.n_params_total == sum(w.numel() for w in {id(w): w for w in tiny.parameters()}.values())
+    assert tiny.n_params_total > tiny.cfg.n_params
+
+
+def test_errors_of_tokens_are_also_those_of_transformer_lens(tiny):
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match="is 2 tokens, not one"):
+            tiny.to_single_token(" the brave")
+        with pytest.raises(kind, match="does not occur in"):
+            tiny.get_token_position(" miner", "Gustav Geisser")
+
+
 def test_a_token_is_found_where_it_stands(tiny):
     text = "Gustav Geisser is the brave drummer of Rolsen , the"
     tokens = tiny.to_tokens(text, prepend_bos=False)
@@ -73,6 +95,7 @@ def test_a_token_is_found_where_it_stands(tiny):
         tiny.get_token_position(" the", tokens.expand(2, -1))
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_a_forward_pass_goes_on_from_the_embedding(tiny):
     texts = ["Gustav Geisser is the", "people say Gustav Geisser was the"]
     for input in (texts[0], texts, tiny.to_tokens(texts[0]), tiny.to_tokens(texts[0])[0]):

@@ -9,12 +9,12 @@ from small_networks import small_architecture, with_time_conditioning
 HEADS = [("subs", 39), ("log_scores", 39), ("logits", None), ("log_scores", None)]
 
 
-def small(head: str, mask: int | None, told: bool = True) -> Any:
+def small(head: str, mask: int | None, conditioned: bool = True) -> Any:
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
     from weight_conversion import NoiseSchedule
 
-    told_parts = with_time_conditioning() if told else {**with_time_conditioning(), "time": None}
-    architecture = small_architecture(mask_token_id=mask, head=head, schedule=NoiseSchedule(), **told_parts)
+    timed = with_time_conditioning() if conditioned else {**with_time_conditioning(), "time": None}
+    architecture = small_architecture(mask_token_id=mask, head=head, schedule=NoiseSchedule(), **timed)
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
 
@@ -58,7 +58,7 @@ def test_exact_prediction_has_the_smallest_loss(head: str, mask: int | None) -> 
     assert other > best + 1e-3
 
 
-def test_time_is_told_to_the_network_by_row() -> None:
+def test_time_conditions_the_network_by_row() -> None:
     model, seen = small("subs", 39), []
     model.run_with_hooks(TEXT, return_type="loss", fwd_hooks=[("hook_time", lambda x, hook: seen.append(x.detach()))])
     assert seen[0].shape[0] == len(TEXT)
@@ -66,7 +66,7 @@ def test_time_is_told_to_the_network_by_row() -> None:
 
 
 @pytest.mark.parametrize(("head", "mask"), HEADS)
-def test_a_loss_is_told_no_more_noise_than_its_schedule_has(head: str, mask: int | None) -> None:
+def test_a_loss_reads_no_more_noise_than_its_schedule_has(head: str, mask: int | None) -> None:
     """At p = 1 as at the schedule's last time, whose p is 0.999."""
     from diffusion_lens.model.loss import masked_batch
     from diffusion_lens.model.noise import LogLinear

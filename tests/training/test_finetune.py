@@ -235,7 +235,7 @@ def uniform_term(probabilities, clean, present, t):
 def test_each_row_is_trained_at_the_time_of_its_noise(noise, with_bos, first_loss):
     """The first loss is the loss of each row alone, read by a network that is conditioned on its time."""
     term, mask = (masked_term, {}) if noise == "absorbing" else (uniform_term, {"d_vocab": 11, "mask_token_id": None})
-    parts = dict(norm="layer", mlp="plain", act_fn="gelu_new", time=TimeConditioning(8, told=True))
+    parts = dict(norm="layer", mlp="plain", act_fn="gelu_new", time=TimeConditioning(8, conditioned=True))
     model = with_bos(family="diffusion_lens", schedule=NoiseSchedule(), **parts, **mask)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

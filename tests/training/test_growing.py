@@ -6,6 +6,7 @@ import torch
 from bundled_models.rows_and_blocks import grow
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @pytest.mark.parametrize("kind", ["mdm", "ar"])
 def test_fresh_blocks_that_write_nothing_change_nothing(kind, new_model, tokens):
     model = new_model(kind)

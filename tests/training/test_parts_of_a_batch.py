@@ -89,6 +89,7 @@ def test_two_processes_train_as_one(new_model, toy, tmp_path):
         torch.testing.assert_close(*[TrainingRecord.load(record).losses for record in records])
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_bfloat16_computes_in_bfloat16_on_float32_weights(new_model, tokens):
     plain, half = new_model(), new_model()
     dtypes, evaluations = set(), []

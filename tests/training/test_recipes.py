@@ -54,6 +54,7 @@ def test_passes_are_counted_in_whole_batches():
         smdm_reverse(3, 1, 4)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_norms_decay_if_requested(new_model, tokens):
     def indifferent(model, batch, generator):
         return 0 * model(batch).sum()

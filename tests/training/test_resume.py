@@ -87,12 +87,12 @@ def test_a_stopped_training_gives_the_same_weights(kind, precision, new_model, t
     assert_same(weights(model), weights(whole))
 
 
-@pytest.mark.parametrize("noise", ["uniform", "told"])
+@pytest.mark.parametrize("noise", ["uniform", "conditioned"])
 def test_fine_tuning_under_other_noise_lowers_the_loss_and_resumes(noise, tokens, tokenizer, tmp_path):
     from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
     from weight_conversion import Architecture, NoiseSchedule, TimeConditioning
 
-    n = len(tokenizer) + (noise == "told")
+    n = len(tokenizer) + (noise == "conditioned")
     sizes = dict(n_layers=1, d_model=16, n_heads=4, n_key_value_heads=4, d_head=4, d_mlp=24, n_ctx=64)
     architecture = Architecture(
         family="diffusion_lens",
@@ -107,7 +107,7 @@ def test_fine_tuning_under_other_noise_lowers_the_loss_and_resumes(noise, tokens
         norm="layer",
         mlp="plain",
         act_fn="gelu_new",
-        time=TimeConditioning(8, told=True),
+        time=TimeConditioning(8, conditioned=True),
         schedule=NoiseSchedule(),
     )
 

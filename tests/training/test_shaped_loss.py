@@ -82,6 +82,7 @@ def test_dropped_edges_have_no_weight_and_others_keep_their_proportions(model, t
             torch.testing.assert_close(dropped["pattern"][row, :, query], expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_a_position_always_sees_itself(model, tokens):
     batch = torch.full((1, 4), 20)
     pattern = {}

@@ -78,6 +78,7 @@ def test_global_random_numbers_stay(new_model, tokens):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @pytest.mark.parametrize("training", [False, True])
 def test_mode_and_gradients_are_restored(training, new_model, tokens):
     model = new_model()
@@ -118,6 +119,7 @@ def test_training_works_where_gradients_are_off(new_model, tokens):
     assert not torch.equal(model.W_E, before)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_norms_do_not_decay(new_model, tokens):
     model = new_model()
 

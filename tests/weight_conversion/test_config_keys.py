@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.hooked_diffusion_transformer import load_source
 from diffusion_lens.loading.source import given_options
 from weight_conversion import export, open_checkpoint
 
@@ -97,9 +98,9 @@ def test_workers_and_other_modes_ignore_the_same_keys(small_checkpoint):
     folder = small_checkpoint("nemotron-block", my_note="trained on a Tuesday", mine=1)
     keys = ["my_note", "mine"]
     model = HookedDiffusionTransformer.from_pretrained(folder, ignore_config_keys=keys, mode="block", device="cpu")
-    again = HookedDiffusionTransformer.from_source(model.source.anywhere(), "cpu")
+    again = load_source(model.source.anywhere(), "cpu")
     assert again.cfg.architecture == model.cfg.architecture
-    causal = HookedDiffusionTransformer.from_source(model.source.in_mode("ar"), "cpu", weights_of=model)
+    causal = load_source(model.source.in_mode("ar"), "cpu", weights_of=model)
     assert causal.cfg.is_autoregressive
     assert causal.source.options == {"ignore_config_keys": keys, "mode": "ar"}
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from weight_conversion import NoiseSchedule, TimeConditioning, export, open_checkpoint, tensor_shapes
+from weight_conversion import Architecture, NoiseSchedule, TimeConditioning, export, open_checkpoint, tensor_shapes
 from weight_conversion.key_map import KeyMap
 from weight_conversion.registry import FAMILIES, recognise
 
@@ -73,16 +73,27 @@ def test_through_a_model_and_our_own_format(name, configs, tmp_path):
     assert torch.equal(again(TOKENS, **time), model(TOKENS, **time))
     back = load_file(export(again.state_dict(), again.cfg.architecture, tmp_path / "back" / "model.safetensors"))
     theirs = load_file(folder / "model.safetensors")
-    exact = model.cfg.time is None or model.cfg.time.told
+    exact = model.cfg.time is None or model.cfg.time.conditioned
     for key, tensor in back.items():
         assert_close(tensor, theirs[key], rtol=0 if exact else 2.4e-7, atol=0, msg=key)
+
+
+def test_the_earlier_name_of_time_conditioning_is_read_and_written(configs):
+    architecture = architecture_of(configs["udlm"])
+    assert architecture.to_dict()["time"] == {"d_cond": 8, "told": True, "folded": False}  # as files of any version
+    assert Architecture.from_dict(architecture.to_dict()) == architecture
+    with pytest.warns(DeprecationWarning, match="told= is now called conditioned="):
+        earlier = TimeConditioning(8, told=True)
+    assert earlier == architecture.time
+    with pytest.warns(DeprecationWarning, match="told is now called conditioned"):
+        assert earlier.told
 
 
 def test_what_the_configs_say(configs):
     mdlm, bd3lm, udlm, sedd, uniform, radd = (architecture_of(configs[name]) for name in NAMES)
     assert [a.mask_token_id for a in (mdlm, bd3lm, udlm, sedd, uniform, radd)] == [512, 512, None, 512, None, 512]
     assert [a.noise for a in (udlm, uniform)] == ["uniform", "uniform"]
-    assert (mdlm.time, udlm.time) == (TimeConditioning(8, told=False), TimeConditioning(8, told=True))
+    assert (mdlm.time, udlm.time) == (TimeConditioning(8, conditioned=False), TimeConditioning(8, conditioned=True))
     assert radd.time is None
     assert (radd.norm_bias, mdlm.norm_bias) == (True, False)
     assert (sedd.head, uniform.head, radd.head) == ("log_scores", "log_scores", "subs")

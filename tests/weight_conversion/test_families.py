@@ -98,7 +98,7 @@ def test_rules_name_tensors_of_our_layout(family):
     common = dict(family="any", name="all", n_layers=1, d_head=2, attention_dir="causal", readout="shifted", **sizes)
     biases = dict(qkv_bias=True, o_bias=True, mlp_bias=True, unembed_bias=True, qk_norm=True, mask_token_id=None)
     experts = Experts(1, 1, 1, (True,), d_shared=1, router_bias=True)
-    timed = dict(norm="layer", norm_bias=True, time=TimeConditioning(1, told=True), mask_token_id=None)
+    timed = dict(norm="layer", norm_bias=True, time=TimeConditioning(1, conditioned=True), mask_token_id=None)
     everything = (Architecture(**common, **biases, experts=experts), Architecture(**common, **timed, mlp_bias=True))
     ours = {name for architecture in everything for name in tensor_shapes(architecture)}
     rules = [each for rule in FAMILIES[family].rules for each in rule.written_out(1, 1)]

@@ -180,7 +180,7 @@ def read_sedd(values: Config) -> Architecture:
         values,
         d_vocab=n_tokens,
         mask_token_id=n_tokens - 1 if absorbing else None,
-        time=TimeConditioning(values["model.cond_dim"], told=True),
+        time=TimeConditioning(values["model.cond_dim"], conditioned=True),
         schedule=schedule,
         head="log_scores",
     )
@@ -217,7 +217,7 @@ def _is_sedd(config: Config) -> bool:
 
 def _read_wrapped(keys: ConfigKeys, config: Config, **more: Any) -> Architecture:
     """The architecture from the keys that the configs of Hugging Face share; `more` are further fields."""
-    time = TimeConditioning(config["cond_dim"], told=bool(config.get("time_conditioning", False)))
+    time = TimeConditioning(config["cond_dim"], conditioned=bool(config.get("time_conditioning", False)))
     return _architecture(keys, config, time=time, schedule=NoiseSchedule("log_linear"), **more)
 
 

@@ -25,13 +25,14 @@ The first step of a fact isolates the flow from the subject. p(answer) at a step
 that are still masked. Few facts have a step far from t2: `n_facts` counts them, and their answers are the longest.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float
@@ -47,7 +48,7 @@ from diffusion_lens.analysis.causal_tracing.average_result import (
     step_roles,
     token_roles,
 )
-from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
+from diffusion_lens.analysis.causal_tracing.settings import Swap, TraceSettings
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace, record_of_trace
 from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES, TrajectoryTrace, record_of_run, trace_trajectory
 from diffusion_lens.analysis.engine.answer import Answer
@@ -67,8 +68,17 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, name_of, run_of
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import checked_arguments, fields_of, one_of, pick_indices, setting, takes, whole_numbers
-from diffusion_lens.settings.shared import AverageFields
+from diffusion_lens.settings import (
+    INHERITED,
+    checked_arguments,
+    fields_of,
+    one_of,
+    pick_indices,
+    setting,
+    takes,
+    whole_numbers,
+)
+from diffusion_lens.settings.shared import FIRST_TOKENS, AverageFields, CanvasFields
 from weight_conversion import Architecture
 
 _TRACED = tuple(fields_of(TraceSettings))
@@ -90,6 +100,9 @@ class AverageSettings(AverageFields, CanvasLayout, TraceSettings):
 
     BY_STEP: ClassVar[bool] = False
 
+    swap: Swap = INHERITED
+    known: str | Collection[str] | Known | None = INHERITED
+    first_tokens: int | None = copy(FIRST_TOKENS)
     loop: LoopSettings | None = setting(
         None, "Settings of the loop that writes the answers; by default those of `denoise`.", option=False
     )
@@ -104,7 +117,7 @@ class AverageSettings(AverageFields, CanvasLayout, TraceSettings):
     @property
     def rule(self) -> Known:
         """The rule that selects the facts."""
-        one_canvas = not self.BY_STEP and self.first_tokens == 1
+        one_canvas = not self.BY_STEP and self.first_tokens == 1 and self.loop is None
         return Known.of(("one_canvas" if one_canvas else "recalled") if self.known is None else self.known)
 
     @property
@@ -149,7 +162,7 @@ class AverageSettings(AverageFields, CanvasLayout, TraceSettings):
             del described["layers"]
             return {name: value for name, value in described.items() if (name, value) != ("length", None)}
         described["layers"] = pick_indices("layers", self.layers, shape.n_layers)
-        return {**described, **({} if self.used_loop is None else {"loop": self.used_loop.describe(shape)})}
+        return {**described, **({} if self.used_loop is None else {"loop": self.used_loop.describe_on(shape)})}
 
 
 @dataclass(frozen=True)
@@ -163,10 +176,11 @@ class AverageTrajectorySettings(AverageSettings):
 
     BY_STEP: ClassVar[bool] = True
 
+    first_tokens: int | None = copy(cast(Any, fields_of(CanvasFields)["first_tokens"]))
     canvas: str = setting(
         "forced",
-        "Canvases that the corrupted runs read at each step: forced, those of the clean run, or free, those that each "
-        "corrupted run writes itself.",
+        'Canvases that the corrupted runs read at each step: "forced", those of the clean run, or "free", those that '
+        "each corrupted run writes itself.",
         one_of(*CANVASES),
     )
 

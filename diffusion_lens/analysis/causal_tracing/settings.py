@@ -29,12 +29,13 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.text import check_known
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import at_least, checked_arguments, positive, whole_numbers
+from diffusion_lens.settings import INHERITED, Whole, at_least, checked_arguments, positive, whole_numbers
 from diffusion_lens.settings.shared import NOISE, TraceFields
 
 SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
 
 T = TypeVar("T", bound="TraceSettings")
+Swap = str | Sequence[Whole] | Tensor | Query | None
 
 
 def swap_of(name: str, value: Any) -> "str | tuple[int, ...]":
@@ -48,6 +49,8 @@ def swap_of(name: str, value: Any) -> "str | tuple[int, ...]":
 @dataclass(frozen=True)
 class TraceSettings(TraceFields):
     """What a causal trace corrupts and restores."""
+
+    swap: Swap = INHERITED
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,9 +87,10 @@ class TraceSettings(TraceFields):
         gets sample r modulo `samples`.
 
         Raises:
-            ValueError: Noise without a scale, "mask" on a model without [MASK], or a swap of another length.
+            ValueError: "mask" on a model without [MASK], or a swap of another length.
         """
         (start, stop), adds = query.subject, self.corruption in ("gaussian", "uniform")
+        noise = self.with_noise(model, [query]).noise
         if self.corruption == "mask":
             if not model.cfg.has_mask:
                 raise ValueError(f"{model.cfg.model_name!r} has no [MASK]; corrupt with noise or swap instead")
@@ -99,14 +103,11 @@ class TraceSettings(TraceFields):
                 )
             other = torch.tensor(tokens, device=model.cfg.device)[None]
             states = model.embed(check_tokens(other, model.cfg)).detach()
-        elif self.noise is None:
-            raise ValueError(
-                f"corruption={self.corruption!r} needs noise=, its scale; noise_scale(model, subjects) measures ROME's"
-            )
         else:
+            assert noise is not None
             shape, generator = (self.samples, stop - start, model.cfg.d_model), np.random.RandomState(self.seed)
             drawn = generator.uniform(-1, 1, shape) if self.corruption == "uniform" else generator.randn(*shape)
-            states = torch.from_numpy(self.noise * drawn).repeat(runs, 1, 1)
+            states = torch.from_numpy(noise * drawn).repeat(runs, 1, 1)
 
         def corrupt(embedded: Tensor, hook: Any) -> Tensor:
             corrupted, new = embedded.clone(), states.to(embedded)

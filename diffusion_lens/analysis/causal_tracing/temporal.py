@@ -147,6 +147,7 @@ def temporal_effect(
     """
     # 1. Check the settings, and denoise the corrupted runs.
     run = TracedTrajectory.of(model, fact_or_query, trajectory)
+    settings = settings.with_noise(model, [run.query])
     require_same_network(run.trajectory.record, model, "temporal_effect")
     require_loop_memory(run, settings, max_bytes)
     corrupted = corrupted_run(run, settings)

@@ -158,6 +158,7 @@ def causal_trace(
     # 1. Lay out the inputs of the clean and the corrupted run.
     if not isinstance(query, Query):
         query = as_query(model, query)
+    settings = settings.with_noise(model, [query])
     answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
     real = model.padding.real(canvas)
     positions = pick_indices("positions", settings.positions, len(query.tokens))

@@ -40,6 +40,7 @@ from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, check_steps
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_network, warn_of_another_network
+from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
@@ -219,6 +220,7 @@ def trace_trajectory(
     # 1. Check the settings; with free canvases, denoise the corrupted runs.
     one_of(*CANVASES)("canvas", canvas)
     run = TracedTrajectory.of(model, fact_or_query, trajectory)
+    settings = settings.with_noise(model, [run.query])
     selected_steps = check_steps(run, range(run.answered_from, run.last_step + 1) if steps is None else steps)
     if canvas == "free":
         require_same_network(run.trajectory.record, model, "trace_trajectory(canvas='free')")
@@ -237,8 +239,8 @@ def trace_trajectory(
     can_share = free is None and not model.is_hooked
     groups: dict[Hashable, list[int]] = {}
     for step in selected_steps:
-        told = run.trajectory.state_at(step).sigma if model.cfg.time_conditioning else None
-        seen = (told, *run.seen(run.canvas(step)[None])[0].tolist())
+        sigma = run.trajectory.state_at(step).sigma if model.cfg.time_conditioning else None
+        seen = (sigma, *run.seen(run.canvas(step)[None])[0].tolist())
         groups.setdefault(seen if can_share else step, []).append(step)
 
     # 3. Score every cell of each canvas.
@@ -292,7 +294,7 @@ def corrupted_run(run: TracedTrajectory, settings: TraceSettings) -> Trajectory:
     """
     model, query, trajectory = run.model, run.query, run.trajectory
     written_by = DenoiseSettings.recorded(trajectory.record).on(model.cfg, model.cfg.model_name)
-    assert written_by.sampler is not None
+    assert isinstance(written_by.sampler, Sampler)
     sampler, copies = written_by.sampler.by_row(model.cfg), trajectory.repeat(settings.rows)
     prompt = trajectory.given[0].logical_not().nonzero().flatten().min()
     if model.cfg.is_autoregressive and query.subject[1] <= prompt and not hooked_modules(model):

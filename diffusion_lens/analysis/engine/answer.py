@@ -48,7 +48,7 @@ class Answer:
         at = HeadAt(head)
         if head.needs_canvas:
             canvases = query.tokens[None] if canvases is None else canvases
-            at = model.head_at(canvases.to(positions.device)[:, positions])
+            at = HeadAt.of(model, canvases.to(positions.device)[:, positions])
         return cls(tokens, model.readout.rows(positions), at)
 
     def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "1 selected d_vocab_out"]) -> bool:
@@ -178,7 +178,7 @@ def clean_logits(
     if sigma is not None:
         return model.head.clean_logits(logits, present, sigma.to(logits.device))
     at = None if present is None else present[:, None]
-    return model.head_at(at).clean_logits(logits[:, None])[:, 0]
+    return HeadAt.of(model, at).clean_logits(logits[:, None])[:, 0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -354,16 +354,16 @@ class Inputs:
             return cls(model, (), (ForwardPass(model, *_read_tokens(model, given, attention_mask)),))
         if attention_mask is not None:
             raise ValueError(_KNOWN_PADDING)
-        items = [given] if isinstance(given, str | Query | Fact | Trajectory) else list(given)
-        runs = [item for item in items if isinstance(item, Trajectory)]
+        items: list[Any] = [given] if isinstance(given, str | Query | Fact | Trajectory) else list(given)
+        kinds = {*map(type, items)}
         if not items:
             raise ValueError("there is no input; give texts, queries, facts or trajectories")
-        if not runs:
+        if Trajectory not in kinds:
             return cls(model, (), tuple(_passes(model, items, batch_size)))
-        if len(runs) < len(items):
+        if len(kinds) > 1:
             raise ValueError("trajectories cannot be mixed with other inputs, which have no steps; give one kind")
-        _check_canvases(model, runs, fwd_hooks)
-        return cls(model, tuple(runs), ())
+        _check_canvases(model, items, fwd_hooks)
+        return cls(model, tuple(items), ())
 
     @property
     def trajectory(self) -> Trajectory | None:

@@ -40,15 +40,8 @@ from diffusion_lens.hooks.names import FwdHooks, resid_entering
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shaped, shown_model, texts_of
-from diffusion_lens.settings import (
-    Whole,
-    at_least,
-    checked_arguments,
-    one_of,
-    pick_indices,
-    whole_number,
-    whole_numbers,
-)
+from diffusion_lens.settings import Whole, one_of, pick_indices, takes, whole_number
+from diffusion_lens.settings.shared import LensSettings
 
 # Name of each table, its last axis if it has one after [step layer batch selected], and whether it contains integers.
 TABLES = {
@@ -272,17 +265,15 @@ class LogitLens(PicturedResult, Saved):
 Targets = str | int | Sequence[str | int] | Tensor | None
 
 
-@checked_arguments
+@takes(LensSettings)
 @torch.no_grad()
 def logit_lens(
     model: DiffusionTransformer,
     inputs: Readable,
     *,
-    layers: Iterable[Whole] | None = None,
-    positions: Iterable[Whole] | None = None,
+    settings: LensSettings,
     steps: Iterable[Whole] | None = None,
     branch: str = "conditional",
-    top_k: Whole = 5,
     targets: Targets = None,
     translators: Translators | None = None,
     attention_mask: Tensor | None = None,
@@ -304,13 +295,10 @@ def logit_lens(
         model: Model, of either variant.
         inputs: A trajectory, read at every step; or texts, tokens, queries or facts, read in one pass outside the
             loop.
-        layers: Layers to read, 0 to `n_layers` (see the module); negative ones count from the end.
-        positions: Positions of the predicted tokens; by default all that the model predicts. On a causal model these
-            begin at 1. After texts and tokens, they include the position after the last token, to which -1 refers.
+        settings: What is read.
         steps: Steps of the trajectory; by default all.
         branch: Branch of guidance, "conditional" or "unconditional". KL compares a layer with the last layer of the
             same branch, not with guided logits.
-        top_k: Number of likeliest tokens.
         targets: Tokens whose rank and probability are read. A token or several, as text or id, are read at every
             position; Int[batch selected] has one for each selected position, -1 for none. By default the token at each
             position: of a trajectory the one that it ends with, of a query the answer's, otherwise the input's own.
@@ -334,13 +322,11 @@ def logit_lens(
         if is_hooked:
             require_plain_readout(model, fwd_hooks)
         canvases = Canvases.of(given, steps, branch)
-        selected, n_layers = canvases.pick_positions(positions), model.cfg.n_layers
-        picked = list(range(n_layers + 1))
-        if layers is not None:
-            picked = pick_indices("layers", whole_numbers("layers", layers), n_layers + 1)
+        selected = canvases.pick_positions(settings.positions)
+        picked = pick_indices("layers", settings.layers, model.cfg.n_layers + 1)
         if translators is not None:
             translators.require_for(model, picked)
-        n_top = min(at_least(1, "top_k", top_k), int(model.cfg.writable(torch.arange(model.cfg.d_vocab_out)).sum()))
+        n_top = min(settings.top_k, int(model.cfg.writable(torch.arange(model.cfg.d_vocab_out)).sum()))
         rows, chosen = canvases.rows(selected), _targets(canvases, targets, selected)
         tables = _Tables(model, canvases, selected, rows, picked, chosen, n_top, translators)
         tables.fill(fwd_hooks, is_hooked, max_bytes, progress)

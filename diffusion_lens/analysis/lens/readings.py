@@ -20,7 +20,7 @@ from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.model.transformer import DiffusionTransformer, normalized
 from diffusion_lens.records.identity import identity_of
 from diffusion_lens.records.results import Result, Saved, Table, shown_model
-from diffusion_lens.settings import Whole, pick_indices, whole_numbers
+from diffusion_lens.settings import Whole, pick_indices
 
 NOTHING = -1
 
@@ -63,7 +63,7 @@ class Canvases:
         if positions is None:
             predicted: list[int] = places[is_predicted].tolist()
             return predicted
-        picked = pick_indices("positions", whole_numbers("positions", positions), n_pos)
+        picked = pick_indices("positions", positions, n_pos)
         if unread := [position for position in picked if not is_predicted[position]]:
             raise ValueError(f"nothing precedes position {unread[0]}, so a causal model has no prediction there")
         return picked

@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import cloudpickle
 import torch
 
-from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer, load_source
 from diffusion_lens.loading.source import Source
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import name_of, run_of
@@ -368,7 +368,7 @@ class ModelCopy:
             device = None if self.source.device_map is not None else self.device
             if device == "cuda" and _PLACE and torch.cuda.device_count() > 1:
                 device = f"cuda:{_PLACE[0] % torch.cuda.device_count()}"
-            _LOADED[key] = HookedDiffusionTransformer.from_source(self.source, device, mapped=True)
+            _LOADED[key] = load_source(self.source, device, mapped=True)
         return _LOADED[key]
 
 

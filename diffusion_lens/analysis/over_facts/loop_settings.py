@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from diffusion_lens.analysis.engine.trajectory import loop_prompt
@@ -14,34 +14,27 @@ from diffusion_lens.denoising.samplers import LeftToRight
 from diffusion_lens.denoising.settings import DenoiseSettings, resolve_sampler
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import at_least, checked_arguments, whole_number
+from diffusion_lens.settings import INHERITED, at_least, setting, whole_number
+from diffusion_lens.settings.shared import DenoiseFields
 from weight_conversion import Variant
 
 
-@checked_arguments
 @dataclass(frozen=True)
-class LoopSettings:
-    """How the loop writes answers.
+class LoopSettings(DenoiseFields):
+    """How the loop writes answers. On a causal model guidance is left out."""
 
-    Attributes:
-        steps, sampler, temperature: The same as in `HookedDiffusionTransformer.denoise`.
-        cfg_scale: Weight of guidance; it is left out on a causal model.
-        seed: Seed of the study; each fact has its own seed, made of this one and its id.
-        batch_size: Largest number of facts in one batch. Only facts whose prompts are equally long share one, as do
-            their canvases. A sampler by which the runs of a batch depend on one another gets one fact at a time: one
-            that ranks a batch as one pool, or gives the network the time of the last change to any of its rows.
-    """
-
-    steps: int | None = None
-    sampler: str | Sampler | None = None
-    cfg_scale: float = 0.0
-    temperature: float = 0.0
-    seed: int = 1
-    batch_size: int = 32
+    sampler: str | Sampler | None = INHERITED
+    seed: int = setting(1, "Seed of the study; each fact has its own seed, made of this one and its id.", whole_number)
+    batch_size: int = setting(
+        32,
+        "Largest number of facts in one batch. Only facts whose prompts are equally long share one, as do their "
+        "canvases. A sampler by which the runs of a batch depend on one another gets one fact at a time: one that "
+        "ranks a batch as one pool, or gives the network the time of the last change to any of its rows.",
+        partial(at_least, 1),
+    )
 
     def __post_init__(self) -> None:
-        batch_size, seed = at_least(1, "batch_size", self.batch_size), whole_number("seed", self.seed)
-        vars(self).update(batch_size=batch_size, seed=seed)
+        super().__post_init__()
         vars(self).update(vars(self.denoise))
 
     @cached_property
@@ -62,7 +55,7 @@ class LoopSettings:
         """The largest number of facts in one batch on a model of this variant."""
         return 1 if resolve_sampler(self.denoise.sampler, variant).couples_rows(variant) else self.batch_size
 
-    def describe(self, variant: Variant) -> dict[str, Any]:
+    def describe_on(self, variant: Variant) -> dict[str, Any]:
         """The settings for a record."""
         fitted = self.denoise.fitted_to(variant)
         described = replace(fitted, sampler=resolve_sampler(fitted.sampler, variant, self.steps)).describe()

@@ -33,6 +33,7 @@ from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.inputs import check_attention_mask, check_tokens
+from diffusion_lens.model.noise import HeadAt
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable
@@ -122,7 +123,7 @@ class Side:
             by_row = positions.scatter(0, self.model.readout.rows(positions), positions)
             present = self.tokens[:, by_row if rows is None else by_row[rows]]
         with self.model.clock.at(self.step):
-            reading = self.reading.through(self.model.head_at(present))
+            reading = self.reading.through(HeadAt.of(self.model, present))
         if self.cfg_scale:
             with self.model.clock.at(self.step and replace(self.step, branch="unconditional")):
                 unconditional = self.model(self.unprompted, attention_mask=self.real, logits_at=rows)

@@ -128,7 +128,7 @@ def second_moment(
 
     Args:
         corpus: Texts (cut at the context's length), a list of rows of tokens, or Int[batch pos]. Padding that the
-            network would recognise by its tokens (`model.own_pad_id` around a text) is left out.
+            network would recognise by its tokens (`model.padding.own_id` around a text) is left out.
         layer: Number of the block; negative ones count from the end.
         folder: Folder for the result, in a file named after the weights, the hooks on the model, layer, corpus and
             seed. A finished file is read, and an unfinished one continued.

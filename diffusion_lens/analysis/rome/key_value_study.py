@@ -12,6 +12,7 @@ computed in full, even to fill in one missing fact.
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, network_of, one_line, provenance, shown_model
 from diffusion_lens.settings import checked_arguments, one_of, pick_indices, takes
-from diffusion_lens.settings.shared import VectorFields
+from diffusion_lens.settings.shared import FIRST_TOKENS, VectorFields
 from weight_conversion import Architecture
 
 DIRECTIONS: dict[Direction, str] = {"p2d": "name to description", "d2p": "description to name"}
@@ -149,7 +150,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
         return {person: torch.stack(own).mean(dim=0) for person, own in rows.items()}
 
     def compare(
-        self, vectors: str = "values", against: str | None = None, *, progress: bool = False, **settings: Any
+        self, vectors: str = "keys", against: str | None = None, *, progress: bool = False, **settings: Any
     ) -> Comparisons:
         """Compare the two directions of the same persons, layer by layer.
 
@@ -282,6 +283,8 @@ def _no_rows(record: Mapping[str, Any]) -> dict[str, Tensor]:
 @dataclass(frozen=True)
 class KeyValueSettings(CanvasLayout, VectorFields):
     """Settings of a study of keys and values."""
+
+    first_tokens: int | None = copy(FIRST_TOKENS)
 
     def blocks(self, shape: Architecture | DiffusionConfig) -> list[int]:
         """The selected blocks of a model, counted from 0; by default those with one MLP, without the last block."""

@@ -141,7 +141,7 @@ def sample_prefixes(
     for length in dict.fromkeys(lengths):
         rows = [i for i, own_length in enumerate(lengths) if own_length == length]
         canvas = lay_out(model, [start] * len(rows), max_new_tokens=length)
-        settings = DenoiseSettings(steps=length, temperature=temperature, seed=[own_seed(seed, i) for i in rows])
+        settings = DenoiseSettings(int(length), temperature=temperature, seed=[own_seed(seed, i) for i in rows])
         trajectory = denoise(model, canvas, settings)
         for i, tokens in zip(rows, trajectory.tokens.tolist(), strict=True):
             words = model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -39,9 +39,11 @@ from diffusion_lens.facts.taught_pairs import LaidOutPairs, TaughtCanvas, Taught
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import Whole, at_least, whole_numbers
+from diffusion_lens.settings import Whole, at_least, takes, whole_numbers
+from diffusion_lens.settings.shared import SignatureSettings
 
 Pairs = Sequence[TaughtPair]
+DEFAULTS = SignatureSettings()
 
 
 @begins_run
@@ -149,6 +151,7 @@ def gradient_alignment(
         )
 
 
+@takes(SignatureSettings)
 @begins_run
 @torch.inference_mode(False)
 def reversal_signatures(
@@ -156,8 +159,7 @@ def reversal_signatures(
     pairs: Pairs | LaidOutPairs,
     *,
     candidates: Iterable[Whole] | None = None,
-    batch_size: Whole | None = None,
-    max_bytes: int = 2**30,
+    settings: SignatureSettings,
     out: str | Path | None = None,
     shard: Shard = (0, 1),
     progress: bool = False,
@@ -175,8 +177,7 @@ def reversal_signatures(
             record also lists the reasons for pairs that were set aside.
         candidates: Token ids among which the evidence for the right answer is ranked; by default the answers of all
             reverse questions, in increasing order.
-        batch_size: As in `gradient_alignment`.
-        max_bytes: Most memory for one batch, in addition to the weights.
+        settings: How the signatures are computed.
         out: Folder for one file per pair. A call that finds pairs there computes only the others. By default nothing is
             written.
         shard: (i, n) or "i/n": compute the batches i, i + n, i + 2n, ... only; `ReversalSignatures.merge` joins them.
@@ -187,7 +188,7 @@ def reversal_signatures(
         ValueError: There are no pairs, two have one id, the candidates do not contain an answer or are fewer than two,
             the folder contains another study, the budget is too small, or as in `gradient_alignment`.
     """
-    plan = SignaturePlan.of(model, pairs, candidates, batch_size, max_bytes)
+    plan = SignaturePlan.of(model, pairs, settings, candidates)
     folding = {"layer_norm_folding": model.cfg.layer_norm_folding}
     record = {**plan.describe(), **folding, **provenance(model, model.cfg)}
 
@@ -218,9 +219,8 @@ class SignaturePlan:
         cls,
         model: DiffusionTransformer,
         pairs: Pairs | LaidOutPairs,
+        settings: SignatureSettings = DEFAULTS,
         candidates: Iterable[Whole] | None = None,
-        batch_size: Whole | None = None,
-        max_bytes: int = 2**30,
     ) -> "SignaturePlan":
         """The plan, with the arguments and errors of `reversal_signatures`; the model may lack its weights."""
         given, set_aside = (pairs.pairs, pairs.set_aside) if isinstance(pairs, LaidOutPairs) else (pairs, {})
@@ -232,14 +232,14 @@ class SignaturePlan:
                 "a percentile needs at least two candidates, which are the answers of the pairs unless others are "
                 "named: use more pairs"
             )
-        _require_shuffled_pairs(len(given), batch_size)
+        _require_shuffled_pairs(len(given), settings.batch_size)
         named: dict[str, TaughtPair] = {}
         for i, pair in enumerate(given):
             if (fact_id := pair.id or f"pair-{i:04d}") in named:
                 raise ValueError(f"two pairs are called {fact_id!r}; give each its own id, and each once")
             named[fact_id] = pair
-        ids = list(named)
-        batches = plan_batches(model.cfg, longest_canvas(given), len(ids), batch_size, max_bytes, len(chosen))
+        ids, most = list(named), (settings.batch_size, settings.max_bytes)
+        batches = plan_batches(model.cfg, longest_canvas(given), len(ids), *most, len(chosen))
         return cls(named, set_aside, chosen, parameters, [[ids[i] for i in batch] for batch in batches])
 
     def describe(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from diffusion_lens.analysis.circuits import (
 )
 from diffusion_lens.analysis.circuits.graph import Graph
 from diffusion_lens.data import toy_facts
+from diffusion_lens.model.noise import HeadAt
 
 # One model of each readout and each noise, one with experts, and one that attends by blocks with time conditioning.
 a_few_kinds = pytest.mark.parametrize("every", ["lit_gpt-mdm", "llama", "uniform", "llada_moe", "bd3lm"], indirect=True)
@@ -56,7 +57,7 @@ def test_the_whole_graph_is_the_clean_run_and_no_edge_the_corrupted_one(every, p
     curve = faithfulness(every.model, *pair, logit, scores, [0, 10, n_edges])
     assert curve.sizes == (0, 10, n_edges)
     # A metric reads logits of p(x_0), in both runs with the tokens of the clean canvas.
-    head = every.model.head_at(pair[0])
+    head = HeadAt.of(every.model, pair[0])
     clean, corrupted = (logit(head.clean_logits(every.model(tokens))).item() for tokens in pair)
     assert_close(curve.share[[0, 2]].float(), torch.tensor([0.0, 1.0]), rtol=0, atol=1e-4)
     assert (curve.clean, curve.corrupted) == pytest.approx((clean, corrupted), rel=1e-4)

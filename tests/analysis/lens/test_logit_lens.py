@@ -13,6 +13,7 @@ from diffusion_lens.analysis import LogitLens, logit_lens
 from diffusion_lens.analysis.lens.lens import TABLES
 from diffusion_lens.denoising.samplers import ReMDM
 from diffusion_lens.interventions import at_steps, zero_ablate
+from diffusion_lens.model.noise import HeadAt
 from diffusion_lens.model.transformer import normalized
 from diffusion_lens.model.weights import fold_norms
 
@@ -37,7 +38,7 @@ def written_out(model, states, targets, present, k=5, step=None):
     with model.clock.at(step):
         logits = model.unembed(normalized(model, states)).float()
         if model.head.needs_canvas:
-            logits = model.head_at(present[None]).clean_logits(logits)
+            logits = HeadAt.of(model, present[None]).clean_logits(logits)
     if model.cfg.head != "logits" and model.cfg.has_mask:  # [MASK] takes no part in the softmax
         logits[..., model.cfg.mask_token_id] = -1e6
     log_p = logits.log_softmax(-1)

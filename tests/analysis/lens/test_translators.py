@@ -12,6 +12,7 @@ from diffusion_lens.analysis import Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.engine.inputs import ForwardPass
 from diffusion_lens.data import toy_facts
 from diffusion_lens.interventions import zero_ablate
+from diffusion_lens.model.noise import HeadAt
 from diffusion_lens.model.transformer import normalized
 
 PROMPT = "Gustav Geisser is the"
@@ -106,7 +107,7 @@ def test_the_descent_written_out(several):
     fitted = fit_translators(model, data, layers=[0, 2], iterations=4, batch_size=1, learning_rate=0.01)
     step = None if model.cfg.is_autoregressive else data.state_at(0)
     with torch.no_grad(), model.clock.at(step):
-        head = model.head_at(tokens[:, rows])
+        head = HeadAt.of(model, tokens[:, rows])
         logits, cache = model.run_with_cache(tokens)
         last = head.clean_logits(logits[:, rows])[0].log_softmax(-1)
     for i, layer in enumerate([0, 2]):

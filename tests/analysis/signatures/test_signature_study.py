@@ -210,7 +210,7 @@ def test_padding_in_the_tokens_of_a_canvas_is_padding(own_pad):
     real = torch.tensor([5, own_pad.cfg.mask_token_id, 7, 8, 9])
     row = int(own_pad.readout.rows(torch.tensor(1)))
     alone = [TaughtPair(TaughtCanvas(real, row, 11 + i, 3), TaughtCanvas(real, row, 11 + i, 4)) for i in range(2)]
-    padded = torch.cat([real, torch.full((3,), own_pad.own_pad_id)])
+    padded = torch.cat([real, torch.full((3,), own_pad.padding.own_id)])
     longer = [TaughtPair(replace(pair.forward, tokens=padded), replace(pair.reverse, tokens=padded)) for pair in alone]
     one, other = reversal_signatures(own_pad, alone), reversal_signatures(own_pad, longer)
     torch.testing.assert_close(one.probabilities, other.probabilities)

@@ -20,6 +20,7 @@ from diffusion_lens.analysis import (
     routes,
 )
 from diffusion_lens.analysis.signatures import pair_bytes
+from diffusion_lens.model.noise import HeadAt
 from weight_conversion import Architecture
 
 N = 5
@@ -61,7 +62,7 @@ def signatures_of(model):
 
 def loss_of(model, canvas):
     # Log scores under uniform noise are read beside the tokens of the canvas.
-    logits = model.head_at(canvas.tokens[None]).clean_logits(model(canvas.tokens[None]))
+    logits = HeadAt.of(model, canvas.tokens[None]).clean_logits(model(canvas.tokens[None]))
     return -logits[0, canvas.row].log_softmax(-1)[canvas.answer_token]
 
 
@@ -221,7 +222,7 @@ def test_nor_on_canvases_with_padding_on_the_left(own_pad):
     model, pairs = own_pad, random_pairs(own_pad, n=2, lengths=(6, 9))
 
     def shifted(canvas):
-        padding = torch.full((3,), model.own_pad_id)
+        padding = torch.full((3,), model.padding.own_id)
         return TaughtCanvas(torch.cat([padding, canvas.tokens]), canvas.row + 3, canvas.answer_token, canvas.source + 3)
 
     padded = [TaughtPair(shifted(pair.forward), shifted(pair.reverse)) for pair in pairs]

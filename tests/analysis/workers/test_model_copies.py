@@ -75,14 +75,14 @@ def test_a_model_with_folded_weights_is_loaded_once(monkeypatch: pytest.MonkeyPa
     source = "tiny-mdm" if folded == "fold_ln" else GOLDEN / "bd3lm"
     model = HookedDiffusionTransformer.from_pretrained(source, device="cpu", fold_ln=folded == "fold_ln")
     n_loads = 0
-    load = HookedDiffusionTransformer.from_source
+    load = executor.load_source
 
     def count(*args: Any, **settings: Any) -> Any:
         nonlocal n_loads
         n_loads += 1
         return load(*args, **settings)
 
-    monkeypatch.setattr(HookedDiffusionTransformer, "from_source", count)
+    monkeypatch.setattr(executor, "load_source", count)
     with ModelCopy.of(model, None).ready() as copy:
         assert weights_sha256(copy) == weights_sha256(model)
     assert n_loads == 1
