@@ -294,6 +294,11 @@ def text_tuple(name: str, value: Iterable[str]) -> tuple[str, ...]:
     return tuple(check_type(Sequence[str], name, value))
 
 
+def as_given(name: str, value: Any) -> Any:
+    """`value`, which is checked where it is used."""
+    return value
+
+
 def at_least(least: int, name: str, value: Any, reason: str = "", *, or_none: str = "") -> int:
     """`value` as an int; a `ValueError`, which may end with a reason, or with what `None` is for, if it is below
     `least`."""

@@ -29,6 +29,7 @@ from typing import Any
 from diffusion_lens.settings import (
     Settings,
     Whole,
+    as_given,
     at_least,
     check_seed,
     not_negative,
@@ -57,7 +58,7 @@ SAMPLER = setting(
     '"block_confidence" for one that writes block after block ("block_posterior" if the network is conditioned on the '
     'time), "uniform_posterior" under uniform noise. A causal model supports only "left_to_right". A name that does '
     "not fit the model is refused with those that do.",
-    lambda _, sampler: sampler,  # `named_sampler` checks it where it is used: it needs torch
+    as_given,  # `named_sampler` checks it where it is used, because it needs torch
 )
 ACCUMULATE = setting(
     1,
