@@ -180,6 +180,7 @@ def test_each_side_of_a_grid_is_compared_with_its_own_model(small):
     assert len(warned) == 2
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @on_the_masked_model
 def test_a_grid_without_steps_stands_on_no_trajectory(small):
     grid = patch_grid(small, FACTS[0].prompt, FACTS[0].prompt, lambda logits: logits[0, -1, 3], "mlp_out", layers=[0])

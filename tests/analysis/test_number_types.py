@@ -97,6 +97,7 @@ def test_a_grid_takes_numpys_numbers(small, tmp_path):
     same(grid(np.int64, -1), grid(int, LAST), tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)
 def test_positions_come_in_any_container(small):
     clean, corrupted = (small.to_tokens(FACT.prompt) for _ in range(2))
@@ -212,6 +213,7 @@ def test_a_float64_model_is_traced_over_its_steps(doubled, canvas, tmp_path):
     same(wide, wide, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_no_score_of_a_float64_model_is_rounded(doubled):
     model = doubled[0]
     clean, corrupted = (model.to_tokens(FACT.prompt) for _ in range(2))
@@ -233,6 +235,7 @@ def test_no_score_of_a_float64_model_is_rounded(doubled):
     assert nll.item() == pytest.approx(by_hand.item(), abs=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_other_analyses_of_a_float64_model(doubled):
     for settings in (dict(method="exact"), dict(method="attribution", check=3)):
         grids = []

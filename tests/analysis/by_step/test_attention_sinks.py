@@ -110,6 +110,7 @@ def test_folded_norms_and_half_precision_change_no_attention(small):
     assert_close(of_half.received.nansum(dim=-1), queries.float(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_a_single_pass_has_no_steps(small):
     tokens, real = small.tokenize(PROMPTS)
     _, cache = small.run_with_cache(PROMPTS, names_filter=patterns)

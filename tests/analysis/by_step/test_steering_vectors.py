@@ -122,6 +122,7 @@ def test_vectors_of_a_model_in_bfloat16_are_float32_and_steer_it(small):
     assert steered.record["hooks"][NAME][0].startswith("forward: by_step(0: steer(direction=#")
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_texts_queries_and_tokens_have_one_vector_without_steps(small):
     texts = ["Gustav Geisser is the", "Tilda is", "today Tilda was the brave"]
     by_text = [small.run_with_cache(text, names_filter=NAME)[1][NAME][0] for text in texts]
@@ -157,6 +158,7 @@ def test_guided_states_are_those_of_the_hooked_conditional_branch(small):
     assert vectors.record["hooks"] == {"blocks.0.hook_mlp_out": ["forward: no MLP at step 1"]}
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_hooks_add_the_vector_of_the_step(small):
     runs, _ = two_runs(small, NAME, [["Gustav Geisser is the"], ["Tilda Drusser is the"]])
     vectors = difference_of_means(small, *runs, [NAME, "blocks.0.hook_mlp_out"], positions="predicting")

@@ -139,6 +139,7 @@ def test_facts_store_their_answers_only(small, tmp_path):
         assert store.position[rows].tolist() == list(range(len(prompt), len(prompt + answer)))
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_rows_of_tokens_without_their_padding(own_pad, tmp_path):
     tokens = torch.tensor([[5, 6, 7, 8, 9], [2, 2, 10, 11, 12]])
     given = tokens.clone()

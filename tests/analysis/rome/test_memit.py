@@ -214,6 +214,7 @@ def test_weights_return_bit_for_bit(tiny, requests):
         edit.revert()
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_edits_of_both_kinds_nest(tiny, requests):
     edit = memit(tiny, requests, [0, 1], settings=SEARCH, cov_weight=1)
     value = optimize_value(tiny, requests[0], 1, **vars(SEARCH))
@@ -229,6 +230,7 @@ def test_edits_of_both_kinds_nest(tiny, requests):
     assert torch.equal(tiny(PROBE), logits)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @on_one_model
 def test_an_exception_between_two_layers_leaves_no_trace(tiny, requests, monkeypatch):
     logits, layers = tiny(PROBE), []

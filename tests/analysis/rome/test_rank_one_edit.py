@@ -111,6 +111,7 @@ def test_the_second_moment_spares_other_keys(tiny, gustav, moment):
     assert moved[1] < 0.8 * moved[0]
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_leaving_restores_every_bit(tiny, gustav):
     key, value, _ = gustav
     weights = {name: weight.clone() for name, weight in tiny.state_dict().items()}
@@ -131,6 +132,7 @@ def test_leaving_restores_every_bit(tiny, gustav):
     assert torch.equal(tiny(PROBE), logits)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_edits_nest(tiny, gustav):
     other = Fact("the clever guard of Rolsen is", "clever guard of Rolsen", " Gustav Geisser")
     (key_a, value_a, _), (key_b, value_b, _) = gustav, learned(tiny, other)
@@ -182,6 +184,7 @@ def test_a_weight_changed_inside_is_reported_and_undone(tiny, gustav):
     assert torch.equal(edit.weight, before)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_export_in_the_checkpoints_own_format(tiny, gustav, tmp_path):
     key, value, _ = gustav
     logits = tiny(PROBE)
@@ -197,6 +200,7 @@ def test_export_in_the_checkpoints_own_format(tiny, gustav, tmp_path):
     assert torch.equal(read(PROBE), edited)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_in_half_precision(tiny, gustav):
     """bfloat16 weights: the arithmetic is float64, so W k_p misses v* by the rounding of W alone, below a percent."""
     key, value, _ = gustav
@@ -241,6 +245,7 @@ def test_applied_and_reverted_in_turn(tiny, gustav):
         edit.apply()
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_what_does_not_belong_together(tiny, gustav, moment):
     key, value, _ = gustav
     with pytest.raises(ValueError, match="layer=4 is not one of the layers 0 to 3"):
