@@ -48,7 +48,7 @@ bench: $(READY)  ## run every script of benchmarks/
 results: $(READY)  ## read thousands of mutated and damaged result files (a few minutes)
 	MUTATIONS=200 $(BIN)/python -m pytest -q tests/test_saved_results.py
 
-arguments: $(READY)  ## call every public function with bad arguments, one at a time (about three quarters of an hour)
+arguments: $(READY)  ## call every public function with bad arguments, one at a time (about a quarter of an hour)
 	HF_HUB_OFFLINE=1 $(BIN)/python tests/bad_arguments.py
 
 tiny: $(READY)  ## train the tiny pair again (about a quarter of an hour)
