@@ -19,6 +19,7 @@ from functools import cache
 from html import escape
 from importlib import import_module
 from importlib.metadata import version
+from inspect import isfunction
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, ClassVar, TypeVar
@@ -34,6 +35,7 @@ from diffusion_lens.model.config import DiffusionConfig, name_with_mode
 from diffusion_lens.records.identity import ATTRIBUTES, identity_of, require_named_hooks
 from diffusion_lens.records.identity import weights_sha256 as weights_sha256
 from diffusion_lens.records.schema import built, checksum
+from diffusion_lens.settings import checked_arguments
 from weight_conversion import as_json, parse_json, read_json, restore_numbers, to_json, write_safetensors
 
 S = TypeVar("S", bound="Saved")
@@ -126,6 +128,7 @@ class Saved:
     KIND: ClassVar[str]  # what it is, in the file
     ENTRIES: ClassVar[Mapping[str, Any]] = {}  # entries of the record that the class reads, with their types
 
+    @checked_arguments
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
         owner = next(each for each in type(self).__mro__ if "KIND" in vars(each))
@@ -150,6 +153,7 @@ class Saved:
         """Raise a `ValueError` if fields contradict each other in another way."""
 
 
+@checked_arguments
 def load(path: str | Path) -> Any:
     """Any saved result, by its own header: a file, or the folder of a study or of activations.
 
@@ -427,6 +431,13 @@ class Result(ABC):
     """A result: one line as text, a table as HTML, and all rows of the table as a data frame."""
 
     record: dict[str, Any]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Check the arguments of the public methods of every result."""
+        super().__init_subclass__(**options)
+        for name, method in list(vars(cls).items()):
+            if isfunction(method) and not name.startswith("_"):
+                setattr(cls, name, checked_arguments(method))
 
     @abstractmethod
     def _table(self) -> Table:
