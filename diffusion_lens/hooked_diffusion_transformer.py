@@ -390,15 +390,14 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         for given in (*args[:2], kwargs.get("fwd_hooks", ()), kwargs.get("bwd_hooks", ())):
             if given:
                 hook_pairs(given)
-        if self.clock.levels and self.clock.holder is None:
-            self._drop_dead_hooks()
         with self.clock.held():
-            self.clock.levels = self.context_level + 1
+            self.clock.drop_hooks = self._drop_dead_hooks
             try:
                 with super().hooks(*args, **kwargs) as model:
                     yield model
-            finally:  # where detaching was cut off, TransformerLens has not lowered its level
-                self.clock.levels = self.context_level
+            finally:
+                if not self.context_level:  # where detaching was cut off, TransformerLens has not lowered its level
+                    self.clock.drop_hooks = None
 
     def get_caching_hooks(
         self,

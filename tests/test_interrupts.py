@@ -215,17 +215,19 @@ def test_a_weight_of_another_shape_is_put_back(either, edit):
     assert not either.model._edits
 
 
-def test_a_copy_made_inside_a_context_of_hooks_has_none(either):
+def test_a_copy_made_inside_a_context_of_hooks_has_none(either, query):
     plain = either.model(TOKENS)
     with either.model.hooks(fwd_hooks=[("hook_embed", lambda a, hook: a * 0)]):
         copied = copy.deepcopy(either.model)
-        again = copy.deepcopy(either.model)
+        again, traced = copy.deepcopy(either.model), copy.deepcopy(either.model)
     assert torch.equal(copied(TOKENS), plain)
     assert not copied.list_hooks()
     assert torch.equal(
         again.denoise(TOKENS, length=6, steps=1).tokens, either.model.denoise(TOKENS, length=6, steps=1).tokens
     )
     assert not again.list_hooks()
+    traces = [causal_trace(model, query, noise=0.5, samples=1) for model in (traced, either.model)]
+    torch.testing.assert_close(traces[0].scores, traces[1].scores)
 
 
 def test_restored_edits_leave_the_weights_of_the_file(either, edit):

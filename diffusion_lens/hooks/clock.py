@@ -200,14 +200,15 @@ class StepClock:
     forward passes may run in several threads; they are counted, because hooks attached meanwhile would affect them.
     """
 
-    def __init__(self, levels: int = 0, hooked: bool = False) -> None:
+    def __init__(self, drop_hooks: Callable[[], None] | None = None, hooked: bool = False) -> None:
         # Whether a hook may be attached. It stays true after the last is removed, until a pass finds none.
         self.hooked = hooked
         self.step: StepState | None = None
         self.branches: tuple[StepState, StepState] | None = None
         self.time: float | None = None
         self.origins: Int[Tensor, "batch"] | None = None
-        self.levels = levels  # contexts of hooks inside each other
+        # Removes the hooks of contexts that are open, or whose end was cut off; `None` if there are none.
+        self.drop_hooks = drop_hooks
         self._busy = False
         self.holder: int | None = None
         self._depth = 0
@@ -224,9 +225,9 @@ class StepClock:
         block = None if self.step is None else self.step.block
         return self.origins if block is None else block.origin
 
-    def __reduce__(self) -> tuple[Any, tuple[int, bool]]:
+    def __reduce__(self) -> tuple[Any, tuple[Any, bool]]:
         # A copy of the model is idle, even if the original is running. Its next call drops the hooks of open contexts.
-        return StepClock, (self.levels, self.hooked)
+        return StepClock, (self.drop_hooks, self.hooked)
 
     @restoring
     def held(self) -> Iterator[None]:
@@ -244,6 +245,8 @@ class StepClock:
                 )
             self._depth += 1
         try:
+            if self._depth == 1 and self.drop_hooks is not None:
+                self.drop_hooks()
             yield
         finally:
             with _COUNTING:

@@ -236,7 +236,7 @@ class DiffusionTransformer(HookedRootModule):
         """
         with self.clock.passes[get_ident()]:
             if self.clock.holder is None:
-                if self.clock.levels:
+                if self.clock.drop_hooks is not None:
                     self._drop_dead_hooks()
             elif self.clock.holder != get_ident():
                 self.clock.require_free()
@@ -310,9 +310,10 @@ class DiffusionTransformer(HookedRootModule):
 
     def _drop_dead_hooks(self) -> None:
         """Remove the hooks of `hooks()` contexts whose end was cut off, which no thread is inside any longer."""
+        self.clock.drop_hooks = None
         for level in range(1, self.context_level + 1):
             self.remove_all_hook_fns("both", level=level)
-        self.clock.levels = self.context_level = 0
+        self.context_level = 0
 
     def _enter(
         self,

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import xxhash
@@ -168,8 +168,8 @@ def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), edits: b
         yield
         return
     clock = vars(model).get("clock")
-    if clock is not None and clock.levels and clock.holder is None:
-        cast(Any, model)._drop_dead_hooks()
+    if clock is not None and clock.drop_hooks is not None and clock.holder is None:
+        clock.drop_hooks()  # before they are recorded
     if vars(model).get("_edits"):
         _refuse_cut_off_edits(model)
     at_once = edits or fwd_hooks or hooked_modules(model)
