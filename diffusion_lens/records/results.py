@@ -12,7 +12,7 @@ import platform
 from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -210,10 +210,12 @@ def load_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[st
     """
     with _opened(path, kind) as file:
         record, tensors, metadata = _record_of(file, path, kind), _tensors_of(file), file.metadata()
-        if metadata.keys() - {RECORD, PART, CHECKSUM} or metadata.get(CHECKSUM, "") not in (
-            "",
-            checksum(tensors, metadata[RECORD]),
-        ):
+        if others := metadata.keys() - {RECORD, PART, CHECKSUM}:
+            raise ValueError(
+                f"{path} has {sorted(others)} beside its record, which no result has: "
+                "the file was changed or written by another program. Save the result again, or compute it again"
+            )
+        if CHECKSUM in metadata and metadata[CHECKSUM] != checksum(tensors, metadata[RECORD]):
             raise ValueError(
                 f"{path}: the content is not what was saved, by its checksum. The file was damaged or changed: delete "
                 "it and save the result again, or compute it again"
@@ -266,8 +268,9 @@ def part_of_run(mark: str) -> Iterator[None]:
 def mark_of(path: str | Path) -> str | None:
     """The mark that `part_of_run` wrote into a result; `None` if it was saved without one."""
     with _opened(path, "result") as file:
-        in_metadata: str | None = (file.metadata() or {}).get(PART)  # as earlier versions wrote it
-        return in_metadata or _header_of(file, path).get(PART)
+        metadata = file.metadata() or {}
+        # Earlier versions, without a checksum, wrote it beside the record.
+        return _header_of(file, path).get(PART) if CHECKSUM in metadata else metadata.get(PART)
 
 
 def kind_of(path: str | Path) -> str:
@@ -589,14 +592,20 @@ def _class_of_folder(folder: Path) -> type[Any]:
         )
     if kind := read_run(file).get("kind"):
         return class_of(kind, folder)
+    errors = []
     for part in sorted(folder.glob("*.safetensors")):
-        with suppress(ValueError):  # a file of another program
+        try:
             if mark_of(part) is None:  # a result that is no part of a study
                 continue
             fact_file = class_of(kind_of(part), part)
-            for each in _classes().values():
-                if getattr(each, "FACT_FILE", None) is fact_file:
-                    return each
+        except ValueError as error:  # perhaps a file of another program
+            errors.append(error)
+            continue
+        for each in _classes().values():
+            if getattr(each, "FACT_FILE", None) is fact_file:
+                return each
+    if errors:
+        raise errors[0]
     raise ValueError(
         f"{folder} has the {file.name} of a run, but no result of a fact, of which there would be a study. If it is "
         "being computed, load it later; a trained model is loaded by HookedDiffusionTransformer.from_pretrained"
