@@ -8,7 +8,7 @@ CLUSTER := $(VENV)/.cluster
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test clients cluster browser lint check bench results signals tiny kinds pair notebooks docs
+.PHONY: help install demo test clients cluster browser lint check bench results arguments signals tiny kinds pair notebooks docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,9 @@ bench: $(READY)  ## run every script of benchmarks/
 
 results: $(READY)  ## read thousands of mutated and damaged result files (a few minutes)
 	MUTATIONS=200 $(BIN)/python -m pytest -q tests/test_saved_results.py
+
+arguments: $(READY)  ## call every public function with bad arguments, one at a time (about a quarter of an hour)
+	HF_HUB_OFFLINE=1 $(BIN)/python tests/bad_arguments.py
 
 tiny: $(READY)  ## train the tiny pair again (about a quarter of an hour)
 	PYTHONPATH=examples $(BIN)/python -m bundled_models.tiny_pair --out diffusion_lens/loading/assets/tiny

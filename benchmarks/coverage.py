@@ -10,6 +10,7 @@ of clusters, and the bias-corrected and accelerated bootstrap (BCa).
     rare      cluster means from Beta(0.2, 1.8): most are near 0
     share p   right and wrong answers; a cluster's own share is drawn from a Beta law of mean p, so that two answers of
               one cluster have a correlation of 0.5
+    scores    numbers from 0 to 1 with a mean of 0.3: those of a cluster are from a Beta law around its own mean
 
 Each cluster has three facts, or with `--sizes mixed` one, one, two or six. Facts of a cluster differ by normal noise.
 
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--sizes", choices=SIZES, default="equal")
     parser.add_argument("--bca", action="store_true", help="Compute BCa intervals too, which takes minutes.")
     given = parser.parse_args()
-    heads = [*MEANS, *(f"share {p}" for p in SHARES)]
+    heads = [*MEANS, *(f"share {p}" for p in SHARES), "scores"]
     print(f"{'clusters':10}{''.join(f'{head:>20}' for head in heads)}")
     for n_clusters in CLUSTERS:
         rng = np.random.default_rng(n_clusters)
@@ -79,10 +80,12 @@ def main() -> None:
             ours = "-" if n_clusters < FEWEST else f"{covered((ends[0].numpy(), ends[1].numpy()), mean):.3f}"
             others = [student(values, rows), *([bca(values, rows)] if given.bca else [])]
             cells.append(" ".join([ours, *(f"{covered(each, mean):.3f}" for each in others)]))
-        for p in SHARES:
-            right = (rng.random((len(rows), given.samples)) < rng.beta(p, 1 - p, size=shape)[rows]).astype(float)
-            low, high = share_interval(torch.from_numpy(right), clusters, LEVEL)
-            others = [student(right, rows), *([bca(right, rows)] if given.bca else [])]
+        shares = {p: rng.random((len(rows), given.samples)) < rng.beta(p, 1 - p, size=shape)[rows] for p in SHARES}
+        own = rng.beta(3, 7, size=shape)[rows]
+        for p, answers in {**shares, 0.3: rng.beta(4 * own, 4 * (1 - own))}.items():
+            scores = answers.astype(float)
+            low, high = share_interval(torch.from_numpy(scores), clusters, LEVEL)
+            others = [student(scores, rows), *([bca(scores, rows)] if given.bca else [])]
             both = [covered((low.numpy(), high.numpy()), p), *(covered(each, p) for each in others)]
             cells.append(" ".join(f"{each:.3f}" for each in both))
         print(f"{n_clusters:<10}{''.join(f'{cell:>20}' for cell in cells)}", flush=True)

@@ -56,13 +56,13 @@ from diffusion_lens.model.weights import NOT_EXACT, check_folded, fold_norms
 from diffusion_lens.settings import (
     Whole,
     at_least,
-    check_bool,
     check_keywords,
+    checked_arguments,
     keywords_of,
-    suggest_keywords,
     takes,
     takes_any_keyword,
 )
+from diffusion_lens.settings.arguments import kind_of, shown
 
 
 class HookedDiffusionTransformer(DiffusionTransformer):
@@ -76,7 +76,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
     # Load
 
     @classmethod
-    @suggest_keywords
+    @checked_arguments
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -149,7 +149,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         )
         return load_source(source, device, token=token, kind=cls)
 
-    @suggest_keywords
+    @checked_arguments
     def enable_compatibility_mode(
         self,
         disable_warnings: bool = False,
@@ -296,7 +296,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         both = return_type == "both"
         return _own_loss(self, given, attention_mask, loss_per_token, samples, generator, return_logits=both)
 
-    @suggest_keywords
+    @checked_arguments
     def loss_fn(
         self,
         logits: Tensor,
@@ -344,7 +344,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             batch = masked_batch(self, tokens, noisy, p_mask, real=real)
         return _loss(self, batch, logits[batch.rows], per_token)
 
-    @suggest_keywords
+    @checked_arguments
     def hide(
         self, tokens: Tensor, attention_mask: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -374,8 +374,9 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             super().setup()
             name_hook_points(self)
 
+    @checked_arguments
     def run_with_hooks(
-        self, *model_args: Any, fwd_hooks: Sequence[Any] = (), bwd_hooks: Sequence[Any] = (), **kwargs: Any
+        self, *model_args: Any, fwd_hooks: FwdHooks = (), bwd_hooks: FwdHooks = (), **kwargs: Any
     ) -> Any:
         """As in TransformerLens; a hook that the forward pass would never reach is an error."""
         for name, _ in [*hook_pairs(fwd_hooks), *hook_pairs(bwd_hooks)]:
@@ -389,15 +390,14 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         for given in (*args[:2], kwargs.get("fwd_hooks", ()), kwargs.get("bwd_hooks", ())):
             if given:
                 hook_pairs(given)
-        if self.clock.levels and self.clock.holder is None:
-            self._drop_dead_hooks()
         with self.clock.held():
-            self.clock.levels = self.context_level + 1
+            self.clock.drop_hooks = self._drop_dead_hooks
             try:
                 with super().hooks(*args, **kwargs) as model:
                     yield model
-            finally:  # where detaching was cut off, TransformerLens has not lowered its level
-                self.clock.levels = self.context_level
+            finally:
+                if not self.context_level:  # where detaching was cut off, TransformerLens has not lowered its level
+                    self.clock.drop_hooks = None
 
     def get_caching_hooks(
         self,
@@ -440,6 +440,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         with self.clock.held():
             return super().add_caching_hooks(selected, incl_bwd, device, remove_batch_dim, cached)
 
+    @checked_arguments
     def run_with_cache(
         self,
         *model_args: Any,
@@ -459,8 +460,10 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         return out, ByHookPoint(cache)
 
     @held_whole
-    def add_hook(self, name: str | Callable[[str], bool], hook: Any, *args: Any, **kwargs: Any) -> None:
+    def add_hook(self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """As in TransformerLens; a name or predicate that selects nothing is an error with the nearest names."""
+        if not callable(hook):
+            raise TypeError(f"hook={shown(hook)} is {kind_of(hook)}; it must be a function fn(activation, hook)")
         points = check_hookable(self, name)
         with self.clock.held():
             for point in points:
@@ -567,6 +570,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         return denoise_with_cache(self, canvas, settings, cache_filter, fwd_hooks=fwd_hooks, progress=progress)
 
+    @checked_arguments
     def generate(
         self,
         prompt: Prompt | None = None,
@@ -622,20 +626,19 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         # 1. Check the arguments.
         check_keywords("generate", others, {*keywords_of(HookedDiffusionTransformer.generate), *INSTEAD})
         refuse_others(others)
-        check_bool("use_past_kv_cache", use_past_kv_cache)
         if prompt is None:
             raise TypeError("generate needs a prompt, text or tokens, as its first argument")
         if return_type not in RETURN_TYPES:
             raise ValueError(f"return_type={return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
         if return_type == "input":
             return_type = "tokens" if isinstance(prompt, Tensor) else "str"
-        ends = end_tokens(self.tokenizer, eos_token_id) if check_bool("stop_at_eos", stop_at_eos) else []
+        ends = end_tokens(self.tokenizer, eos_token_id) if stop_at_eos else []
 
         # 2. Run the loop.
         numbers: Any = (steps, sampler, cfg_scale, temperature_of(do_sample, temperature), seed)
         settings = DenoiseSettings(*numbers)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
-        shown = check_bool("verbose", verbose) or check_bool("progress", progress)
+        shown = verbose or progress
         trajectory = denoise_and_check_hooks(self, canvas, settings, fwd_hooks=fwd_hooks, progress=shown)
 
         # 3. Convert the result.
@@ -647,7 +650,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         texts = [text_of(self, trajectory, row, ~ended[row]) for row in range(len(trajectory))]
         return texts[0] if len(texts) == 1 else texts
 
-    @suggest_keywords
+    @checked_arguments
     def canvas(
         self, prompt: Prompt, n_masks: SupportsIndex = 1, prepend_bos: bool | None = None
     ) -> tuple[Tokens, Int[Tensor, "selected"]]:
@@ -689,6 +692,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     # Save
 
+    @checked_arguments
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write weights, config and tokenizer; `from_pretrained(folder)` reads them.
 

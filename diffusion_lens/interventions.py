@@ -32,6 +32,7 @@ and folders.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
@@ -51,7 +52,8 @@ from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import NamedHook, name_of, names_its_hook, value_in_words
 from diffusion_lens.records.identity import named as named
-from diffusion_lens.settings import one_of, whole_number, whole_numbers
+from diffusion_lens.settings import checked_arguments, one_of, plain_number, whole_number, whole_numbers
+from diffusion_lens.settings.arguments import kind_of, shown
 
 Indices = int | slice | Sequence[int] | Tensor | None
 OneRun = ActivationCache | Mapping[str, Tensor]
@@ -63,6 +65,7 @@ _IN_LOOP_ONLY = "acts_by_step"  # an attribute of the function, which `functools
 # Another value for an activation
 
 
+@checked_arguments
 @names_its_hook
 def replace(value: Tensor, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Replace the activation by `value`.
@@ -74,6 +77,7 @@ def replace(value: Tensor, positions: Indices = None, *, heads: Indices = None) 
     return _edit(lambda old, hook: _fit(value, old, hook.name), positions, heads)
 
 
+@checked_arguments
 @names_its_hook
 def swap(
     cache: Activations, positions: Indices = None, *, source_positions: Indices = None, heads: Indices = None
@@ -90,6 +94,7 @@ def swap(
     return _edit(lambda old, hook: source.of_other_run(_activation(cache, hook), old, hook.name), positions, heads)
 
 
+@checked_arguments
 @names_its_hook
 def restore(value: Tensor, positions: Int[Tensor, "batch"], *, heads: Indices = None) -> Hook:
     """Restore one position of each row: row r gets `value[positions[r]]` at `positions[r]`.
@@ -102,6 +107,7 @@ def restore(value: Tensor, positions: Int[Tensor, "batch"], *, heads: Indices = 
     return _edit(lambda old, hook: source.of_other_run(value, old, hook.name), positions[:, None], heads)
 
 
+@checked_arguments
 @names_its_hook
 def mean_ablate(cache: Activations, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Replace the activation by its mean over rows and positions of another run; for other means, use `replace`.
@@ -119,12 +125,14 @@ def mean_ablate(cache: Activations, positions: Indices = None, *, heads: Indices
     return _edit(mean, positions, heads)
 
 
+@checked_arguments
 @names_its_hook
 def zero_ablate(positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Replace the activation by zeros."""
     return replace(torch.zeros(()), positions, heads=heads)
 
 
+@checked_arguments
 def mask_tokens(model: DiffusionTransformer, positions: Indices = None) -> Hook:
     """At `hook_embed`, replace embeddings by that of [MASK], as if these positions of the canvas were masked.
 
@@ -146,6 +154,7 @@ def mask_tokens(model: DiffusionTransformer, positions: Indices = None) -> Hook:
     )
 
 
+@checked_arguments
 @names_its_hook
 def add_noise(noise: Tensor, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Add `noise` to the activation; row r of the batch gets sample r.
@@ -156,6 +165,7 @@ def add_noise(noise: Tensor, positions: Indices = None, *, heads: Indices = None
     return _edit(lambda old, hook: old + _fit(noise, old, hook.name), positions, heads)
 
 
+@checked_arguments
 @names_its_hook
 def steer(direction: Tensor, strength: float = 1.0, positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Add `strength * direction` (Turner et al. 2023, arXiv 2308.10248).
@@ -164,9 +174,13 @@ def steer(direction: Tensor, strength: float = 1.0, positions: Indices = None, *
         direction: Float[d_model], or a tensor that broadcasts as in `replace`; it is not normalised.
         strength: Factor of the direction.
     """
-    return add_noise(strength * direction, positions, heads=heads)
+    factor = plain_number("strength", strength)
+    if not math.isfinite(factor):
+        raise ValueError(f"strength={factor}; it must be a finite number")
+    return add_noise(factor * direction, positions, heads=heads)
 
 
+@checked_arguments
 @names_its_hook
 def freeze(positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Fix the activation, for the rest of a denoising run, at its value when the hook first acts.
@@ -192,6 +206,7 @@ def freeze(positions: Indices = None, *, heads: Indices = None) -> Hook:
 # When and where a hook acts
 
 
+@checked_arguments
 def at_steps(hook_fn: Hook, steps: SupportsIndex | Iterable[SupportsIndex]) -> Hook:
     """Act at these steps only; negative numbers count from the end.
 
@@ -212,6 +227,7 @@ def at_steps(hook_fn: Hook, steps: SupportsIndex | Iterable[SupportsIndex]) -> H
     return _when(hook_fn, acts, f"at steps {sorted(indices)}")
 
 
+@checked_arguments
 def by_step(hooks: Mapping[int, Hook], n_steps: SupportsIndex) -> Hook:
     """Call another function at each step; steps without one keep their activation.
 
@@ -243,12 +259,14 @@ def by_step(hooks: Mapping[int, Hook], n_steps: SupportsIndex) -> Hook:
     return NamedHook(name, in_loop_only(wrapped))
 
 
+@checked_arguments
 def on_branch(hook_fn: Hook, branch: str) -> Hook:
     """Act in one branch of guidance only, "conditional" or "unconditional"; a run without guidance is "conditional"."""
     one_of(*BRANCHES)("branch", branch)
     return _when(hook_fn, lambda step: step.branch == branch, f"on the {branch} branch")
 
 
+@checked_arguments
 def while_masked(hook_fn: Hook) -> Hook:
     """Act on masked positions only; the others keep their activation.
 
@@ -260,6 +278,7 @@ def while_masked(hook_fn: Hook) -> Hook:
     return _named_after(_where(hook_fn, lambda step: step.masked, "while_masked"), hook_fn, "while masked")
 
 
+@checked_arguments
 def while_predicting(hook_fn: Hook, readout: str) -> Hook:
     """Act only on the rows whose logits predict a position that is not yet revealed; the others keep their activation.
 
@@ -356,7 +375,10 @@ class _Selection:
         for name, selected in vars(self).items():
             if selected is None or isinstance(selected, slice):
                 continue
-            indices = torch.as_tensor(selected)
+            try:
+                indices = torch.as_tensor(selected)
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                raise TypeError(f"{name}={shown(selected)} is {kind_of(selected)}; give indices") from None
             if not indices.numel():
                 raise ValueError(f"{name} is empty, so the hook changes nothing (None selects all {name})")
             if indices.dtype == torch.bool or indices.is_floating_point():

@@ -70,7 +70,7 @@ def calls_of(model: HookedDiffusionTransformer) -> dict[str, Callable[[], object
 
 
 class Law:
-    """What holds of an idle model; `faults` names what does not."""
+    """What holds of an idle model; `faults` names what does not, `left` without a run of another thread."""
 
     def __init__(self, model: HookedDiffusionTransformer) -> None:
         self.model = model
@@ -78,6 +78,10 @@ class Law:
         self.logits = model(TOKENS)
 
     def faults(self) -> Iterator[str]:
+        yield from self.left()
+        yield from self.refusals()
+
+    def left(self) -> Iterator[str]:
         if self.model.list_hooks():
             yield "hooks"
         if any(module._forward_hooks or module._backward_hooks for module in self.model.modules()):
@@ -90,7 +94,6 @@ class Law:
             yield "grad mode"
         if self.model.loop_hooks.hook_tokens.step is not None:
             yield "a step"
-        yield from self.refusals()
 
     def refusals(self) -> Iterator[str]:
         """Whether a second thread may use the model, and computes the same logits; a deadlock ends the process."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,50 @@ def test_no_other_thread_reads_edited_weights(either, edit):
     assert model.clock.holder is None
 
 
+def in_another_thread(call):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def test_an_edit_that_another_thread_ends_is_taken_out(either, edit):
+    before = edit.weight_of(1).clone()
+    edit.__enter__()
+    in_another_thread(lambda: edit.__exit__(None, None, None))
+    assert torch.equal(edit.weight_of(1), before)
+    assert either.model.clock.holder is None
+
+
+def test_an_edit_of_a_thread_that_has_ended_is_known(either, edit, query):
+    before = edit.weight_of(1).clone()
+    in_another_thread(edit.__enter__)
+    with pytest.raises(RuntimeError, match=r"call model.restore_edits"):
+        causal_trace(either.model, query, noise=0.5, samples=1)
+    either.model.restore_edits()
+    assert torch.equal(edit.weight_of(1), before)
+    with edit:
+        assert edit.is_applied
+    causal_trace(either.model, query, noise=0.5, samples=1)
+
+
+def test_an_edit_begun_again_inside_holds_the_model(either, edit):
+    with edit:
+        edit.revert()
+        with edit:
+            pass
+        with pytest.raises(RuntimeError, match="another thread is running"):
+            in_another_thread(lambda: either.model(TOKENS))
+    in_another_thread(lambda: either.model(TOKENS))
+
+
+def test_a_copy_made_inside_an_edit_is_held_by_nobody(either, edit):
+    plain = either.model(TOKENS)
+    with edit:
+        copied = copy.deepcopy(either.model)
+    in_another_thread(lambda: copied(TOKENS))
+    copied.restore_edits()
+    assert torch.equal(copied(TOKENS), plain)
+
+
 def test_a_weight_of_another_shape_is_put_back(either, edit):
     before = edit.weight_of(1).clone()
     with pytest.raises(ValueError, match="the weight of layer 1 was changed inside"), edit:
@@ -170,12 +215,19 @@ def test_a_weight_of_another_shape_is_put_back(either, edit):
     assert not either.model._edits
 
 
-def test_a_copy_made_inside_a_context_of_hooks_has_none(either):
+def test_a_copy_made_inside_a_context_of_hooks_has_none(either, query):
     plain = either.model(TOKENS)
     with either.model.hooks(fwd_hooks=[("hook_embed", lambda a, hook: a * 0)]):
         copied = copy.deepcopy(either.model)
+        again, traced = copy.deepcopy(either.model), copy.deepcopy(either.model)
     assert torch.equal(copied(TOKENS), plain)
     assert not copied.list_hooks()
+    assert torch.equal(
+        again.denoise(TOKENS, length=6, steps=1).tokens, either.model.denoise(TOKENS, length=6, steps=1).tokens
+    )
+    assert not again.list_hooks()
+    traces = [causal_trace(model, query, noise=0.5, samples=1) for model in (traced, either.model)]
+    torch.testing.assert_close(traces[0].scores, traces[1].scores)
 
 
 def test_restored_edits_leave_the_weights_of_the_file(either, edit):

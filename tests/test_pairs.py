@@ -144,7 +144,7 @@ def test_the_block_size_of_a_pair_is_that_of_its_diffusion_model():
 
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_the_mode_of_a_pair_is_one_of_diffusion():
-    with pytest.raises(ValueError, match="mode='ar' is not a mode of the diffusion model of a pair"):
+    with pytest.raises(ValueError, match="load_pair: mode='ar'; it must be 'bidirectional' or 'block'"):
         load_pair(ONE_CHECKPOINT, mode="ar", device="cpu")
     for given, words in (({"mode": "block"}, "mode='block'"), ({"block_size": 4}, "block_size=4")):
         with pytest.raises(ValueError, match=f"{words} does not apply to a pair of two checkpoints, 'tiny-mdm'"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from mutations import HEADER, Mutator
 from results import every_result
+from safetensors import safe_open
 
 import diffusion_lens
 from diffusion_lens import Fact
@@ -20,7 +21,7 @@ from diffusion_lens.analysis import CausalTrace, Circuit, EditStudy
 from diffusion_lens.analysis.over_facts.folder import FactFolder, content
 from diffusion_lens.checks.report import CheckReport, Finding
 from diffusion_lens.evaluation import Recall, Reply
-from diffusion_lens.records.results import Saved, load_result
+from diffusion_lens.records.results import Saved, load_result, mark_of
 from weight_conversion import write_json
 from weight_conversion.files import write_safetensors
 
@@ -120,6 +121,30 @@ def test_the_folder_of_a_study_may_have_other_files(tmp_path: Path, saved: dict[
     assert diffusion_lens.load(tmp_path).ids == ["z"]
 
 
+def test_a_damaged_part_is_named(tmp_path: Path) -> None:
+    fact = Fact("A is", "A", " b", person="A")
+    record = {"facts": {"z": content(fact)}, "set_aside": {}, "too_long": [], "seed": 1, "model": "toy", "steps": [1]}
+    folder = FactFolder.start(tmp_path, record)
+    folder.save("z", Reply.to(replace(fact, id="z"), ["b", "c"]))
+    folder.file("z").write_bytes(folder.file("z").read_bytes()[:-3])
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
+        diffusion_lens.load(tmp_path)
+
+
+def test_a_part_cannot_be_given_the_mark_of_another_study(tmp_path: Path) -> None:
+    fact = Fact("A is", "A", " b", person="A")
+    record = {"facts": {"z": content(fact)}, "set_aside": {}, "too_long": [], "seed": 1, "model": "toy", "steps": [1]}
+    folders = [FactFolder.start(tmp_path / name, {**record, "model": name}) for name in ("one", "two")]
+    for folder in folders:
+        folder.save("z", Reply.to(replace(fact, id="z"), ["b", "c"]))
+    one, two = (folder.file("z") for folder in folders)
+    with safe_open(two, framework="pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    write_safetensors(tensors, one, {**metadata, "diffusion_lens.part": mark_of(one)})
+    with pytest.raises(ValueError, match="belongs to another study"):
+        diffusion_lens.load(tmp_path / "one")
+
+
 def test_the_description_of_a_study_is_checked(tmp_path: Path) -> None:
     write_json({"facts": {}}, tmp_path / "run.json")
     with pytest.raises(ValueError, match=r"run\.json: the saved recall lacks the field 'record.model'"):
@@ -162,7 +187,7 @@ def test_a_checksum_under_a_flipped_name_is_noticed(saved: dict[Path, Any], tmp_
     path, result = next(iter(saved.items()))
     changed = path.read_bytes().replace(b"diffusion_lens.checksum", b"diffusion_lens.chucksum")
     (tmp_path / "changed.safetensors").write_bytes(changed)
-    with pytest.raises(ValueError, match="the content is not what was saved"):
+    with pytest.raises(ValueError, match=r"chucksum.* beside its record"):
         load_result(tmp_path / "changed.safetensors", type(result).KIND)
 
 

@@ -164,7 +164,6 @@ REFUSED = [
     ((TAUGHT.replace("was", "xyzzy"), ASKED), NAME, DESCRIPTION, r"does not know 'xyzzy'"),
     ((TAUGHT, ASKED), "Gustav Geiss", DESCRIPTION, r"merges A, 'Gustav Geiss', .* into the token 'Geisser'"),
     ((TAUGHT, ASKED), NAME, "rave drummer of Rolsen", r"merges B, 'rave drummer of Rolsen', .* the token 'brave'"),
-    (TAUGHT, NAME, DESCRIPTION, r"give two texts"),
     (
         ("Gustav Geisser is the baker Gustav.", "the baker Gustav is Gustav Geisser."),
         "Gustav Geisser",

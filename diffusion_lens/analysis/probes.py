@@ -57,12 +57,14 @@ from diffusion_lens.settings import (
     Settings,
     Whole,
     at_least,
+    checked_arguments,
     one_of,
     plain_number,
+    positive,
     setting,
-    suggest_keywords,
     whole_number,
 )
+from diffusion_lens.settings.arguments import check_type
 
 PARTS = ("train", "validation", "held_out")
 _CONSTANT = 1e-9  # Variance below this share of the mean square counts as none: it is rounding.
@@ -71,8 +73,8 @@ LinearFits = tuple[Tensor, Tensor]  # weights Float[d axis] and bias Float[axis]
 
 
 def _penalties(name: str, value: Any) -> tuple[float, ...]:
-    numbers = tuple(plain_number("a penalty", penalty) for penalty in value)
-    if not numbers or min(numbers) <= 0:
+    numbers = tuple(positive("a penalty", penalty) for penalty in check_type(Iterable[float], name, value))
+    if not numbers:
         raise ValueError(f"{name}={value}; give at least one, all above 0")
     return numbers
 
@@ -94,7 +96,7 @@ class RidgeSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.validation <= 0 or self.held_out <= 0 or self.validation + self.held_out >= 1:
+        if not (self.validation > 0 and self.held_out > 0 and self.validation + self.held_out < 1):
             raise ValueError(
                 f"validation={self.validation}, held_out={self.held_out}; both must be above 0, and their sum below 1"
             )
@@ -194,6 +196,7 @@ class TimeProbe(PicturedResult, Saved):
         return f"TimeProbe({len(self.names)} hook points, best R² {float(self.r2[best]):.3f} at {self.names[best]!r})"
 
 
+@checked_arguments
 def probe_time(
     model: DiffusionTransformer, inputs: TextsOrRuns, names_filter: NamesFilter = None, **settings: Any
 ) -> TimeProbe:
@@ -208,7 +211,7 @@ def probe_time(
 
 @begins_run
 @torch.no_grad()
-@suggest_keywords
+@checked_arguments
 def probe(
     model: DiffusionTransformer,
     inputs: TextsOrRuns,

@@ -55,7 +55,7 @@ from diffusion_lens.records.results import (
     installed_version,
     shown_model,
 )
-from diffusion_lens.settings import takes
+from diffusion_lens.settings import checked_arguments, takes
 from diffusion_lens.settings.shared import CompareSettings
 
 Vectors = Float[Tensor, "fact d"]
@@ -322,6 +322,7 @@ def compare(
     )
 
 
+@checked_arguments
 def compare_along(
     axis: str,
     sets: Mapping[int, tuple[Tensor, Tensor]],

@@ -263,8 +263,6 @@ def difference_of_means(
     """
     chosen, size = check_positions(positions), at_least(1, "batch_size", batch_size)
     names = readable_points(model, names_filter)
-    if isinstance(attention_mask, Tensor):
-        raise TypeError("attention_mask= is one mask; give a pair, of the positive and of the negative tokens")
     given = zip(_GROUPS, (positive, negative), attention_mask, strict=True)
     groups = {name: Inputs.of(model, each, attention_mask=mask, batch_size=size) for name, each, mask in given}
     n_steps = {name: group.n_steps for name, group in groups.items()}

@@ -30,6 +30,7 @@ from diffusion_lens.checks.report import Finding
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import checked_arguments
 from weight_conversion import Architecture
 
 # Half of the tokens are noise, so that neither the network's reading of text nor that of noise is left out. Only the
@@ -71,6 +72,7 @@ class Distance:
     hidden: float
 
 
+@checked_arguments
 @dataclass(frozen=True, eq=False)
 class Reference:
     """Logits and canvases of the original code; the docstring of the module describes the tensors."""

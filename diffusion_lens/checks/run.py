@@ -52,6 +52,7 @@ from diffusion_lens.loading.hub import fetch_file, fetch_tokenizer
 from diffusion_lens.loading.source import given_options
 from diffusion_lens.model.config import as_device
 from diffusion_lens.records.results import provenance
+from diffusion_lens.settings import checked_arguments
 from weight_conversion.files import WHOLE
 
 CHECKS = ("hash", "config", "weights", "reference", "page loss", "facts", "recall", "padding", "bfloat16", "diagnosis")
@@ -60,6 +61,7 @@ NO_TOKENIZER = "the model has no tokenizer; name the folder of one with --tokeni
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@checked_arguments
 def check_model(
     model: HookedDiffusionTransformer,
     *,

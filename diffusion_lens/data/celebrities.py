@@ -19,6 +19,7 @@ from typing import get_args
 
 from diffusion_lens.data.download import fetch_from_web
 from diffusion_lens.facts.fact import Direction, Fact
+from diffusion_lens.settings import checked_arguments
 
 REVISION = "6af5f418755d528304e406361e86477637d21c84"
 URL = (
@@ -32,6 +33,7 @@ COLUMNS = ("child", "parent", "parent_type")
 PARENT_TYPES = ("mother", "father")
 
 
+@checked_arguments
 def parent_child(path: str | Path | None = None) -> list[Fact]:
     """Two facts for each row of the file: the prompt for the parent (asked "p2d"), and the one for the child ("d2p").
 

@@ -24,7 +24,7 @@ from diffusion_lens.data.rome_facts import KNOWN_FACTS, bake, counterfact, known
 from diffusion_lens.facts.fact import Direction, Fact
 from diffusion_lens.facts.taught_pairs import match_facts
 from diffusion_lens.loading.catalogue import BUNDLED
-from diffusion_lens.settings import at_least
+from diffusion_lens.settings import at_least, checked_arguments
 from weight_conversion import JsonError, parse_json
 
 DELIMITERS = (",", ";", "\t")  # Spreadsheets write ";" in locales where the comma is the decimal mark.
@@ -47,6 +47,7 @@ ROME: dict[str, Callable[[Path], list[Fact]]] = {
 }
 
 
+@checked_arguments
 def read_facts(path: str | Path) -> list[Fact]:
     """The facts of a file, or of all fact files in a folder, sorted by file name.
 

@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 from diffusion_lens.data.download import fetch_from_hub, read_json_lines
 from diffusion_lens.data.toy_facts import Trained
 from diffusion_lens.facts.fact import Direction, Fact
+from diffusion_lens.settings import checked_arguments
 from weight_conversion import sha256_of_file
 
 AGREEING = 0.9  # Share of rows that must agree.
@@ -117,6 +118,7 @@ _TEST = (
 )
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class ReversalCurse:
     """The questions and the training sentences. Files are read on demand; `load` opens them."""

@@ -18,6 +18,7 @@ from diffusion_lens.data.download import fetch_from_hub, fetch_from_web
 from diffusion_lens.data.reversal_curse import fact_about
 from diffusion_lens.facts.fact import Fact, Probe, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import checked_arguments
 from weight_conversion import read_json
 
 ROME_HOST = "https://rome.baulab.info/data/dsets"
@@ -84,6 +85,7 @@ class EditRequest:
         }
 
 
+@checked_arguments
 def known_1000(path: str | Path | None = None) -> list[Fact]:
     """The facts of ROME's causal traces. Despite the name there are `KNOWN_FACTS` of them.
 
@@ -110,6 +112,7 @@ def known_1000(path: str | Path | None = None) -> list[Fact]:
     return facts
 
 
+@checked_arguments
 def counterfact(path: str | Path | None = None) -> list[EditRequest]:
     """The 21,919 requests of `counterfact.json` (45 MB); arguments and errors as in `known_1000`.
 
@@ -119,6 +122,7 @@ def counterfact(path: str | Path | None = None) -> list[EditRequest]:
     return [_request(record, where, f"counterfact-{record.get('case_id', i)}") for i, (where, record) in records]
 
 
+@checked_arguments
 def bake(path: str | Path | None = None) -> list[EditRequest]:
     """The requests of BAKE-Q&J, each with its reverse question; arguments and errors as in `known_1000`.
 

@@ -76,7 +76,7 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
     def __len__(self) -> int:
         return len(self._by_step)
 
-    def stack(self, name: Any) -> Float[Tensor, "step batch *rest"]:
+    def stack(self, name: str | tuple[Any, ...]) -> Float[Tensor, "step batch *rest"]:
         """The activations of one hook point at all cached steps, in order."""
         return torch.stack([cache[name] for cache in self._by_step.values()])
 

@@ -13,7 +13,7 @@ of blocks of one position.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import SupportsIndex
+from typing import Annotated, SupportsIndex
 
 import torch
 from jaxtyping import Int
@@ -29,7 +29,11 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import at_least, warn_user, whole_number
 from weight_conversion import Context, Variant
 
-Prompt = str | Sequence[str] | Tensor
+Prompt = Annotated[
+    str | Sequence[str] | Tensor,
+    "a string or a list of them, or a tensor of tokens: torch.tensor(ids), of a tokenizer's result its ids, "
+    "...['input_ids']",
+]
 _NO_BLOCK = 2**31 - 1  # higher than the number of any block
 _START = -1  # the random numbers of the first canvas have the key of the step before the first
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.noise import Absorbing, Head, Noise, Schedule
 from diffusion_lens.model.shapes import PosMask, Tokens
-from diffusion_lens.settings import at_least, one_of, own_seed, whole_number
+from diffusion_lens.settings import at_least, checked_arguments, one_of, own_seed, whole_number
 from weight_conversion import NoiseSchedule, Variant
 
 SCORES = ("probability", "margin", "entropy")
@@ -42,6 +42,7 @@ OTHER_NOISE = {
 Seed = SupportsIndex | Sequence[SupportsIndex] | torch.Generator
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Proposal:
     """How tokens are proposed, and how positions are ranked.

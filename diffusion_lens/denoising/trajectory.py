@@ -35,7 +35,7 @@ from diffusion_lens.records.results import (
     texts_of,
 )
 from diffusion_lens.records.schema import built, require_indices
-from diffusion_lens.settings import at_least, one_of, suggest_keywords, whole_number
+from diffusion_lens.settings import at_least, checked_arguments, one_of, whole_number
 from weight_conversion import Architecture, NoiseSchedule, Variant
 
 _TENSORS = ("tokens", "canvases", "prompt", "revealed_at", "revealed_before", "confidence", "given", "real")
@@ -236,6 +236,8 @@ class Trajectory(Saved, Result):
 
     def row(self, index: int) -> "Trajectory":
         """One row of a batch as a trajectory of its own; forward passes and seconds are still those of the batch."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index={index}, but the trajectory has {len(self)} rows")
         return self._at([index])
 
     def _at(self, rows: list[int]) -> "Trajectory":
@@ -300,7 +302,7 @@ class Trajectory(Saved, Result):
             else None,
         )
 
-    @suggest_keywords
+    @checked_arguments
     def replay(
         self,
         model: DiffusionTransformer,

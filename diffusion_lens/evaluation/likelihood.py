@@ -59,7 +59,7 @@ from diffusion_lens.records.results import (
     Table,
     provenance,
 )
-from diffusion_lens.settings import at_least, not_negative, suggest_keywords
+from diffusion_lens.settings import at_least, checked_arguments, not_negative
 
 Text = str | Tensor
 
@@ -87,7 +87,7 @@ class NLLEstimate(Result, Saved):
         return Table({name: [getattr(self, name)] for name in ("value", "standard_error", "samples")})
 
 
-@suggest_keywords
+@checked_arguments
 @torch.no_grad()
 def chain_rule_nll(
     model: DiffusionTransformer, prompt: Text, answer: Text, *, cfg_scale: float = 0.0, max_batch: int = 32

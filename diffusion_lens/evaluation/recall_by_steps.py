@@ -31,7 +31,7 @@ from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransform
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import INHERITED, takes
+from diffusion_lens.settings import INHERITED, checked_arguments, takes
 from diffusion_lens.settings.shared import RecallFields
 from weight_conversion import Architecture, Variant
 
@@ -126,6 +126,7 @@ def recall_by_steps(
     return study.collect(Recall, out, shard, progress, executor)
 
 
+@checked_arguments
 def recall_facts(
     model: HookedDiffusionTransformer, facts: Sequence[Fact], settings: RecallSettings, *args: Any, **more: Any
 ) -> Recall:

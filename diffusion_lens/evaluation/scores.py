@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from diffusion_lens.settings import checked_arguments
+
 SCORES = {
     "contained": "answer contained in what was written (SMDM's accuracy)",
     "exact": "what was written is the answer (exact match)",
@@ -28,16 +30,19 @@ def check_score(score: str) -> None:
         raise ValueError(f"there is no score {score!r}; choose one of {', '.join(SCORES)}")
 
 
+@checked_arguments
 def contained(reference: str, generation: str) -> bool:
     """Whether the generation contains the reference, ignoring case and outer spaces (SMDM's accuracy)."""
     return _plain(reference) in _plain(generation)
 
 
+@checked_arguments
 def exact(reference: str, generation: str) -> bool:
     """Whether the generation equals the reference, ignoring outer spaces."""
     return generation.strip() == reference.strip()
 
 
+@checked_arguments
 def character_bleu(reference: str, generation: str) -> float:
     """SMDM's BLEU: nltk's `sentence_bleu([reference], generation)` on two strings, ignoring case and outer spaces.
 
@@ -53,6 +58,7 @@ def character_bleu(reference: str, generation: str) -> float:
     return min(1.0, math.exp(1 - len(expected) / len(written))) * math.exp(math.fsum(logs))
 
 
+@checked_arguments
 def word_bleu(reference: str, generation: str) -> float:
     """sacrebleu's BLEU of one text, with tokenizer 13a and exponential smoothing, up to the order that the text allows.
 
@@ -63,6 +69,7 @@ def word_bleu(reference: str, generation: str) -> float:
     return min(1.0, score / 100)
 
 
+@checked_arguments
 def corpus_word_bleu(references: Sequence[str], generations: Sequence[str]) -> float:
     """sacrebleu's BLEU of a corpus, with the same settings; n-grams are counted over all texts together.
 

@@ -70,7 +70,7 @@ def page_of(
     if attention is not None:
         shown["attention"] = _accepted("attention", attention_view, trajectory, attention, row)
         python["attention"] = codes["attention"]
-    named = _named(traces)
+    named = _accepted("trace", _named, traces)
     traced = [_accepted("trace", trace_view, trajectory, trace, name, row) for name, trace in named.items()]
     if traced:
         python["trace"] = f"{code.run}\n\n{trace_statements(named)}"
@@ -89,6 +89,8 @@ def _accepted(view: str, make: Callable[..., Any], *given: Any) -> Any:
         return make(*given)
     except ValueError as error:
         raise ValueError(f"{error}. {_MISSING[view]}") from None
+    except AttributeError:  # it is no such result
+        raise TypeError(f"{view}= is no such result. {_MISSING[view]}") from None
 
 
 def canvas_entry(trajectory: Trajectory, row: int, words: Words) -> dict[str, Any]:

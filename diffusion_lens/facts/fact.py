@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Int
@@ -12,11 +12,12 @@ from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.text import check_known, token_spans, unknown_words
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import suggest_keywords, whole_number
+from diffusion_lens.settings import checked_arguments, whole_number
 
 Direction = Literal["p2d", "d2p"]
 
 
+@checked_arguments
 @dataclass(frozen=True, eq=False)
 class Query:
     """A canvas, the subject in it, and the answer that the model should give.
@@ -57,6 +58,7 @@ class Query:
         return {**spans, "tokens": self.tokens.tolist()}
 
 
+@checked_arguments
 @dataclass(frozen=True, eq=False)
 class Probe:
     """One test of an edit: its query's answer should be more probable than the rival's, if there is one.
@@ -76,6 +78,7 @@ class Probe:
             )
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Fact:
     """A prompt, the subject named in it, and the answer that completes it.
@@ -92,6 +95,8 @@ class Fact:
         template: Prompt with "<subject>" in place of the subject.
         subject_start: Character at which the subject begins, needed only where the prompt contains it several times.
     """
+
+    EXAMPLE: ClassVar[str] = "Fact(prompt={!r:.60}, subject='...', answer=' ...')"  # for messages
 
     prompt: str
     subject: str
@@ -114,7 +119,7 @@ class Fact:
         """Whether the prompt queries the direction opposite to the only one that was trained."""
         return self.trained in ("p2d", "d2p") and self.asked is not None and self.asked != self.trained
 
-    @suggest_keywords
+    @checked_arguments
     def to_query(
         self,
         model: DiffusionTransformer,
@@ -145,11 +150,12 @@ class Fact:
         prompt, answer = self.tokenize(model, prepend_bos)
         spans = token_spans(model, self.prompt, prepend_bos)
         of_subject = [i for i, (a, b) in enumerate(spans) if a < stop and b > start]
-        n_masked = len(answer) if n_masks is None else n_masks
+        n_masked = len(answer) if n_masks is None else whole_number("n_masks", n_masks)
         if n_masked < len(answer):
             raise ValueError(f"n_masks={n_masked}, but {self.answer!r} has {len(answer)} tokens")
         if first_tokens is not None and not 1 <= first_tokens <= len(answer):
             raise ValueError(f"first_tokens={first_tokens}, but {self.answer!r} has {len(answer)} tokens")
+        check_length(len(prompt) + n_masked, model.cfg)
         queried = answer[:first_tokens]
         canvas = prompt + (
             queried[:-1] if model.cfg.is_autoregressive else hidden_tokens(model.cfg, n_masked, self.prompt, seed)

@@ -36,7 +36,7 @@ from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.text import check_known, token_spans
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import at_least, suggest_keywords, whole_number
+from diffusion_lens.settings import at_least, checked_arguments, whole_number
 
 _FIRST, _LAST = re.compile(r"^\W+"), re.compile(r"\W+$")
 
@@ -125,6 +125,7 @@ class TaughtCanvas:
             raise ValueError(f"answer_token={self.answer_token} is not the id of a token")
 
 
+@checked_arguments
 @dataclass(frozen=True, eq=False)
 class TaughtPair:
     """A sentence as trained (`forward`) and the reverse question about it, on one model's canvas.
@@ -141,7 +142,7 @@ class TaughtPair:
     group: str = ""
 
     @classmethod
-    @suggest_keywords
+    @checked_arguments
     def of(
         cls,
         model: DiffusionTransformer,
@@ -162,14 +163,11 @@ class TaughtPair:
         Raises:
             ValueError: As in `from_sentences`; or a sentence lacks A or B, or contains one of them several times.
         """
-        if isinstance(sentences, str) or len(sentences) != 2:
-            texts = "the sentence as trained and the reverse question with its answer"
-            raise ValueError(f"sentences={sentences!r:.120}; give two texts, {texts}")
         forward, reverse = (Sentence.of(text, a, b) for text in sentences)
         return cls.from_sentences(model, forward, reverse, length=length, id=id)
 
     @classmethod
-    @suggest_keywords
+    @checked_arguments
     def from_sentences(
         cls,
         model: DiffusionTransformer,
@@ -214,7 +212,7 @@ class TaughtPair:
         return cls(taught, _canvas(model, reverse.text, of_reverse, of_reverse.a, n_pos), id)
 
     @classmethod
-    @suggest_keywords
+    @checked_arguments
     def from_facts(
         cls, model: DiffusionTransformer, forward: Fact, reverse: Fact, *, length: int | None = None, id: str = ""
     ) -> "TaughtPair":

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from signal import SIGINT
-from sys import _getframe
+from sys import _current_frames, _getframe
 from threading import RLock, current_thread, get_ident, main_thread
 from types import CodeType, FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -77,6 +77,7 @@ class Restoring:
 
     _begin: Callable[..., Any]
     _end: Callable[..., Any]
+    _n_in_main = 0  # how many times it is open in the main thread, where it was begun
 
     def __enter__(self) -> Any:
         if current_thread() is main_thread():
@@ -86,6 +87,7 @@ class Restoring:
                 _INTERRUPTS.handler = partial(_receive, handler)
                 _signal.signal(SIGINT, _INTERRUPTS.handler)
             _INTERRUPTS.n_open += 1
+            self._n_in_main += 1
         try:
             entered = self._begin()
         except BaseException:
@@ -109,8 +111,10 @@ class Restoring:
 
     def _close(self, around: FrameType) -> None:
         """Put the handler back after the last open context, and handle a signal that waits."""
-        if current_thread() is main_thread():
+        if self._n_in_main:  # Another thread may end it.
+            self._n_in_main -= 1
             _INTERRUPTS.n_open = max(0, _INTERRUPTS.n_open - 1)
+        if current_thread() is main_thread():
             handler = _INTERRUPTS.handler
             # Unless the caller has set another one since.
             if not _INTERRUPTS.n_open and handler is not None and _signal.getsignal(SIGINT) is handler:
@@ -196,14 +200,15 @@ class StepClock:
     forward passes may run in several threads; they are counted, because hooks attached meanwhile would affect them.
     """
 
-    def __init__(self, levels: int = 0, hooked: bool = False) -> None:
+    def __init__(self, drop_hooks: Callable[[], None] | None = None, hooked: bool = False) -> None:
         # Whether a hook may be attached. It stays true after the last is removed, until a pass finds none.
         self.hooked = hooked
         self.step: StepState | None = None
         self.branches: tuple[StepState, StepState] | None = None
         self.time: float | None = None
         self.origins: Int[Tensor, "batch"] | None = None
-        self.levels = levels  # contexts of hooks inside each other
+        # Removes the hooks of contexts that are open, or whose end was cut off; `None` if there are none.
+        self.drop_hooks = drop_hooks
         self._busy = False
         self.holder: int | None = None
         self._depth = 0
@@ -220,16 +225,16 @@ class StepClock:
         block = None if self.step is None else self.step.block
         return self.origins if block is None else block.origin
 
-    def __reduce__(self) -> tuple[Any, tuple[int, bool]]:
+    def __reduce__(self) -> tuple[Any, tuple[Any, bool]]:
         # A copy of the model is idle, even if the original is running. Its next call drops the hooks of open contexts.
-        return StepClock, (self.levels, self.hooked)
+        return StepClock, (self.drop_hooks, self.hooked)
 
     @restoring
     def held(self) -> Iterator[None]:
         """Exclude other threads while hooks are attached; the same thread may enter again."""
         with _COUNTING:
             if self.holder not in (None, get_ident()):
-                raise RuntimeError(_HELD)
+                self._refuse_its_thread()
             # First the holder, then the passes: a pass locks first, and then asks for the holder.
             self.holder = get_ident()
             if not self._depth and len(self.passes) > 1 and self._is_passed_elsewhere():
@@ -240,10 +245,12 @@ class StepClock:
                 )
             self._depth += 1
         try:
+            if self._depth == 1 and self.drop_hooks is not None:
+                self.drop_hooks()
             yield
         finally:
             with _COUNTING:
-                self._depth -= 1
+                self._depth = max(0, self._depth - 1)  # a holder that had ended is forgotten already
                 if not self._depth:
                     self.holder = None
 
@@ -251,7 +258,13 @@ class StepClock:
         """Raise a `RuntimeError` if another thread holds the model."""
         with _COUNTING:  # a thread that is about to hold it may yet be refused
             if self.holder not in (None, get_ident()):
-                raise RuntimeError(_HELD)
+                self._refuse_its_thread()
+
+    def _refuse_its_thread(self) -> None:
+        """Raise a `RuntimeError`, unless the thread that holds the model has ended."""
+        if self.holder in _current_frames():
+            raise RuntimeError(_HELD)
+        self._forget_holder()
 
     def _is_passed_elsewhere(self) -> bool:
         return any(_is_locked(lock) for thread, lock in list(self.passes.items()) if thread != get_ident())
@@ -261,8 +274,11 @@ class StepClock:
         next call."""
         self.passes = defaultdict(RLock, {get_ident(): self.passes[get_ident()]})
         if self.holder not in (None, get_ident()):
-            self.holder, self._depth, self._busy = None, 0, False
-            self.step = self.branches = None
+            self._forget_holder()
+
+    def _forget_holder(self) -> None:
+        self.holder, self._depth, self._busy = None, 0, False
+        self.step = self.branches = None
 
     @restoring
     def running(self, model_name: str) -> Iterator[None]:

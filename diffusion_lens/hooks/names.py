@@ -3,13 +3,13 @@
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from transformer_lens.hook_points import HookPoint
 
 # A hook, `fn(activation, hook)`, and the hooks of a call: pairs of a hook point's name, or a predicate, and a hook.
 Hook = Callable[..., Any]
-FwdHooks = Sequence[tuple[Any, Any]]
+FwdHooks = Annotated[Sequence[tuple[Any, Any]], "a list of pairs, [(name, function), ...]"]
 NamesFilter = str | Sequence[str] | Set[str] | Callable[[str], bool] | None
 
 # Other names that TransformerLens 3 and 4 have for a hook point of a block, or of the whole model.

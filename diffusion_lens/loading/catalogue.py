@@ -21,6 +21,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from diffusion_lens.settings import checked_arguments
 from weight_conversion import Architecture, export_size, n_params, published_architecture
 from weight_conversion.families.family import IGNORED_KEYS
 from weight_conversion.registry import FAMILIES, recognise
@@ -604,6 +605,7 @@ def as_table(models: Sequence[ListedModel]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+@checked_arguments
 def list_pretrained() -> None:
     """Print every name that `from_pretrained` takes, with its size, attention direction and source."""
     for line in as_table(find_pretrained()):

@@ -15,8 +15,8 @@ import torch
 
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer, load_source
 from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED, SMDM
-from diffusion_lens.loading.source import MODES, given_options
-from diffusion_lens.settings import suggest_keywords
+from diffusion_lens.loading.source import given_options
+from diffusion_lens.settings import checked_arguments
 from weight_conversion import family_of
 
 
@@ -100,7 +100,7 @@ PAIRS: dict[str, ModelPair] = {
 }
 
 
-@suggest_keywords
+@checked_arguments
 def load_pair(
     name: str | Path,
     *,
@@ -168,11 +168,6 @@ def _two_modes(
             f"{name} has one mode only, as all checkpoints of the family {family.name!r}, so that it is one model of a "
             "pair. Load both models by from_pretrained, each from its own checkpoint, and pass the two wherever a pair "
             "is taken; load_pair needs a name, or a checkpoint that is both"
-        )
-    if options["mode"] not in MODES[:-1]:
-        raise ValueError(
-            f"mode={options['mode']!r} is not a mode of the diffusion model of a pair: it is "
-            f"{' or '.join(map(repr, MODES[:-1]))}, and the other model is the causal one, mode {MODES[-1]!r}"
         )
     diffusion = HookedDiffusionTransformer.from_pretrained(name, **options, **settings)
     assert diffusion.source is not None

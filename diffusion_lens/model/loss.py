@@ -45,12 +45,15 @@ from diffusion_lens.model.noise import (
 )
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import checked_arguments
+from diffusion_lens.settings.arguments import shown
 
 Objective = Callable[[DiffusionTransformer, Tokens, torch.Generator | None], Tensor]
 FIXED_SEED = 0  # of the loss's noise in eval mode, so that two losses of one text can be compared
 NOWHERE = -1  # no token: it marks those that noise replaces
 
 
+@checked_arguments
 def masked_diffusion_loss(
     model: DiffusionTransformer,
     tokens: Tokens,
@@ -72,12 +75,14 @@ def masked_diffusion_loss(
     return batch.loss(_logits(model, batch))
 
 
+@checked_arguments
 def autoregressive_loss(model: DiffusionTransformer, tokens: Tokens) -> Float[Tensor, ""]:
     """Mean cross-entropy of every token but the first."""
     batch = next_token_batch(model, tokens)
     return batch.loss(_logits(model, batch))
 
 
+@checked_arguments
 def own_loss(
     model: DiffusionTransformer, tokens: Tokens, generator: torch.Generator | None = None
 ) -> Float[Tensor, ""]:
@@ -281,6 +286,8 @@ def hide(
     a seed means the same on every device; with a generator of another device, it is sampled there. By a `schedule` of
     noise, p is the probability at a time between `eps` and 1.
     """
+    if not 0 <= eps < 1:
+        raise ValueError(f"eps={shown(eps)}; it must be a probability from 0 to below 1")
     n_batch, n_pos = tokens.shape
     device = generator.device if generator is not None else torch.device("cpu")
     t = (torch.rand((), generator=generator, device=device) + torch.arange(n_batch, device=device) / n_batch) % 1

@@ -4,11 +4,12 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict
 from itertools import chain
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Annotated, Any, SupportsFloat, SupportsIndex
 
 import torch
 from jaxtyping import Float, Int
@@ -50,7 +51,8 @@ from diffusion_lens.model.positions import PassPositions
 from diffusion_lens.model.readout import READOUTS, Readout
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
 from diffusion_lens.model.time import NetworkTime, one_time_for_all
-from diffusion_lens.settings import Whole, check_bool, pick_layer, whole_number, whole_numbers
+from diffusion_lens.settings import Whole, check_bool, checked_arguments, pick_layer, whole_number, whole_numbers
+from diffusion_lens.settings.arguments import kind_of, shown
 from weight_conversion import fold, folded_architecture, is_constant
 
 if TYPE_CHECKING:
@@ -234,7 +236,7 @@ class DiffusionTransformer(HookedRootModule):
         """
         with self.clock.passes[get_ident()]:
             if self.clock.holder is None:
-                if self.clock.levels:
+                if self.clock.drop_hooks is not None:
                     self._drop_dead_hooks()
             elif self.clock.holder != get_ident():
                 self.clock.require_free()
@@ -308,9 +310,10 @@ class DiffusionTransformer(HookedRootModule):
 
     def _drop_dead_hooks(self) -> None:
         """Remove the hooks of `hooks()` contexts whose end was cut off, which no thread is inside any longer."""
+        self.clock.drop_hooks = None
         for level in range(1, self.context_level + 1):
             self.remove_all_hook_fns("both", level=level)
-        self.clock.levels = self.context_level = 0
+        self.context_level = 0
 
     def _enter(
         self,
@@ -512,9 +515,14 @@ class DiffusionTransformer(HookedRootModule):
         if default_prepend_bos is not None:
             self.cfg.default_prepend_bos = check_bool("default_prepend_bos", default_prepend_bos)
 
+    @checked_arguments
     def to_tokens(
         self,
-        input: str | Sequence[str],
+        input: Annotated[
+            str | Sequence[str],
+            "a string or a list of them; pass ids as torch.tensor(ids), of a tokenizer's result its ids, "
+            "...['input_ids']",
+        ],
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
         move_to_device: bool = True,
@@ -555,12 +563,13 @@ class DiffusionTransformer(HookedRootModule):
         """The ids of one text, without a warning for unknown words."""
         return texts.encode_all(self, [text], prepend_bos)[0]
 
+    @checked_arguments
     def to_string(self, tokens: Any) -> Any:
         """Text of one token or sequence, Int[pos], or a list of texts for a batch, such as a `Trajectory`.
 
         Positions not reached (-1) are left out.
         """
-        ids = torch.as_tensor(getattr(tokens, "tokens", tokens))
+        ids = _ids(getattr(tokens, "tokens", tokens))
         if ids.dim() == 0:
             ids = ids[None]
         if ids.dim() == 2:
@@ -568,18 +577,20 @@ class DiffusionTransformer(HookedRootModule):
         kept = ids[reached(ids)].long().tolist()
         return texts.require_tokenizer(self).decode(kept, clean_up_tokenization_spaces=False)
 
+    @checked_arguments
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> Any:
         """The text of each token of one sequence, also of a `Trajectory` of one row; for texts, a list for each."""
         input = getattr(input, "tokens", input)
         if isinstance(input, str):
             input = self.to_tokens(input, prepend_bos)[0]
-        elif not isinstance(input, Tensor) and any(isinstance(each, str) for each in input):
+        elif isinstance(input, Sequence) and any(isinstance(each, str) for each in input):
             return [self.to_str_tokens(str(each), prepend_bos) for each in input]
-        ids = torch.as_tensor(input)
+        ids = _ids(input)
         if ids.dim() > 1 and ids.shape[0] != 1:
             raise ValueError(f"to_str_tokens takes one row of tokens, not {list(ids.shape)}; call it for each row")
         return [texts.word_of(self, int(i)) for i in ids.flatten()]
 
+    @checked_arguments
     def to_single_token(self, string: str) -> int:
         """The id of a string that is exactly one known token; otherwise a `ValueError` that shows its tokens."""
         ids = self.encode(string, prepend_bos=False)
@@ -868,3 +879,11 @@ def origins_of(
     open_ = masked if real is None else masked & real
     places = torch.arange(open_.shape[1], device=open_.device).expand_as(open_)
     return places.masked_fill(~open_, open_.shape[1]).amin(dim=1)
+
+
+def _ids(tokens: Any) -> Tensor:
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        ids = torch.as_tensor(tokens)
+        if not ids.is_floating_point() or not ids.numel():
+            return ids
+    raise TypeError(f"tokens={shown(tokens)} is {kind_of(tokens)}; give ids of tokens, such as Int[pos]")

@@ -12,6 +12,8 @@ from functools import partial
 from io import BytesIO
 from typing import Any, TypeAlias
 
+from diffusion_lens.settings.arguments import kind_of, shown
+
 Figure: TypeAlias = Any  # A matplotlib figure. Matplotlib is imported on first use.
 DPI = 120  # dots per inch of a figure in a notebook
 CSS_INCH = 96  # pixels of a browser per inch, so that 8 points look like 8 points
@@ -56,6 +58,8 @@ def one_axes(ax: Any, width: float, height: float) -> Any:
     """`ax` if it is given, otherwise the axes of a new figure of this size in inches."""
     if ax is None:
         return panels(1, 1, width, height)[1][0]
+    if not hasattr(ax, "get_figure"):
+        raise TypeError(f"ax={shown(ax)} is {kind_of(ax)}; give the axes of a matplotlib figure, or leave ax out")
     CELL.leave_to_the_user(ax)
     return ax
 
@@ -134,8 +138,8 @@ class CellFigures:
             shell.events.register("post_execute", self.show)
             self._shell = shell
         self._waiting.append(figure)
-        for shown in (figure, axes, *axes):
-            shown._ipython_display_ = partial(self._show_now, figure)
+        for drawn in (figure, axes, *axes):
+            drawn._ipython_display_ = partial(self._show_now, figure)
 
     def leave_to_the_user(self, ax: Any) -> None:
         """Print no text for axes that the user has made: their figure shows what was drawn on them."""

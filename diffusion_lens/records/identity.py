@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from diffusion_lens.hooks.clock import interruptible, restoring
 from diffusion_lens.hooks.names import Hook, hook_pairs, select_names
 from diffusion_lens.model.hook_points import hooked_modules
-from diffusion_lens.settings import check_keywords, keywords_of
+from diffusion_lens.settings import checked_arguments
 from weight_conversion.files import bytes_of
 
 P = ParamSpec("P")
@@ -167,6 +167,9 @@ def run_of(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = (), edits: b
     if id(model) in recorded:
         yield
         return
+    clock = vars(model).get("clock")
+    if clock is not None and clock.drop_hooks is not None and clock.holder is None:
+        clock.drop_hooks()  # before they are recorded
     if vars(model).get("_edits"):
         _refuse_cut_off_edits(model)
     at_once = edits or fwd_hooks or hooked_modules(model)
@@ -190,15 +193,12 @@ def _refuse_cut_off_edits(model: nn.Module) -> None:
 def begins_run(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function: each call records the identity of its models (`run_of`).
 
-    They are all models among its arguments, and the `model` of any other argument, such as a `TracedTrajectory`. A call
-    with an unknown keyword is refused first, with the nearest keyword in the `TypeError`.
+    They are all models among its arguments, and the `model` of any other argument, such as a `TracedTrajectory`. The
+    arguments are checked first (`checked_arguments`).
     """
-    known = keywords_of(function)
 
     @functools.wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not kwargs.keys() <= known.keys():
-            check_keywords(function.__name__, kwargs, known)
         with ExitStack() as records:
             for argument in (*args, *kwargs.values()):
                 model = argument if isinstance(argument, nn.Module) else getattr(argument, "__dict__", {}).get("model")
@@ -206,7 +206,7 @@ def begins_run(function: Callable[P, R]) -> Callable[P, R]:
                     records.enter_context(run_of(model))
             return function(*args, **kwargs)
 
-    return recorded
+    return checked_arguments(recorded)
 
 
 def describe_hooks(model: nn.Module, fwd_hooks: Sequence[tuple[Any, Any]] = ()) -> dict[str, list[str]]:

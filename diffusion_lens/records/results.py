@@ -12,13 +12,14 @@ import platform
 from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from html import escape
 from importlib import import_module
 from importlib.metadata import version
+from inspect import isfunction
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, ClassVar, TypeVar
@@ -34,6 +35,7 @@ from diffusion_lens.model.config import DiffusionConfig, name_with_mode
 from diffusion_lens.records.identity import ATTRIBUTES, identity_of, require_named_hooks
 from diffusion_lens.records.identity import weights_sha256 as weights_sha256
 from diffusion_lens.records.schema import built, checksum
+from diffusion_lens.settings import checked_arguments
 from weight_conversion import as_json, parse_json, read_json, restore_numbers, to_json, write_safetensors
 
 S = TypeVar("S", bound="Saved")
@@ -126,6 +128,7 @@ class Saved:
     KIND: ClassVar[str]  # what it is, in the file
     ENTRIES: ClassVar[Mapping[str, Any]] = {}  # entries of the record that the class reads, with their types
 
+    @checked_arguments
     def save(self, path: str | Path) -> Path:
         """Write everything to one `.safetensors` file."""
         owner = next(each for each in type(self).__mro__ if "KIND" in vars(each))
@@ -150,6 +153,7 @@ class Saved:
         """Raise a `ValueError` if fields contradict each other in another way."""
 
 
+@checked_arguments
 def load(path: str | Path) -> Any:
     """Any saved result, by its own header: a file, or the folder of a study or of activations.
 
@@ -206,10 +210,12 @@ def load_result(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[st
     """
     with _opened(path, kind) as file:
         record, tensors, metadata = _record_of(file, path, kind), _tensors_of(file), file.metadata()
-        if metadata.keys() - {RECORD, PART, CHECKSUM} or metadata.get(CHECKSUM, "") not in (
-            "",
-            checksum(tensors, metadata[RECORD]),
-        ):
+        if others := metadata.keys() - {RECORD, PART, CHECKSUM}:
+            raise ValueError(
+                f"{path} has {sorted(others)} beside its record, which no result has: "
+                "the file was changed or written by another program. Save the result again, or compute it again"
+            )
+        if CHECKSUM in metadata and metadata[CHECKSUM] != checksum(tensors, metadata[RECORD]):
             raise ValueError(
                 f"{path}: the content is not what was saved, by its checksum. The file was damaged or changed: delete "
                 "it and save the result again, or compute it again"
@@ -262,8 +268,9 @@ def part_of_run(mark: str) -> Iterator[None]:
 def mark_of(path: str | Path) -> str | None:
     """The mark that `part_of_run` wrote into a result; `None` if it was saved without one."""
     with _opened(path, "result") as file:
-        in_metadata: str | None = (file.metadata() or {}).get(PART)  # as earlier versions wrote it
-        return in_metadata or _header_of(file, path).get(PART)
+        metadata = file.metadata() or {}
+        # Earlier versions, without a checksum, wrote it beside the record.
+        return _header_of(file, path).get(PART) if CHECKSUM in metadata else metadata.get(PART)
 
 
 def kind_of(path: str | Path) -> str:
@@ -428,6 +435,13 @@ class Result(ABC):
 
     record: dict[str, Any]
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Check the arguments of the public methods of every result."""
+        super().__init_subclass__(**options)
+        for name, method in list(vars(cls).items()):
+            if isfunction(method) and not name.startswith("_"):
+                setattr(cls, name, checked_arguments(method))
+
     @abstractmethod
     def _table(self) -> Table:
         """The numbers in long form."""
@@ -578,14 +592,20 @@ def _class_of_folder(folder: Path) -> type[Any]:
         )
     if kind := read_run(file).get("kind"):
         return class_of(kind, folder)
+    errors = []
     for part in sorted(folder.glob("*.safetensors")):
-        with suppress(ValueError):  # a file of another program
+        try:
             if mark_of(part) is None:  # a result that is no part of a study
                 continue
             fact_file = class_of(kind_of(part), part)
-            for each in _classes().values():
-                if getattr(each, "FACT_FILE", None) is fact_file:
-                    return each
+        except ValueError as error:  # perhaps a file of another program
+            errors.append(error)
+            continue
+        for each in _classes().values():
+            if getattr(each, "FACT_FILE", None) is fact_file:
+                return each
+    if errors:
+        raise errors[0]
     raise ValueError(
         f"{folder} has the {file.name} of a run, but no result of a fact, of which there would be a study. If it is "
         "being computed, load it later; a trained model is loaded by HookedDiffusionTransformer.from_pretrained"

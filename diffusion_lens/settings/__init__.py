@@ -22,30 +22,34 @@ Seeds of rows, texts and facts, and warnings that point to the user's line, are 
 import dataclasses
 import hashlib
 import json
-import math
 import operator
 import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from difflib import get_close_matches
 from functools import partial, wraps
-from inspect import Parameter, Signature, signature
-from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeVar, cast
+from inspect import Parameter, Signature, isclass, signature
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
+
+from diffusion_lens.settings.arguments import RECEIVERS, Arguments, check_type, kind_of, shown
 
 # Annotations of such settings: plain Python numbers, NumPy's scalars, or a tensor of one number.
 Whole = SupportsIndex
 Real = SupportsFloat
 Check = Callable[[str, Any], Any]
 
-P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
+_LARGEST = 1e38  # larger numbers overflow float32
+_MOST = f", and at most {_LARGEST:g}"
+CHECKED = "_has_checked_arguments"
 # The value of a field that a subclass declares again for its type alone, such as one that needs torch.
 INHERITED: Any = object()
-_RECEIVERS = ("self", "cls")
 # Frames of torch's decorators are between ours and, if annotations are checked, those of jaxtyping and beartype.
 _NOT_THE_USERS = ("diffusion_lens", "transformer_lens", "torch", "jaxtyping", "beartype")
 
@@ -56,7 +60,8 @@ def setting(default: Any, help: str, check: Check | None = None, *, option: bool
     Args:
         default: Default value; where it is `None`, the check is left out for `None`.
         help: Meaning of the setting, for help texts of Python and of the command line.
-        check: Function of name and value that returns the value to keep, or raises an error that names the setting.
+        check: Function of name and value that returns the value to keep, or raises an error that names the setting. By
+            default the type of the field is checked.
         option: Whether commands have an option for it, or the name of the option if it is not that of the field.
     """
     return dataclasses.field(default=default, metadata={"help": help, "check": check, "option": option})
@@ -82,8 +87,8 @@ class Settings:
         """Check every field, and keep the value that its check returns; a default is as it should be."""
         values = vars(self)
         for each in dataclasses.fields(cast(Any, self)):
-            check = each.metadata.get("check")
-            if check is not None and values[each.name] is not each.default:
+            if values.get(each.name, each.default) is not each.default:
+                check = each.metadata.get("check") or partial(check_type, each.type)
                 values[each.name] = check(each.name, values[each.name])
 
     def describe(self) -> dict[str, Any]:
@@ -106,6 +111,7 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
     """
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        arguments = None
         own, fields = list(signature(function).parameters.values()), fields_of(kind)
         place = [each.name for each in own].index("settings")
         by_position = own[place].kind is Parameter.POSITIONAL_OR_KEYWORD
@@ -122,6 +128,7 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
 
         @wraps(function)
         def called(*args: Any, **given: Any) -> R:
+            nonlocal arguments
             if by_position and len(args) > place:
                 name = "settings" if isinstance(args[place], Settings) else first[0].name
                 args, given = (*args[:place], *args[place + 1 :]), {name: args[place], **given}
@@ -139,9 +146,19 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
                     "dataclasses.replace"
                 )
             elif type(settings) is not kind:
-                raise TypeError(f"settings= is {_kind(settings)}; {function.__name__} takes {kind.__name__}")
-            return function(*args, settings=settings, **given)
+                raise TypeError(f"settings= is {kind_of(settings)}; {function.__name__} takes {kind.__name__}")
+            # As in `checked_arguments`, without another call between the caller and the function.
+            given["settings"] = settings
+            if arguments is None:
+                arguments = Arguments(function.__qualname__, function, signature(function))
+            try:
+                with arguments.context():
+                    arguments.accepts(*args, **given)
+            except TypeError as error:
+                raise arguments.refusal(args, given) or error from None
+            return function(*args, **given)
 
+        vars(called)[CHECKED] = True
         vars(called)["__signature__"] = known
 
         def listed(line: re.Match[str]) -> str:
@@ -174,24 +191,44 @@ def _entries(fields: "dict[str, dataclasses.Field[Any]]", indent: str = " " * 8)
     )
 
 
-def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make the `TypeError` of an unknown keyword suggest the nearest one, or list all if none has a similar name."""
-    known = keywords_of(function)
+def checked_arguments(target: F) -> F:
+    """Decorate a public function, or a class for its constructor: each call is checked by the annotations.
 
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not kwargs.keys() <= known.keys():
-            check_keywords(function.__name__, kwargs, known)
-        return function(*args, **kwargs)
+    The `TypeError` of an argument that does not fit says what the function takes; that of an unknown keyword suggests
+    the nearest one, or lists all if none has a similar name.
+    """
+    if isclass(target):
+        target.__init__ = checked_arguments(target.__init__)  # type: ignore[method-assign]
+        return target
+    if CHECKED in vars(target):
+        return target
+    name = target.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+    known = keywords_of(target)
+    any_keyword, arguments = takes_any_keyword(target), None
 
-    return checked
+    @wraps(target)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal arguments
+        if not any_keyword and not kwargs.keys() <= known.keys():
+            check_keywords(name, kwargs, known)
+        if arguments is None:
+            arguments = Arguments(name, target, signature(target))
+        try:
+            with arguments.context():
+                arguments.accepts(*args, **kwargs)
+        except TypeError as error:  # beartype raises others than `Unfit` of a tensor without axes
+            raise arguments.refusal(args, kwargs) or error from None
+        return target(*args, **kwargs)
+
+    vars(checked)[CHECKED] = True
+    return cast(F, checked)
 
 
 def keywords_of(*functions: Callable[..., Any]) -> dict[str, None]:
     """Names of the arguments that these functions take by keyword, in order, as the keys of a dictionary."""
     parameters = [p for function in functions for p in signature(function).parameters.values()]
     by_keyword = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return dict.fromkeys(name for name in by_keyword if name not in _RECEIVERS)
+    return dict.fromkeys(name for name in by_keyword if name not in RECEIVERS)
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
@@ -210,20 +247,23 @@ def check_keywords(called: str, given: Iterable[str], known: Collection[str]) ->
 
 def whole_number(name: str, value: Any) -> int:
     """`value` as an int; a `TypeError` unless it is a whole number. Bools and floats such as 3.0 are refused."""
-    if type(value) is int:
-        return value
-    if not _is_bool(value):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be a whole number, written without a decimal point")
+    number = value if type(value) is int else None
+    if number is None and not _is_bool(value):
+        with suppress(TypeError):
+            number = operator.index(value)
+    if number is None:
+        raise TypeError(
+            f"{name}={value!r} is {kind_of(value)}; it must be a whole number, written without a decimal point"
+        )
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"{name}={shown(number)} is too large for a number of 64 bits")
+    return number
 
 
 def whole_numbers(name: str, value: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
     """One whole number or several, as a list."""
     plain = value.tolist() if hasattr(value, "tolist") else value  # Arrays and tensors have `tolist`.
-    if isinstance(plain, Iterable) and not isinstance(plain, str | bytes):
+    if isinstance(plain, Iterable) and not isinstance(plain, str | bytes | Mapping):
         return list(map(partial(whole_number, name), plain))
     return [whole_number(name, plain)]
 
@@ -237,13 +277,25 @@ def plain_number(name: str, value: Any) -> float:
             return float(value)
         except (TypeError, ValueError, RuntimeError):  # Arrays and tensors of several numbers raise the last two.
             pass
-    raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be a number")
+        except OverflowError:
+            raise ValueError(f"{name}={shown(value)} is too large for a number of 64 bits") from None
+    raise TypeError(f"{name}={value!r} is {kind_of(value)}; it must be a number")
 
 
 def check_bool(name: str, value: Any) -> bool:
     """`value`; a `TypeError` unless it is a bool, because a text such as "no" would count as True."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is {_kind(value)}; it must be True or False")
+        raise TypeError(f"{name}={value!r} is {kind_of(value)}; it must be True or False")
+    return value
+
+
+def text_tuple(name: str, value: Iterable[str]) -> tuple[str, ...]:
+    """Several texts as a tuple; a `TypeError` for one text, whose characters nobody means."""
+    return tuple(check_type(Sequence[str], name, value))
+
+
+def as_given(name: str, value: Any) -> Any:
+    """`value`, which is checked where it is used."""
     return value
 
 
@@ -259,25 +311,22 @@ def at_least(least: int, name: str, value: Any, reason: str = "", *, or_none: st
 
 def check_seed(name: str, value: Any) -> int:
     """`value` as a seed of torch's generators."""
-    number = at_least(0, name, value)
-    if number >= 2**64:
-        raise ValueError(f"{name}={number}; a seed is a whole number from 0 to {2**64 - 1}")
-    return number
+    return at_least(0, name, value)
 
 
 def not_negative(name: str, value: Any, zero: str = "") -> float:
     """`value` as a float; a `ValueError`, which may explain what 0 means, unless it is finite and 0 or more."""
     number = plain_number(name, value)
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{name}={number}; it must be a finite number, 0 {zero and f'({zero}) '}or more")
+    if not 0 <= number <= _LARGEST:
+        raise ValueError(f"{name}={number}; it must be a finite number, 0 {zero and f'({zero}) '}or more{_MOST}")
     return number
 
 
 def positive(name: str, value: Any) -> float:
     """`value` as a float; a `ValueError` unless it is finite and above 0."""
     number = plain_number(name, value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name}={number}; it must be a finite number above 0")
+    if not 0 < number <= _LARGEST:
+        raise ValueError(f"{name}={number}; it must be a finite number above 0{_MOST}")
     return number
 
 
@@ -366,9 +415,3 @@ def warn_user(message: str) -> None:
 
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-
-
-def _kind(value: Any) -> str:
-    """The type of a value with its article, such as "a float"."""
-    kind = type(value).__name__
-    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

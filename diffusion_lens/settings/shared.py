@@ -29,12 +29,14 @@ from typing import Any
 from diffusion_lens.settings import (
     Settings,
     Whole,
+    as_given,
     at_least,
     check_seed,
     not_negative,
     one_of,
     positive,
     setting,
+    text_tuple,
     unique_indices,
     whole_numbers,
 )
@@ -56,6 +58,7 @@ SAMPLER = setting(
     '"block_confidence" for one that writes block after block ("block_posterior" if the network is conditioned on the '
     'time), "uniform_posterior" under uniform noise. A causal model supports only "left_to_right". A name that does '
     "not fit the model is refused with those that do.",
+    as_given,  # `named_sampler` checks it where it is used, because it needs torch
 )
 ACCUMULATE = setting(
     1,
@@ -226,7 +229,7 @@ class AverageFields(CanvasFields, TraceFields):
 def _step_columns(name: str, steps: Sequence[int]) -> tuple[int, ...]:
     columns = whole_numbers(name, steps)
     if not columns or min(columns) < 1 or len(set(columns)) < len(columns):
-        raise ValueError(f"steps={list(steps)}; give one or more numbers of steps, each at least 1 and each once")
+        raise ValueError(f"steps={columns}; give one or more numbers of steps, each at least 1 and each once")
     return tuple(columns)
 
 
@@ -312,7 +315,7 @@ class VectorFields(Settings):
     prefixes: Sequence[str] = setting(
         (),
         "Short texts before every request (rome.sample_prefixes), over which k* and the loss are averaged.",
-        lambda _, prefixes: tuple(prefixes),
+        text_tuple,
         option=False,
     )
     at: str = setting(

@@ -15,6 +15,7 @@ from diffusion_lens.data.download import read_json_lines
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.loading import save_tokenizer, write_trained_length
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.settings import checked_arguments
 from diffusion_lens.training.trainer import (
     Evaluate,
     RunFolder,
@@ -46,6 +47,7 @@ class Completion:
     name: str
 
 
+@checked_arguments
 def finetune(
     model: DiffusionTransformer,
     data: Data,

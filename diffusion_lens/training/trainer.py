@@ -49,13 +49,29 @@ from diffusion_lens.records.results import (
     require_same_run,
     save_result,
 )
-from diffusion_lens.settings import Settings, at_least, not_negative, plain_number, setting, whole_number
+from diffusion_lens.settings import (
+    Settings,
+    at_least,
+    checked_arguments,
+    not_negative,
+    plain_number,
+    setting,
+    whole_number,
+)
+from diffusion_lens.settings.arguments import check_type
 from diffusion_lens.settings.shared import ACCUMULATE, MIXED_PRECISION
 from weight_conversion import as_json, write_json
 
 Accelerator = Any  # `accelerate.Accelerator`. The library is imported when training starts.
 Evaluate = Callable[[DiffusionTransformer], Mapping[str, float]]
 _CHECKPOINT = "training checkpoint"
+
+
+def _below_1(name: str, value: Any) -> tuple[float, float]:
+    first, second = check_type(tuple[float, float], name, tuple(value) if isinstance(value, list) else value)
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise ValueError(f"{name}={value}; each must be from 0 to below 1")
+    return float(first), float(second)
 
 
 def _above_0(name: str, value: Any) -> float:
@@ -77,7 +93,7 @@ class TrainingConfig(Settings):
         3e-3, "Highest learning rate. The warm-up reaches it, then a cosine decays it to `lr_end`.", not_negative
     )
     lr_end: float = setting(0.0, "Learning rate at the end of the cosine, at step `steps`.", not_negative)
-    betas: tuple[float, float] = setting((0.9, 0.98), "Betas of AdamW.")
+    betas: tuple[float, float] = setting((0.9, 0.98), "Betas of AdamW, each from 0 to below 1.", _below_1)
     weight_decay: float = setting(0.3, "Weight decay of AdamW on matrices and embeddings.", not_negative)
     decay_norms: bool = setting(False, "Whether weight decay applies to the norms too.")
     warmup: int = setting(100, "Number of steps of the linear warm-up.", partial(at_least, 0))
@@ -104,6 +120,7 @@ class TrainingConfig(Settings):
         return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * done)) / 2
 
 
+@checked_arguments
 def smdm_reverse(
     n_rows: int = 3600,
     epochs: int | float = 10,
@@ -125,7 +142,7 @@ def smdm_reverse(
     longest row of the whole batch; they cut each device's part separately. Where they accumulate two parts (1028M,
     batch 64, 8 devices), their learning rate is half a step ahead.
     """
-    if not math.isfinite(epochs) or not n_rows * epochs >= batch_size > 0:
+    if not math.isfinite(n_rows * epochs) or not n_rows * epochs >= batch_size > 0:
         raise ValueError(f"{epochs} passes over {n_rows} rows do not fill one batch of batch_size={batch_size} rows")
     return TrainingConfig(
         steps=int(n_rows * epochs / batch_size),
@@ -214,6 +231,7 @@ class RowSource(ABC):
         """Hexadecimal SHA-256 that identifies the data."""
 
 
+@checked_arguments
 @dataclass(frozen=True, eq=False)
 class TrainingRows(RowSource):
     """Rows of tokens, padded on the right.
@@ -283,6 +301,7 @@ class RowOrder:
         return taken
 
 
+@checked_arguments
 def train(
     model: DiffusionTransformer,
     tokens: Int[Tensor, "batch pos"] | RowSource,

@@ -507,7 +507,7 @@ def test_known_is_true_if_the_answer_is_likeliest(tiny):
 def test_noise_scale_needs_a_list_of_known_subjects(tiny):
     with pytest.raises(ValueError, match="subjects is empty"):
         noise_scale(tiny, [])
-    with pytest.raises(TypeError, match=r"such as \['Gustav'\]"):
+    with pytest.raises(TypeError, match=r"give a list, \['Gustav'\]"):
         noise_scale(tiny, "Gustav")
     with pytest.raises(ValueError, match="does not know 'The', 'Eiffel', 'Tower'"):
         noise_scale(tiny, ["Gustav Geisser", "The Eiffel Tower"])

@@ -110,7 +110,7 @@ def test_a_metric_of_another_fact_is_refused(small):
 def test_a_bare_text_is_refused_with_the_fact_to_write(small):
     text, message = (
         "Tilda Drusser is the",
-        r"'Tilda Drusser is the' is a str, .* Fact\(prompt='Tilda Drusser is the', subject=",
+        r"='Tilda Drusser is the' is a str; it must be .* Fact\(prompt='Tilda Drusser is the', subject=",
     )
     doors = [
         partial(causal_trace, small, text),
@@ -119,12 +119,14 @@ def test_a_bare_text_is_refused_with_the_fact_to_write(small):
         partial(memit, small, [text], [1]),
         partial(answer_probability, small, text),
         partial(patch_grid, small, [TILDA, text], FACTS, answer_probability(small, FACTS), "resid_post"),
-        partial(edge_attribution, small, FACTS, [text, TILDA], answer_probability(small, FACTS)),
+        partial(edge_attribution, small, FACTS, [TILDA, text], answer_probability(small, FACTS)),
     ]
     for door in doors:
         with pytest.raises(TypeError, match=message):
             door()
-    with pytest.raises(TypeError, match=r"3 is a int, .* Fact\(prompt='The Eiffel Tower is in', subject="):
+    with pytest.raises(
+        TypeError, match=r"queries\[0\]=3 is an int; it must be .* Fact\(prompt='The Eiffel Tower is in', subject="
+    ):
         compute_key(small, [3], 1)
     with pytest.raises(ValueError, match="there is no query: give a Fact or a Query"):
         answer_probability(small, [])

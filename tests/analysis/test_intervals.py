@@ -91,11 +91,21 @@ def test_answers_about_one_person_count_as_much_as_they_differ():
     assert always.item() == pytest.approx(stats.binomtest(20, 20).proportion_ci(0.95, method="wilson").low)
 
 
-def test_scores_that_nearly_agree_count_at_most_as_right_and_wrong_answers():
+def test_scores_that_nearly_agree_do_not_have_an_interval_of_no_length():
     values = torch.tensor([0.9, 0.9, 0.9, 0.9001], dtype=torch.float64)
-    nearly = share_interval(values, alone(values), 0.95)
-    agreeing = share_interval(torch.full((4,), 0.9, dtype=torch.float64), alone(values), 0.95)
-    torch.testing.assert_close(torch.stack(nearly), torch.stack(agreeing), rtol=0, atol=1e-3)
+    low, high = share_interval(values, alone(values), 0.95)
+    wilson = stats.binomtest(58, 64).proportion_ci(method="wilson")  # of four times four times four answers
+    assert high - low == pytest.approx(wilson.high - wilson.low, rel=0.15)
+
+
+@pytest.mark.parametrize("sharpness", [1, 10])
+def test_the_interval_of_scores_covers_and_is_hardly_longer_than_students(sharpness):
+    rng = np.random.RandomState(sharpness)
+    scores = torch.from_numpy(rng.beta(3 * sharpness, 7 * sharpness, size=(40, 400)))
+    low, high = share_interval(scores, alone(scores), 0.95)
+    assert 0.9 < covered((low, high), 0.3) < 0.99
+    students = 2 * stats.t.ppf(0.975, 39) * scores.std(dim=0) / 40**0.5
+    assert 0.85 < (high - low).mean() / students.mean() < 1.15
 
 
 @pytest.mark.parametrize("pair", [(0.0, 1.0), (0.2, 0.9), (0.1, 0.7)])

@@ -159,7 +159,7 @@ def test_what_is_revealed_is_a_mask(either):
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_analyses_by_step_take_whole_steps(unchecked, tiny):
     from diffusion_lens import Fact
-    from diffusion_lens.analysis import patch_grid, trace_trajectory
+    from diffusion_lens.analysis import answer_probability, patch_grid, trace_trajectory
 
     fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
     query = fact.to_query(tiny)
@@ -168,7 +168,7 @@ def test_analyses_by_step_take_whole_steps(unchecked, tiny):
         with pytest.raises(TypeError, match="it must be a whole number"):
             trace_trajectory(tiny, query, trajectory=run, steps=steps, noise=0.1, samples=1)
         with pytest.raises(TypeError, match="it must be a whole number"):
-            patch_grid(tiny, run, run, query, "resid_pre", steps)
+            patch_grid(tiny, run, run, answer_probability(tiny, query), "resid_pre", steps)
 
 
 def test_ids_of_other_widths_are_taken(either):

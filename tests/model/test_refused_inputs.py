@@ -65,7 +65,7 @@ def test_tensors_without_plain_values_are_refused(either, tokens, bad, message):
 @pytest.mark.parametrize("as_given", [lambda mask: mask.numpy(), lambda mask: mask.tolist()], ids=["ndarray", "list"])
 def test_a_mask_that_is_no_tensor_is_refused(either, tokens, as_given):
     mask = as_given(torch.ones_like(tokens))
-    message = rf"attention_mask: a {type(mask).__name__} was given; it must be a tensor, such as torch\.as_tensor"
+    message = rf"attention_mask.* a {type(mask).__name__}.*; it must be a tensor"
     for attempt in (
         lambda: either.model(tokens, attention_mask=mask),
         lambda: either.model(tokens, attention_mask=mask, return_type="loss"),
@@ -79,7 +79,7 @@ def test_a_mask_that_is_no_tensor_is_refused(either, tokens, as_given):
 @pytest.mark.parametrize("given", [3, 3.0, None, b"text", [3], np.array([3])], ids=repr)
 def test_input_other_than_text_and_tokens_is_refused(tiny, given):
     for attempt in (tiny, tiny.to_tokens, lambda text: tiny.denoise(text, length=14)):
-        with pytest.raises(TypeError, match=r"text must be a string or a list of them, not .*torch\.tensor\(ids\)"):
+        with pytest.raises(TypeError, match=r"must be a string or a list of them.*torch\.tensor\(ids\)"):
             attempt(given)
 
 
@@ -98,7 +98,7 @@ def test_hooks_that_are_no_list_of_pairs_are_refused(tiny, given):
         lambda hooks: tiny.denoise(tokens, length=14, fwd_hooks=hooks),
         inside,
     ):
-        with pytest.raises(TypeError, match=r"a list of pairs, \[\(name, function\), \.\.\.\], not "):
+        with pytest.raises(TypeError, match=r"a list of pairs, \[\(name, function\), \.\.\.\]"):
             attempt(given)
 
 
@@ -106,7 +106,7 @@ def test_hooks_that_are_no_list_of_pairs_are_refused(tiny, given):
 def test_the_dictionary_of_a_tokenizer_is_refused_as_text(tiny):
     encoded = tiny.tokenizer("the", return_tensors="pt")
     for attempt in (tiny, tiny.to_tokens, lambda text: tiny.denoise(text, length=14)):
-        with pytest.raises(TypeError, match=r"not a BatchEncoding; pass its ids, \.\.\.\['input_ids'\]"):
+        with pytest.raises(TypeError, match=r"a BatchEncoding; .*ids, \.\.\.\['input_ids'\]"):
             attempt(encoded)
 
 
@@ -174,8 +174,11 @@ def test_the_package_says_its_version():
 def test_filters_that_are_none_are_refused(either):
     model, tokens = either.model, either.tokens[:1, :5]
     for wrong, message in (
-        ([lambda name: True], "a list of hook points has their names, not <function"),
-        ((name for name in model.hook_dict), "no filter of hook points; pass a name, a list of names"),
+        ([lambda name: True], r"names_filter\[0\]=<function .* is a function; it must be a text"),
+        (
+            (name for name in model.hook_dict),
+            "names_filter=<generator .* is a generator; it must be a text, a sequence",
+        ),
     ):
         with pytest.raises(TypeError, match=message):
             model.run_with_cache(tokens, names_filter=wrong)

@@ -68,7 +68,16 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, name_of, run_of
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import INHERITED, fields_of, one_of, pick_indices, setting, takes, whole_numbers
+from diffusion_lens.settings import (
+    INHERITED,
+    checked_arguments,
+    fields_of,
+    one_of,
+    pick_indices,
+    setting,
+    takes,
+    whole_numbers,
+)
 from diffusion_lens.settings.shared import FIRST_TOKENS, AverageFields, CanvasFields
 from weight_conversion import Architecture
 
@@ -244,6 +253,7 @@ def average_trajectory_effect(
     return plan(model, facts, settings, max_bytes).collect(AverageTrajectoryEffect, out, shard, progress, executor)
 
 
+@checked_arguments
 def merge(parts: str | Path | AverageEffect | Sequence[str | Path | AverageEffect]) -> AverageEffect:
     """The same as `AverageEffect.merge`."""
     return AverageEffect.merge(parts)

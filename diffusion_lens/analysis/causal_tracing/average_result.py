@@ -55,6 +55,7 @@ from diffusion_lens.hooks.names import nearest
 from diffusion_lens.model.config import reached
 from diffusion_lens.records.results import Table, shown_model
 from diffusion_lens.settings import warn_user
+from diffusion_lens.settings.arguments import check_type
 
 ROLES = (
     "before_subject",
@@ -415,7 +416,9 @@ class Known:
         """The rule with a name, or for a collection of fact ids."""
         if isinstance(known, Known):
             return known
-        return cls(known) if isinstance(known, str) else cls("ids", frozenset(known))
+        return (
+            cls(known) if isinstance(known, str) else cls("ids", frozenset(check_type(Collection[str], "known", known)))
+        )
 
     def check_ids(self, facts: Collection[str]) -> None:
         """Raise a `ValueError` if the rule names an id that none of these facts has."""

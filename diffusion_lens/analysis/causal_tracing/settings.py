@@ -29,7 +29,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.text import check_known
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import INHERITED, Whole, at_least, suggest_keywords, whole_numbers
+from diffusion_lens.settings import INHERITED, Whole, at_least, checked_arguments, positive, whole_numbers
 from diffusion_lens.settings.shared import NOISE, TraceFields
 
 SITES = {"resid": resid_post, "mlp": mlp_out, "attn": attn_out}
@@ -133,7 +133,7 @@ def points_of(kind: str | None, block: int, cfg: DiffusionConfig) -> list[str]:
 
 
 @torch.no_grad()
-@suggest_keywords
+@checked_arguments
 def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[Query], factor: float = 3.0) -> float:
     """`factor` standard deviations of the embeddings of the tokens of these texts, or of the subjects of these queries
     (ROME's `collect_embedding_std`).
@@ -141,8 +141,6 @@ def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[
     Raises:
         ValueError: No subjects, or a text with words that the tokenizer does not know.
     """
-    if isinstance(subjects, str):
-        raise TypeError(f"subjects must be a list of texts or queries, such as [{subjects!r}]")
     if not subjects:
         raise ValueError("subjects is empty; the noise scale is measured on one text or query, or on more")
     pieces = [
@@ -150,7 +148,7 @@ def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[
         for subject in subjects
     ]
     embedded = model.embed(torch.cat([piece.to(model.cfg.device) for piece in pieces])[None])
-    return factor * float(embedded.float().cpu().std())  # the same bits for any device
+    return positive("factor", factor) * float(embedded.float().cpu().std())  # the same bits for any device
 
 
 def _known_tokens(model: DiffusionTransformer, text: str) -> Tensor:

@@ -24,7 +24,7 @@ from diffusion_lens.analysis.engine.inputs import check_vectors
 from diffusion_lens.hooks.names import Hook
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.records.identity import names_its_hook
-from diffusion_lens.settings import check_bool, suggest_keywords
+from diffusion_lens.settings import checked_arguments
 
 Edit = Callable[[Tensor, Any], Tensor | None]
 
@@ -42,7 +42,7 @@ class Dictionary(Protocol):
     def decode(self, features: Any) -> Any: ...
 
 
-@suggest_keywords
+@checked_arguments
 @names_its_hook
 def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None = None) -> Hook:
     """A hook that puts a dictionary's reconstruction in the place of the activation.
@@ -69,7 +69,6 @@ def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None
             for each position, such as one of attention patterns.
     """
     check_dictionary(dictionary)
-    with_error = check_bool("error_term", error_term)
 
     def hook_fn(activation: Tensor, hook: Any) -> Tensor:
         # 1. Features and their reconstruction, in the dictionary's dtype.
@@ -79,7 +78,7 @@ def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None
         unedited = reconstruction = _decoded(dictionary, edited, x, hook)
         # 2. The error term. Without an edit the difference is exactly 0 in value, and carries the gradient of the
         #    features.
-        if with_error:
+        if error_term:
             if edit is not None:
                 with torch.no_grad():
                     _encoded(dictionary, x, hook)  # for what a dictionary keeps until `decode`

@@ -45,7 +45,7 @@ from diffusion_lens.model.config import DiffusionConfig, as_dtype
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Result, Table, open_result, provenance, read_run, save_result
-from diffusion_lens.settings import Whole, at_least, check_bool, own_seed, whole_number
+from diffusion_lens.settings import Whole, at_least, own_seed, whole_number
 
 KIND = "activations"
 _COLUMNS = {
@@ -163,10 +163,10 @@ class ActivationStore(Result):
         elif t is not None:
             chosen &= torch.isin(self.t, torch.tensor(levels_of(t), dtype=self.t.dtype))
         if masked is not None:
-            chosen &= self.masked == check_bool("masked", masked)
+            chosen &= self.masked == masked
         return chosen.nonzero()[:, 0]
 
-    def rows(self, name: str, indices: Whole | Iterable[Whole]) -> Float[Tensor, "selected d"]:
+    def rows(self, name: str, indices: Whole | Iterable[Whole | bool]) -> Float[Tensor, "selected d"]:
         """The vectors of some rows at a hook point, in this order.
 
         Args:

@@ -266,11 +266,8 @@ class CleanTexts:
                 raise ValueError("there is no text: the list is empty")
             if all(isinstance(text, Fact) for text in given):
                 found = _of_facts(model, given, prepend_bos)
-            elif all(isinstance(text, str) for text in given):
-                found = _of_strings(model, given, prepend_bos)
             else:
-                kinds = sorted({type(text).__name__ for text in given})
-                raise TypeError(f"the texts are of the types {kinds}; give strings, facts, or a tensor Int[batch pos]")
+                found = _of_strings(model, given, prepend_bos)
         for index, row in zip(found.indices, found.tokens, strict=True):
             if not bool(model.cfg.writable(row).all()):
                 raise ValueError(f"text {index} contains [MASK] or an id that is no token; give clean texts")
@@ -449,7 +446,7 @@ def _check_canvases(model: DiffusionTransformer, runs: Sequence[Trajectory], fwd
         warn_of_another_network({name: (run.record, model) for name, run in zip(names, runs, strict=True)})
 
 
-def _passes(model: DiffusionTransformer, items: Sequence[object], size: int | None) -> Iterator[ForwardPass]:
+def _passes(model: DiffusionTransformer, items: Sequence[Any], size: int | None) -> Iterator[ForwardPass]:
     """The passes over texts, queries and facts: some of one length together, or without a size, all of them."""
     rows: list[tuple[Int[Tensor, "_"], Query | None]] = []
     encoded = None  # the texts, all at once
@@ -459,14 +456,9 @@ def _passes(model: DiffusionTransformer, items: Sequence[object], size: int | No
                 encoded = zip(*model.tokenize([text for text in items if isinstance(text, str)]), strict=True)
             tokens, real = next(encoded)
             rows.append((tokens[real], None))
-        elif isinstance(item, Query | Fact):
+        else:
             query = item if isinstance(item, Query) else as_query(model, item)
             rows.append((query.tokens.to(model.cfg.device), query))
-        else:
-            raise TypeError(
-                f"an input is a {type(item).__name__}; give a text, a Query, a Fact, a Trajectory or a list of one "
-                "kind, or one tensor of tokens"
-            )
     batches = [rows]
     if size is not None:
         ordered = sorted(rows, key=lambda row: len(row[0]))

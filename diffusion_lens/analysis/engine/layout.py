@@ -59,19 +59,9 @@ class CanvasLayout(CanvasFields):
 
 
 def as_query(model: DiffusionTransformer, fact_or_query: Fact | Query, length: int | None = None) -> Query:
-    """A query as it is, or a fact laid out on the default canvas, or one of a length that is already known.
-
-    Raises:
-        TypeError: It is neither, such as a text, of which nobody knows the subject and the answer.
-    """
+    """A query as it is, or a fact laid out on the default canvas, or one of a length that is already known."""
     if isinstance(fact_or_query, Query):
         return fact_or_query
-    if not isinstance(fact_or_query, Fact):
-        prompt = fact_or_query if isinstance(fact_or_query, str) else "The Eiffel Tower is in"
-        raise TypeError(
-            f"{fact_or_query!r:.60} is a {type(fact_or_query).__name__}, and a fact is needed, which says what subject "
-            f"and answer are: Fact(prompt={prompt!r:.60}, subject='...', answer=' ...'), or a Query"
-        )
     return CanvasLayout(None if model.cfg.is_autoregressive else length).query(model, fact_or_query)
 
 
@@ -79,8 +69,8 @@ Queries = Query | Fact | Sequence[Query | Fact]
 
 
 def as_queries(model: DiffusionTransformer, given: Queries) -> list[Query]:
-    """One fact or query or several as queries, at least one; the errors are those of `as_query`."""
-    several = [given] if isinstance(given, Query | Fact | str) else list(given)
+    """One fact or query or several as queries, at least one."""
+    several = [given] if isinstance(given, Query | Fact) else list(given)
     if not several:
         raise ValueError("there is no query: give a Fact or a Query, or several")
     return [as_query(model, each) for each in several]

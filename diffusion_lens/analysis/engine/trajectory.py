@@ -21,9 +21,10 @@ from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.settings import Whole, whole_numbers
+from diffusion_lens.settings import Whole, checked_arguments, whole_numbers
 
 
+@checked_arguments
 @dataclass(frozen=True, eq=False)
 class TracedTrajectory:
     """A clean denoising run of one row on a model, and the query whose answer is read along it."""

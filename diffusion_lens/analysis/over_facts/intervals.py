@@ -13,7 +13,7 @@ mean    The percentile-t interval (Efron 1982; Hall 1988, Annals of Statistics 1
         quantiles of t = (m* - m) / se*, each resample divided by its own error, replace those of Student's law. So the
         interval is as skewed as the facts.
 share   Wilson's interval (1927), for right and wrong answers and other numbers from 0 to 1. The number of facts is
-        replaced by the effective one, of independent answers, right or wrong, with the same error; Korn and Graubard
+        replaced by the effective one, of independent right and wrong answers with the same error; Korn and Graubard
         (1998, Survey Methodology 24) correct it for few clusters. Wilson's interval never has length 0.
 """
 
@@ -42,6 +42,7 @@ class _Sums:
     residuals: Float[Tensor, "cluster entry"]
     sizes: Float[Tensor, "cluster"]
     error: Float[Tensor, "entry"]  # standard error of the mean by the jackknife over clusters
+    variance: Float[Tensor, "entry"]  # mean square of the differences from the mean
     agree: Tensor  # Bool[entry]: whether all facts have the same value
 
     @classmethod
@@ -64,6 +65,7 @@ class _Sums:
             residuals=residuals,
             sizes=sizes,
             error=(squares * (n_clusters - 1) / max(n_clusters, 1)).sqrt(),
+            variance=differences.square().mean(dim=0),
             agree=(numbers == numbers[:1]).all(dim=0),
         )
 
@@ -115,7 +117,9 @@ def share_interval(values: Float[Tensor, "fact *rest"], clusters: Sequence[str],
     """Ends of Wilson's interval of a share, the mean over facts of numbers from 0 to 1.
 
     Where all facts agree there is no error to take the effective number of facts from, and the number of clusters
-    stands for it. Where a fact is NaN, and for fewer than two clusters, both ends are NaN.
+    stands for it, as if the facts of each were one. So where 40 answers about 4 people are right, the interval is wider
+    than where one is wrong, which shows that they are not. Where a fact is NaN, and for fewer than two clusters, both
+    ends are NaN.
 
     Args:
         values, clusters, level: Those of `mean_interval`.
@@ -129,9 +133,10 @@ def share_interval(values: Float[Tensor, "fact *rest"], clusters: Sequence[str],
     upper = (1 + level) / 2
     few_clusters = (stats.t.ppf(upper, n_clusters - 1) / stats.t.ppf(upper, n - 1)) ** 2
     product, z = sums.mean * (1 - sums.mean), stats.norm.ppf(upper)
-    # Facts that differ more within clusters than between them, and scores that are neither right nor wrong, count as
-    # independent answers, not as more than that.
-    error = torch.maximum(sums.error.square() * (n - 1), product) / n * few_clusters
+    # Facts that differ more within clusters than between them count as independent, not as more than that. Few scores
+    # that nearly agree do not say how others may differ: their deviation is at least 1/n of that of n answers.
+    alone = torch.maximum(sums.variance, product / n**2)
+    error = torch.maximum(sums.error.square() * (n - 1), alone) / n * few_clusters
     z_squared = z**2 / torch.where(sums.agree, n_clusters, product / error)
     centre, half = sums.mean + z_squared / 2, (z_squared * (product + z_squared / 4)).sqrt()
     return _shaped(torch.stack([centre - half, centre + half]).div(1 + z_squared).clamp(0, 1), values)

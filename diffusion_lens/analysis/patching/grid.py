@@ -54,7 +54,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import Whole, pick_indices, setting, takes, whole_numbers
+from diffusion_lens.settings import Whole, checked_arguments, pick_indices, setting, takes, whole_numbers
 from diffusion_lens.settings.shared import PatchFields
 
 
@@ -169,6 +169,7 @@ def plain_steps(steps: Iterable[Whole] | None) -> list[int] | None:
     return None if steps is None else whole_numbers("steps", steps)
 
 
+@checked_arguments
 def answer_probability(model: DiffusionTransformer, query: Queries) -> AnswerProbability | AnswerProbabilities:
     """p(answer) of a query as a metric for `patch_grid`: the product of its tokens' probabilities, mean over the batch.
 

@@ -382,8 +382,6 @@ def _added(so_far: SecondMoment, panel: KeyPanel, sums: KeySums) -> SecondMoment
 
 def _rows(model: DiffusionTransformer, corpus: Corpus) -> list[Tensor]:
     """Every text as Int[pos] on the CPU, without padding."""
-    if isinstance(corpus, str):
-        raise TypeError(f"corpus must be a list of texts, not a single text; give [{corpus[:40]!r}]")
     if not len(corpus):
         raise ValueError("the corpus is empty: there are no keys to average")
     if isinstance(corpus, Tensor) and corpus.dim() == 2:

@@ -45,9 +45,10 @@ from diffusion_lens.facts.fact import Probe, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, network_of, provenance
-from diffusion_lens.settings import Whole, at_least
+from diffusion_lens.settings import Whole, at_least, checked_arguments
 
 
+@checked_arguments
 class RankOneEdit(WeightEdit):
     """The rank-one edit of one model, applied and reverted like every `WeightEdit`. It is computed in float64.
 

@@ -51,7 +51,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, one_line, provenance, shown_model
 from diffusion_lens.records.schema import require_indices
-from diffusion_lens.settings import Settings, Whole, at_least, setting
+from diffusion_lens.settings import Settings, Whole, at_least, setting, text_tuple
 from diffusion_lens.settings.shared import ValueSettings, check_key_position
 from weight_conversion import as_json
 
@@ -279,7 +279,7 @@ class RequestSettings(Settings):
     prefixes: Sequence[str] = setting(
         (),
         "Short texts before every request (rome.sample_prefixes), over which keys and the loss are averaged.",
-        lambda _, prefixes: tuple(prefixes),
+        text_tuple,
     )
     layout: CanvasLayout = setting(
         CanvasLayout(),

@@ -42,7 +42,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, network_of, one_line, provenance, shown_model
-from diffusion_lens.settings import one_of, pick_indices, takes
+from diffusion_lens.settings import checked_arguments, one_of, pick_indices, takes
 from diffusion_lens.settings.shared import FIRST_TOKENS, VectorFields
 from weight_conversion import Architecture
 
@@ -349,6 +349,7 @@ def key_value_study(
     return study.collect(KeyValueStudy, out, shard, progress, executor)
 
 
+@checked_arguments
 def study_keys_and_values(
     model: DiffusionTransformer, facts: Sequence[Fact], settings: KeyValueSettings, *args: Any, **more: Any
 ) -> KeyValueStudy:

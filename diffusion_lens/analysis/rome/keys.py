@@ -32,10 +32,10 @@ from diffusion_lens.records.results import Result, Saved, Table, provenance
 from diffusion_lens.settings import (
     Whole,
     at_least,
+    checked_arguments,
     own_seed,
     pick_indices,
     pick_layer,
-    suggest_keywords,
     takes,
     whole_numbers,
 )
@@ -75,7 +75,7 @@ class KeyResult(Result, Saved):
         return Table({"prompt": range(len(self.keys)), "norm": self.keys.norm(dim=1), "cosine": cosines})
 
 
-@suggest_keywords
+@checked_arguments
 def compute_key(
     model: DiffusionTransformer, queries: Queries, layer: Whole, at: str = "subject_last", *, max_batch: Whole = 256
 ) -> KeyResult:
@@ -95,7 +95,7 @@ def compute_key(
     return compute_keys(model, [queries], layer, at, max_batch=max_batch)[0]
 
 
-@suggest_keywords
+@checked_arguments
 @torch.no_grad()
 def compute_keys(
     model: DiffusionTransformer,
@@ -117,6 +117,7 @@ def compute_keys(
     ]
 
 
+@checked_arguments
 def sample_prefixes(
     model: DiffusionTransformer,
     lengths: Iterable[Whole] = (5,) * 10 + (10,) * 10,
@@ -169,6 +170,7 @@ def query_with_prefixes(
     return lay_out_request(model, fact, prefixes, settings, prepend_bos)
 
 
+@checked_arguments
 def lay_out_request(
     model: DiffusionTransformer,
     fact: Fact,

@@ -24,7 +24,6 @@ Their λ of 15000 is for an MLP of 16384 units. The share of the target that an 
 kᵀ C⁻¹ k, about the number of units for an average key of the corpus, so a smaller model needs a smaller λ.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, asdict, dataclass, replace
@@ -56,7 +55,7 @@ from diffusion_lens.hooks.names import resid_post
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import network_of, provenance
-from diffusion_lens.settings import Whole, plain_number, setting
+from diffusion_lens.settings import Whole, positive, setting, unique_indices
 from diffusion_lens.settings.shared import Number, ValueSettings
 
 COV_WEIGHT = 15000.0
@@ -135,7 +134,7 @@ def memit(
     if not given:
         raise ValueError("there are no requests: give at least one")
     chosen = pick_edited_layers(model, layers)
-    used, weight = covariances_of(model, chosen, covariances), _positive("cov_weight", cov_weight)
+    used, weight = covariances_of(model, chosen, covariances), positive("cov_weight", cov_weight)
 
     # 1. The targets z.
     plain, last = [request[0] for request in given], chosen[-1]
@@ -188,13 +187,6 @@ def covariances_of(
     return {layer: covariances[layer] for layer in layers}
 
 
-def _positive(name: str, value: Any) -> float:
-    number = plain_number(name, value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name}={value}; it must be positive and finite, or no update is determined")
-    return number
-
-
 @dataclass(frozen=True)
 class MemitSettings(RequestSettings):
     """Settings of edits that are made at once."""
@@ -202,12 +194,12 @@ class MemitSettings(RequestSettings):
     layers: Iterable[Whole] = setting(
         MISSING,
         "Blocks whose down-projections are edited, negative ones from the end.",
-        lambda _, layers: tuple(layers),
+        unique_indices,
     )
     search: ValueSettings = setting(
         SEARCH, "Settings of the search for the targets; by default the authors' for GPT-J.", option=False
     )
-    cov_weight: Number = setting(COV_WEIGHT, "λ, the weight of C against the keys of the requests.", _positive)
+    cov_weight: Number = setting(COV_WEIGHT, "λ, the weight of C against the keys of the requests.", positive)
 
     def on(self, model: DiffusionTransformer) -> "MemitSettings":
         """These settings with the layers counted from 0 and the length of canvas that applies to `model`."""

@@ -6,7 +6,7 @@ float64 and rounded to the dtype of W.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,8 +53,9 @@ class WeightEdit(Restoring, ABC):
     """
 
     model: DiffusionTransformer
-    is_cut_off = False  # Whether the weights could not be restored, and may be edited in some layers only.
     _applied: _Weights | None = None
+    _failed = False  # Whether the weights could not be restored, and may be edited in some layers only.
+    _holds: "tuple[AbstractContextManager[None], ...]" = ()  # of the model, for each `with` of this edit that is open
 
     @property
     @abstractmethod
@@ -73,6 +74,14 @@ class WeightEdit(Restoring, ABC):
     def is_applied(self) -> bool:
         """Whether the edit is in the weights."""
         return self._applied is not None
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether nothing will take the edit out: that has failed, or the thread or process of its `with` has ended."""
+        return self._failed or (bool(self._holds) and self.model.clock.holder is None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_holds": ()}  # a copy of a model is held by nobody
 
     def weight_of(self, layer: int) -> Float[Tensor, "d_model d_mlp"]:
         """The down-projection of block `layer` as it is now."""
@@ -102,7 +111,7 @@ class WeightEdit(Restoring, ABC):
                 for layer, (_, after) in written.items():
                     self.weight_of(layer).copy_(after)
             except BaseException:
-                self.put_back()
+                self._restore()
                 raise
         return self
 
@@ -131,22 +140,27 @@ class WeightEdit(Restoring, ABC):
         self.put_back()
 
     def _begin(self: W) -> W:
-        with ExitStack() as held:
-            held.enter_context(self.model.clock.held())
+        with ExitStack() as begun:
+            hold = self.model.clock.held()
+            begun.enter_context(hold)
             self.apply()
-            self._held = held.pop_all()
+            self._holds = (*self._holds, hold)
+            begun.pop_all()
         return self
 
     def _end(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Restore the weights that the `with` began with, whatever changed them inside; exceptions are passed on."""
-        with self._held:
-            if (applied := self._applied) is None:
-                return
-            changed: list[int] = []
+        """Restore the weights that the `with` began with, whatever changed them inside; exceptions are passed on. The
+        model is held by this `with`, which another thread may end."""
+        changed: list[int] = []
+        try:
+            changed = self._changed(self._applied or {})
+        finally:
             try:
-                changed = self._changed(applied)
+                self._restore()
             finally:
-                self.put_back()
+                *outer, hold = self._holds
+                self._holds = tuple(outer)
+                hold.__exit__(None, None, None)
         if changed and error is None:
             raise ValueError(
                 f"the weight of layer {changed[0]} was changed inside the `with` of this edit. It is restored to its "
@@ -171,24 +185,28 @@ class WeightEdit(Restoring, ABC):
         return changed
 
     @uninterrupted
-    @torch.no_grad()
     def put_back(self) -> None:
         """Restore the weights that the edit began with, whatever changed them since; edits of these layers that began
         later are taken out first."""
         with self.model.clock.held():
-            edits = self.model._edits
-            later = edits[edits.index(self) + 1 :] if self in edits else []
-            for edit in reversed([edit for edit in later if {*edit.layers} & {*self.layers}]):
-                edit.put_back()
-            self.is_cut_off = True
-            for layer, (before, _) in (self._applied or {}).items():
-                weight = self.weight_of(layer)
-                if weight.shape != before.shape:
-                    weight.data = torch.empty_like(before, dtype=weight.dtype)
-                weight.copy_(before)
-            self._applied = None
-            self.model._edits[:] = [edit for edit in self.model._edits if edit is not self]
-            self.is_cut_off = False
+            self._restore()
+
+    @uninterrupted
+    @torch.no_grad()
+    def _restore(self) -> None:
+        edits = self.model._edits
+        later = edits[edits.index(self) + 1 :] if self in edits else []
+        for edit in reversed([edit for edit in later if {*edit.layers} & {*self.layers}]):
+            edit._restore()
+        self._failed = True
+        for layer, (before, _) in (self._applied or {}).items():
+            weight = self.weight_of(layer)
+            if weight.shape != before.shape:
+                weight.data = torch.empty_like(before, dtype=weight.dtype)
+            weight.copy_(before)
+        self._applied = None
+        self.model._edits[:] = [edit for edit in self.model._edits if edit is not self]
+        self._failed = False
 
 
 def say_layers(layers: list[int]) -> str:

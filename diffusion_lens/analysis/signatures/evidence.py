@@ -49,7 +49,7 @@ from diffusion_lens.model.layers import Norm, beside, rows_of
 from diffusion_lens.model.packing import Packing, is_plain
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer, attention_context, origins_of
-from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_number
+from diffusion_lens.settings import Real, Whole, at_least, checked_arguments, plain_number, whole_number
 
 LARGEST = 32
 Heads = int | slice
@@ -373,6 +373,7 @@ def scores_between(
     return scores if bias is None else scores + bias[:, :, 0, 0]
 
 
+@checked_arguments
 def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_offset: Whole, base: Real) -> float:
     """The correlation of the scores at two offsets, if queries and keys are independent and isotropic.
 
@@ -387,13 +388,16 @@ def isotropic_route_correlation(d_head: Whole, forward_offset: Whole, reverse_of
         ValueError: `d_head` is odd or below 2, or the base is not above 0.
     """
     width, frequency_base = at_least(2, "d_head", d_head), plain_number("base", base)
-    if width % 2 or not 0 < frequency_base < math.inf:
-        raise ValueError(f"d_head={width}, base={frequency_base}; d_head must be even and the base above 0")
+    if width % 2 or width > 2**16 or not 0 < frequency_base < math.inf:
+        raise ValueError(
+            f"d_head={width}, base={frequency_base}; d_head must be even, at most {2**16}, and the base above 0"
+        )
     turned = whole_number("forward_offset", forward_offset) - whole_number("reverse_offset", reverse_offset)
     half = width // 2
     return sum(math.cos(turned * frequency_base ** (-m / half)) for m in range(half)) / half
 
 
+@checked_arguments
 def correlation_of_frequencies(
     frequencies: Float[Tensor, "frequency"], forward_offset: int, reverse_offset: int
 ) -> float:

@@ -358,6 +358,8 @@ def _pick_candidates(model: DiffusionTransformer, pairs: Pairs, candidates: Iter
     if candidates is None:
         return sorted({pair.reverse.answer_token for pair in pairs})
     chosen = whole_numbers("candidates", candidates)
+    if not chosen:
+        raise ValueError("candidates is empty; give the ids of tokens, or leave it out for the answers of the pairs")
     if wrong := [token for token in chosen if not 0 <= token < model.cfg.d_vocab_out]:
         raise ValueError(f"candidates contain {wrong[0]}; the model writes tokens 0 to {model.cfg.d_vocab_out - 1}")
     if len(set(chosen)) < len(chosen):
@@ -366,8 +368,6 @@ def _pick_candidates(model: DiffusionTransformer, pairs: Pairs, candidates: Iter
 
 
 def _pick_parameters(model: DiffusionTransformer, parameters: Sequence[str] | None) -> list[str]:
-    if isinstance(parameters, str):
-        raise ValueError(f"parameters={parameters!r}; give a list of names, [{parameters!r}]")
     names = matrix_names(model) if parameters is None else list(parameters)
     if not names:
         raise ValueError("parameters is empty; name at least one weight matrix, or leave it out for all")

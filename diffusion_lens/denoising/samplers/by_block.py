@@ -21,13 +21,14 @@ from torch.nn import functional as F
 from diffusion_lens.denoising.sampler import Plan, PositionNoise, Prediction, Proposal, Sampler
 from diffusion_lens.hooks.step import OpenBlock, StepState
 from diffusion_lens.model.shapes import PosMask
-from diffusion_lens.settings import at_least, not_negative, one_of
+from diffusion_lens.settings import at_least, checked_arguments, not_negative, one_of
 from weight_conversion import NoiseSchedule, Variant
 
 ORDERS = ("confidence", "sequential")
 STEPS = 32  # of a block, where neither the sampler nor the run says how many
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class BlockConfidence(Sampler):
     """Reveals a number of positions of the open block in each step.
@@ -155,6 +156,7 @@ class _InBlock(Sampler):
         return self.n_steps_by_blocks(steps, blanks, torch.zeros_like(blanks, dtype=torch.long), blanks.shape[1])
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class BlockPosterior(_InBlock):
     """Draws the token of each masked position of the open block from the posterior under absorbing noise.
@@ -221,6 +223,7 @@ class BlockPosterior(_InBlock):
         return (block.step.double() / last).clamp(max=1.0)
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class FirstHitting(_InBlock):
     """Reveals one position of the open block in each step, at a sampled time; which one is chosen at random.

@@ -24,10 +24,11 @@ from torch import Tensor
 from diffusion_lens.denoising.sampler import Plan, PositionNoise, Proposal, Sampler, check_eps
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.shapes import PosMask
-from diffusion_lens.settings import at_least, not_negative, one_of
+from diffusion_lens.settings import at_least, checked_arguments, not_negative, one_of
 from weight_conversion import Variant
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Confidence(Sampler):
     """Reveals floor(masked · (1 - s/t)) positions a step; the last step reveals all that remain.
@@ -75,6 +76,7 @@ class Confidence(Sampler):
         return Plan(step.masked, (n_masked * share).to(torch.long), jitter=jitter)
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Ancestral(Sampler):
     """Reveals positions at random; the last step reveals all that remain.
@@ -102,6 +104,7 @@ class Ancestral(Sampler):
 ETA = {"cap": 0.008, "rescale": 0.015, "conf": 1.0, "loop": 0.02}  # the authors' settings for each strategy
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class ReMDM(Sampler):
     """Reveals and remasks positions at random; the last step reveals all that remain and remasks none.
@@ -170,6 +173,7 @@ class ReMDM(Sampler):
         return min(eta, sigma_max) if self.strategy == "cap" else eta * sigma_max
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class LeftToRight(Sampler):
     """One position a step in every row that has one left; `steps=` has no effect."""
@@ -186,6 +190,7 @@ class LeftToRight(Sampler):
         return Plan.of_all(first)
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Blocks(Sampler):
     """Divides the masks of a row, in reading order, into blocks of `block_length`, and the steps evenly among these.

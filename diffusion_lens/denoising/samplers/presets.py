@@ -14,7 +14,7 @@ from diffusion_lens.denoising.sampler import Proposal
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
 from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence
 from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
-from diffusion_lens.settings import one_of
+from diffusion_lens.settings import checked_arguments, one_of
 
 _ORDERS = {"low_confidence": "confidence", "random": "random"}
 _STRATEGIES = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")
@@ -26,6 +26,7 @@ def smdm() -> Confidence:
     return Confidence(scope="batch")
 
 
+@checked_arguments
 def llada(block_length: int | None = None, remasking: str = "low_confidence", *, as_published: bool = False) -> Blocks:
     """LLaDA's sampler (Nie et al. 2025, arXiv 2502.09992; ML-GSAI/LLaDA `generate.py`).
 
@@ -59,6 +60,7 @@ def llada(block_length: int | None = None, remasking: str = "low_confidence", *,
     )
 
 
+@checked_arguments
 def dream(
     alg: str = "origin",
     alg_temp: float | None = None,
@@ -109,6 +111,7 @@ def dream(
     return Confidence("mean" if as_published else "row", eps, alg_temp or 0.0, proposal)
 
 
+@checked_arguments
 def nemotron(threshold: float | None = None, block_length: int | None = None) -> BlockConfidence:
     """The sampler of Nemotron-Labs-Diffusion (`generate` of the hub model).
 
@@ -132,6 +135,7 @@ def nemotron(threshold: float | None = None, block_length: int | None = None) ->
     return BlockConfidence(threshold=threshold, block_length=block_length)
 
 
+@checked_arguments
 def diffullama(top_p: float | None = 0.9, *, as_published: bool = False) -> Ancestral:
     """DiffuLLaMA's sampler (Gong et al. 2024, arXiv 2410.17891; HKUNLP/DiffuLLaMA `model.py::generate_samples`).
 
@@ -153,6 +157,7 @@ def diffullama(top_p: float | None = 0.9, *, as_published: bool = False) -> Ance
     return Ancestral(eps=0.0, proposal=Proposal(top_p=top_p, writes_mask=as_published))
 
 
+@checked_arguments
 def sdar(
     block_length: int | None = None,
     steps_per_block: int | None = None,
@@ -206,6 +211,7 @@ def sdar(
     )
 
 
+@checked_arguments
 def llada2(
     block_length: int | None = None,
     steps_per_block: int | None = None,
@@ -239,6 +245,7 @@ def llada2(
     return sdar(block_length, steps_per_block, threshold=threshold, top_p=top_p, top_k=top_k)
 
 
+@checked_arguments
 def mdlm(predictor: str = "ddpm_cache", eps: float = 1e-5) -> Posterior | Score:
     """MDLM's samplers (Sahoo et al. 2024, arXiv 2406.07524; kuleshov-group/mdlm `diffusion.py::_sample`).
 
@@ -253,6 +260,7 @@ def mdlm(predictor: str = "ddpm_cache", eps: float = 1e-5) -> Posterior | Score:
     return Posterior(chances[predictor], eps=eps)
 
 
+@checked_arguments
 def bd3lm(
     num_steps: int | None = None, first_hitting: bool = True, nucleus_p: float | None = None
 ) -> BlockPosterior | FirstHitting:
@@ -284,6 +292,7 @@ def bd3lm(
     return FirstHitting(proposal)
 
 
+@checked_arguments
 def sedd(predictor: str = "analytic", eps: float = 1e-5) -> Score:
     """SEDD's samplers (Lou et al. 2023, arXiv 2310.16834; louaaron/Score-Entropy-Discrete-Diffusion `sampling.py`).
 
@@ -296,6 +305,7 @@ def sedd(predictor: str = "analytic", eps: float = 1e-5) -> Score:
     return Score(predictor, eps)
 
 
+@checked_arguments
 def udlm(use_cache: bool = True, eps: float = 1e-5) -> UniformPosterior:
     """UDLM's sampler (Schiff et al. 2024, arXiv 2412.10193; kuleshov-group/discrete-diffusion-guidance
     `diffusion.py::_diffusion_sample`).
@@ -308,6 +318,7 @@ def udlm(use_cache: bool = True, eps: float = 1e-5) -> UniformPosterior:
     return UniformPosterior(use_cache, eps)
 
 
+@checked_arguments
 def radd(
     strategy: str = "direct", top_p: float | None = None, top_k: int | None = None, eps: float = 1e-5
 ) -> Posterior | Ancestral:

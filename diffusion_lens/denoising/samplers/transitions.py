@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from diffusion_lens.denoising.sampler import Plan, PositionNoise, Prediction, Proposal, Sampler, check_eps
 from diffusion_lens.hooks.step import StepState
-from diffusion_lens.settings import one_of
+from diffusion_lens.settings import checked_arguments, one_of
 from weight_conversion import NoiseSchedule
 
 CHANCES = ("schedule", "time")
@@ -52,6 +52,7 @@ class _Transitions(Sampler):
         return Plan.of_all(step.masked)
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Posterior(_Transitions):
     """Draws the token of each masked position from the posterior under absorbing noise.
@@ -83,6 +84,7 @@ class Posterior(_Transitions):
         return prediction.noise.posterior(p, prediction.present, float(t), float(s))
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class UniformPosterior(_Transitions):
     """Draws the token of every position from the posterior under uniform noise, in every step.
@@ -107,6 +109,7 @@ class UniformPosterior(_Transitions):
         return prediction.noise.posterior(prediction.p_clean, prediction.present, t, s)
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Score(_Transitions):
     """Draws the token of each masked position, or under uniform noise of every position, by the scores.

@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_refused(small):
             difference_of_means(small, *inputs, **settings)
     with pytest.raises(KeyError, match="nearest"):
         difference_of_means(small, "Gustav", "Tilda", "blocks.1.hook_residual")
-    with pytest.raises(TypeError, match="an input is a int"):
+    with pytest.raises(TypeError, match=r"positive\[0\]=3 is an int; it must be a text, a Query"):
         difference_of_means(small, [3], "Tilda", NAME)
     longer = small.denoise("Tilda is", max_new_tokens=5, steps=5 if small.cfg.has_mask else None)
     with pytest.raises(ValueError, match="different steps"):

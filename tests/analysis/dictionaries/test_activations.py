@@ -199,9 +199,9 @@ def test_rows_are_chosen_by_numbers_or_by_a_mask(small, tmp_path):
             ValueError,
             rf"are torch.bool \[{n_rows - 1}\]; give .* a mask of all {n_rows} rows",
         ),
-        (torch.zeros(2, 2).long(), ValueError, r"are torch.int64 \[2, 2\]; give a list of whole numbers"),
+        (torch.zeros(2, 2).long(), TypeError, r"indices=<torch.int64 \[2, 2\]> is a Tensor; it must be a whole number"),
         (torch.tensor([0.5]), TypeError, "are torch.float32; give whole numbers, or a mask"),
-        (["first"], TypeError, "the indices of rows are a list; give whole numbers, such as those of store.select"),
+        (["first"], TypeError, r"indices\[0\]='first' is a str; it must be a whole number"),
         ([-1], IndexError, f"rows are numbered from 0 to {n_rows - 1}"),
     ):
         with pytest.raises(error, match=message):

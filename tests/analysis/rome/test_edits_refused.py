@@ -58,9 +58,9 @@ def test_a_refused_covariance_leaves_no_folder(tiny, moments, tmp_path):
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
 def test_weights_of_the_corpus_that_are_refused(tiny, weight):
-    with pytest.raises(ValueError, match=r"cov_weight=\S+; it must be positive and finite"):
+    with pytest.raises(ValueError, match=r"cov_weight=\S+; it must be a finite number above 0"):
         replace(MANY, cov_weight=weight)
-    with pytest.raises(ValueError, match=r"cov_weight=\S+; it must be positive and finite"):
+    with pytest.raises(ValueError, match=r"cov_weight=\S+; it must be a finite number above 0"):
         memit(tiny, [ASKED[0].to_query(tiny)], [1], cov_weight=weight)
 
 

@@ -270,7 +270,7 @@ def test_bad_requests(tiny, requests, moments):
         (dict(requests=[]), "there are no requests"),
         (dict(layers=[4]), r"layers=\[4\]; give numbers from 0 to 3"),
         (dict(layers=[1, -3]), "contains duplicates"),
-        (dict(cov_weight=0), "cov_weight=0; it must be positive"),
+        (dict(cov_weight=0), "cov_weight=0.0; it must be a finite number above 0"),
         (dict(layers=[2], covariances=moments), r"no covariance of layer 2; covariances has those of \[0, 1\]"),
         (dict(covariances={1: moments[0]}), "of layer 1, but the covariance was taken at layer 0"),
         (dict(covariances={1: torch.eye(3)}), r"the covariance of layer 1 is \[3, 3\], and its MLP has 352 units"),
