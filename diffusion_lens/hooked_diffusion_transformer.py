@@ -17,7 +17,7 @@ from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
 from diffusion_lens.denoising.canvas import Prompt, lay_out
-from diffusion_lens.denoising.denoise import denoise, denoise_as_generate, denoise_with_cache
+from diffusion_lens.denoising.denoise import denoise, denoise_and_check_hooks, denoise_with_cache
 from diffusion_lens.denoising.generate import (
     INSTEAD,
     RETURN_TYPES,
@@ -639,7 +639,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         settings = DenoiseSettings(*numbers)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
         shown = verbose or progress
-        trajectory = denoise_as_generate(self, canvas, settings, fwd_hooks=fwd_hooks, progress=shown)
+        trajectory = denoise_and_check_hooks(self, canvas, settings, fwd_hooks=fwd_hooks, progress=shown)
 
         # 3. Convert the result.
         if return_type == "trajectory":

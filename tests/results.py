@@ -255,6 +255,7 @@ def _runs() -> Iterator[Any]:
         "canvases": canvases,
         "prompt": tokens.masked_fill(~given, 3),
         "revealed_at": revealed_at,
+        "revealed_before": torch.full_like(revealed_at, -1),
         "confidence": rand(1, POS),
         "given": given,
         "real": torch.ones_like(given),

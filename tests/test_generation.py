@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.testing import assert_close
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, hooked_diffusion_transformer
@@ -56,12 +57,13 @@ def returned(tiny, written, monkeypatch):
             canvases=torch.tensor([tokens]),
             prompt=torch.tensor(tokens),
             revealed_at=torch.tensor(tokens),
+            revealed_before=torch.tensor(tokens),
             confidence=torch.ones(len(tokens), len(tokens[0])),
             given=torch.tensor(given, dtype=torch.bool),
             real=torch.tensor(real, dtype=torch.bool),
         )
         monkeypatch.setattr(hooked_diffusion_transformer, "lay_out", lambda *args: None)
-        monkeypatch.setattr(hooked_diffusion_transformer, "denoise_as_generate", lambda *args, **kwargs: run)
+        monkeypatch.setattr(hooked_diffusion_transformer, "denoise_and_check_hooks", lambda *args, **kwargs: run)
         return tiny.generate(torch.tensor([[5]]), **more)
 
     return convert
@@ -172,6 +174,31 @@ def test_steering_the_last_position_of_the_canvas_is_warned_of(tiny, attach):
     if tiny.cfg.is_autoregressive:
         assert torch.equal(run.tokens, tiny.generate(PROMPT, **call).tokens)
     assert not tiny.list_hooks()
+
+
+class Dictionary(torch.nn.Module):
+    """A module of the user's own: a hook point with positions, where one number is NaN, and one without."""
+
+    def __init__(self):
+        super().__init__()
+        self.hook_acts, self.hook_flat = HookPoint(), HookPoint()
+
+    def forward(self, x):
+        acts = x.clone()
+        acts[:, -1, 0] = torch.nan
+        self.hook_acts(acts)
+        self.hook_flat(x.flatten()[:5])
+
+
+def test_hook_points_of_the_user_are_watched_too():
+    """An activation without positions is not compared, and a NaN that stays is no change."""
+    model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+    model.add_module("own", Dictionary())
+    model.setup()
+    hooks = [(RESID, lambda x, hook: model.own(x)), ("own.hook_flat", lambda x, hook: x * 2)]
+    model.generate(PROMPT, max_new_tokens=3, fwd_hooks=[*hooks, ("own.hook_acts", lambda x, hook: None)])
+    with pytest.warns(UserWarning, match="own.hook_acts.* alone, 6"):
+        model.generate(PROMPT, max_new_tokens=3, fwd_hooks=[*hooks, ("own.hook_acts", steering(model)[0])])
 
 
 def test_rows_that_predict_are_steered_as_the_last_row_of_a_growing_text(tiny):

@@ -1,6 +1,6 @@
-"""`denoise` and `denoise_with_cache`: run the loop from a canvas under settings, and return the trajectory."""
+"""`denoise`, also with a cache or a check of the hooks: run the loop from a canvas, and return the trajectory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,10 +14,10 @@ from diffusion_lens.denoising.sampler import Sampler, row_seeds
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.clock import restoring
-from diffusion_lens.hooks.names import FwdHooks, loop_hook
-from diffusion_lens.model.hook_points import NO_POSITIONS
+from diffusion_lens.hooks.names import FwdHooks
+from diffusion_lens.model.hook_points import StepHookPoint, hooked_modules, position_axis
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.identity import describe_hooks, run_of
+from diffusion_lens.records.identity import run_of
 from diffusion_lens.settings import warn_user
 
 
@@ -27,12 +27,17 @@ def denoise(
     settings: DenoiseSettings,
     *,
     fwd_hooks: FwdHooks = (),
+    around: Callable[[int], AbstractContextManager[Any]] | None = None,
     progress: bool = False,
 ) -> Trajectory:
-    """`HookedDiffusionTransformer.denoise`, from the canvas of `lay_out` and with the settings as one object."""
+    """`HookedDiffusionTransformer.denoise`, from the canvas of `lay_out` and with the settings as one object.
+
+    Args:
+        around: The same as in `run_loop`.
+    """
     with run_of(model, fwd_hooks, edits=False):
         run = prepare(model, canvas, settings)
-        record = run_loop(run, fwd_hooks=fwd_hooks, progress=progress)
+        record = run_loop(run, fwd_hooks=fwd_hooks, around=around, progress=progress)
         return Trajectory.of(run, {**run.describe(), **record})
 
 
@@ -63,7 +68,7 @@ def denoise_with_cache(
         return trajectory, TrajectoryCache(cached, n_steps, model, trajectory.canvases)
 
 
-def denoise_as_generate(
+def denoise_and_check_hooks(
     model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettings, *, fwd_hooks: FwdHooks, progress: bool
 ) -> Trajectory:
     """`denoise`, and a `UserWarning` if in the first step a hook changes the last position of the canvas alone.
@@ -71,42 +76,39 @@ def denoise_as_generate(
     TransformerLens's `generate` shows hooks the text written so far, whose last row predicts the next token; here they
     see the whole canvas, and most code that steers there writes to `activation[:, -1]`.
     """
-    changed_last: list[str] = []
-    kept: dict[str, Tensor] = {}
+    n_pos, changed_last, kept = canvas.tokens.shape[1], list[str](), dict[str, Tensor]()
 
     def keep(x: Tensor, hook: Any) -> None:
         kept[hook.name] = x.clone()
 
     def compare(x: Tensor, hook: Any) -> None:
-        changed = (x != kept.pop(hook.name)).movedim(hook.pos_dim, 0).flatten(1).any(dim=1)
-        if changed[-1] and not changed[:-1].any():
-            changed_last.append(hook.name)
+        before, axis = kept.pop(hook.name), position_axis(hook)
+        if axis is not None and x.shape[axis : axis + 1] == (n_pos,):
+            differs = (x != before) & ~(x.isnan() & before.isnan())
+            changed = differs.movedim(axis, 0).flatten(1).any(dim=1)
+            if changed[-1] and not changed[:-1].any():
+                changed_last.append(hook.name)
 
     @restoring
     def watched() -> Iterator[None]:
         with model.hooks():
-            for name in describe_hooks(model):
-                point: Any = model.hook_dict.get(name)
-                if point is not None and point.pos_dim != NO_POSITIONS and not name.startswith(loop_hook("")):
+            for point in hooked_modules(model, skip=model.loop_hooks):
+                if isinstance(point, StepHookPoint):
                     point.add_hook(keep, level=model.context_level, prepend=True)
                     point.add_hook(compare, level=model.context_level)
             yield
 
-    with run_of(model, fwd_hooks, edits=False):
-        run = prepare(model, canvas, settings)
-        _, rows = model.readout.locate(canvas.masked(canvas.tokens), canvas.real)
-        record = run_loop(
-            run, fwd_hooks=fwd_hooks, around=lambda step: nullcontext() if step else watched(), progress=progress
-        )
-        trajectory = Trajectory.of(run, {**run.describe(), **record})
-    last = canvas.tokens.shape[1] - 1
-    if changed_last and set(rows.tolist()) != {last}:
-        first = f"row {int(rows[0])}" if model.cfg.is_autoregressive else f"rows {sorted(set(rows.tolist()))}"
+    def around(step: int) -> AbstractContextManager[Any]:
+        return nullcontext() if step else watched()
+
+    trajectory = denoise(model, canvas, settings, fwd_hooks=fwd_hooks, around=around, progress=progress)
+    rows = sorted(set(model.readout.locate(canvas.masked(canvas.tokens), canvas.real)[1].tolist()))
+    if changed_last and rows != [n_pos - 1]:
+        read = f"row {rows[0]}" if model.cfg.is_autoregressive else f"rows {rows}"
         warn_user(
-            f"the hook at {changed_last[0]!r} changes the last position of the canvas alone, {last}. In the loop hooks "
-            "see the whole canvas, with every position to write, so activation[:, -1] is not the row that predicts "
-            f"the next token: the first step reads {first}. To steer what each step predicts, let a hook change every "
-            "row and wrap it, interventions.while_predicting(hook, model.cfg.readout); hook.step says what is masked"
+            f"the hook at {changed_last[0]!r} changes the last position of the canvas alone, {n_pos - 1}. The first "
+            f"step reads {read}: let the hook change every row, and wrap it, interventions.while_predicting(hook, "
+            "model.cfg.readout)"
         )
     return trajectory
 

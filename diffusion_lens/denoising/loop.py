@@ -135,6 +135,7 @@ class Run:
         script: Int[canvas batch pos], canvases that a forced run follows; `None` for a free run.
         scripted_at: Int[batch pos], `revealed_at` of the run that wrote the script; `None` for a free run.
         sigmas: Noise at each step, which the network is given, or that of each row; by default that of the schedule.
+        revealed_before: Int[batch pos], as in `Trajectory`.
         kept: Float[batch], noise of the rows that the last step left as they were, where the sampler keeps it; NaN for
             the others.
     """
@@ -159,6 +160,7 @@ class Run:
         if self.canvas.uniform_noise:
             unchanged = self.canvas.blanks(self.canvas.tokens) & (self.revealed_at < 0)
             self.revealed_at = self.revealed_at.masked_fill(unchanged, 0)
+        self.revealed_before = self.revealed_at
         self.tokens = self.canvas.tokens
         self.canvases = [self.tokens]
         self.noise = PositionNoise(self.seeds, self.canvas.positions)
@@ -218,6 +220,8 @@ class Run:
             self.tokens = self.canvases[-1] = tokens.long()
             self._written_by_hooks(index, changed & before, changed)
             state = self.model.clock.step = self._state(index)
+        if len(self.canvases) == 1:
+            self.revealed_before = self.revealed_at
         return state
 
     def plan(self, state: StepState) -> Plan:

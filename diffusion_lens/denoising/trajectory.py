@@ -38,7 +38,7 @@ from diffusion_lens.records.schema import built, require_indices
 from diffusion_lens.settings import at_least, checked_arguments, one_of, whole_number
 from weight_conversion import Architecture, NoiseSchedule, Variant
 
-_TENSORS = ("tokens", "canvases", "prompt", "revealed_at", "confidence", "given", "real")
+_TENSORS = ("tokens", "canvases", "prompt", "revealed_at", "revealed_before", "confidence", "given", "real")
 _TEXTS = ("text", "completion")
 
 
@@ -81,9 +81,12 @@ class Trajectory(Saved, Result):
             until it is revealed, or -1 until the text reaches it: on a causal model, and in blocks that are not open.
             Under uniform noise it contains a random token at first.
         prompt: Int[batch pos], the tokens that were given, also where hooks wrote others over them, with every other
-            position masked, or -1 where nothing is masked.
+            position masked, or -1 where nothing is masked. Files of earlier versions lack it; it is then taken from the
+            first canvas, with what hooks had written over it.
         revealed_at: Int[batch pos], step that revealed each position; -1 where it was given, or is still masked. Under
             uniform noise, the last step that changed it, or 0 if none did.
+        revealed_before: Int[batch pos], the same of the first canvas: also where the token was rewritten later. Files
+            of earlier versions lack it; it is then -1 for such tokens.
         confidence: Float[batch pos], probability of each token when it was revealed; 1 where it was given or written by
             a hook, 0 where it is still masked. Under uniform noise, the probability in the last step that it is the
             clean token.
@@ -102,6 +105,7 @@ class Trajectory(Saved, Result):
     canvases: Int[Tensor, "canvas batch pos"]
     prompt: Tokens
     revealed_at: Int[Tensor, "batch pos"]
+    revealed_before: Int[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
     given: PosMask
     real: PosMask
@@ -137,6 +141,7 @@ class Trajectory(Saved, Result):
             canvases=canvases,
             prompt=canvas.tokens.masked_fill(~canvas.given, canvas.blank),
             revealed_at=run.revealed_at,
+            revealed_before=run.revealed_before,
             confidence=run.confidence.nan_to_num(nan=1.0).masked_fill(unwritten, 0.0),
             given=canvas.given,
             real=real,
@@ -182,13 +187,11 @@ class Trajectory(Saved, Result):
         warnings.warn("rewrites is now called uniform_noise", DeprecationWarning, stacklevel=2)
         return self.uniform_noise
 
-    def forgets(self, confidence: bool = True) -> bool:
-        """Whether a token of the first canvas was masked or, for its confidence, replaced later, so that the step and
-        the confidence with which it had been revealed are not recorded."""
-        lost = ~self._known(self.first_step) & (~self.given | (self.revealed_at >= 0))
-        if confidence:
-            lost |= (self.canvases != self.canvases[0]).any(dim=0)
-        return bool((lost & ~self.is_open(self.canvases[0]) & self.real).any())
+    def lacks_confidence(self, sampler: Sampler) -> bool:
+        """Whether the sampler of a free run from here on would read the confidence of a token that was rewritten later,
+        which is not recorded."""
+        rewritten = (self.canvases != self.canvases[0]).any(dim=0) & ~self.is_open(self.canvases[0]) & self.real
+        return sampler.reads_confidence and self.first_step > 0 and bool(rewritten.any())
 
     def is_masked(self, canvases: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch pos"]:
         """The positions of canvases that are not yet revealed."""
@@ -213,10 +216,19 @@ class Trajectory(Saved, Result):
     def load(cls, path: str | Path) -> "Trajectory":
         """Read what `save` wrote."""
         tensors, record = load_result(path, cls.KIND)
-        texts = record.get("text")  # Files of earlier versions have no completions, and no prompts.
-        missing = {"completion": [""] * len(texts) if isinstance(texts, list) else [], "prompt": tensors.get("tokens")}
+        texts = record.get("text")
+        missing = {
+            "completion": [""] * len(texts) if isinstance(texts, list) else [],
+            "prompt": tensors.get("tokens"),
+            "revealed_before": tensors.get("revealed_at"),
+        }
         run = built(cls, {**missing, **tensors, **record}, str(path))
-        return run if "prompt" in tensors else replace(run, prompt=run.tokens.masked_fill(~run.given, run.blank))
+        # Files of earlier versions lack these.
+        derived: dict[str, Any] = {
+            "prompt": run.canvases[0].masked_fill(~run.given, run.blank),
+            "revealed_before": run.revealed_at.masked_fill(~run._known(run.first_step), -1),
+        }
+        return replace(run, **{name: derived[name] for name in derived.keys() - tensors.keys()})
 
     def repeat(self, n: SupportsIndex) -> "Trajectory":
         """`n` copies of the batch, one after the other, with the same seeds, to be replayed under hooks by row."""
@@ -262,7 +274,7 @@ class Trajectory(Saved, Result):
         """
         step = whole_number("step", step)
         canvases, record = self.canvases[self._canvas_index(step) :], {**self.record, "first_step": step}
-        return replace(self, canvases=canvases, record=record)
+        return replace(self, canvases=canvases, revealed_before=self._revealed_before(step), record=record)
 
     def state_at(self, step: int, device: str | torch.device | None = None, tokens: Tokens | None = None) -> StepState:
         """The value of `hook.step` at a step, in the conditional branch, for forward passes that stand for this step.
@@ -369,28 +381,25 @@ class Trajectory(Saved, Result):
     ) -> Run:
         """A replay before its first step, from this trajectory's first canvas; a forced one follows its canvases."""
         require_same_model(self.record, model)
-        device, known = model.cfg.device, self._known(self.first_step)
+        device = model.cfg.device
         # The confidence of a token that was rewritten later is not recorded, only that there was one.
-        revealed = ~self.is_open(self.canvases[0]) & ~self.given & self.real
-        # Before step 0, only hooks of this step have written.
-        by_hooks = torch.where(revealed & (self.first_step == 0), 0, -1)
+        certain = ~self.is_open(self.canvases[0]) & ~self.given & self.real
+        confidence = torch.where(certain, 1.0, torch.nan)
         run = self._run(
             model,
             DenoiseSettings.recorded(self.record, sampler, seeds),
             canvas=self._canvas(self.canvases[0].to(device), model.cfg),
-            revealed_at=torch.where(known, self.revealed_at, by_hooks).to(device),
-            confidence=torch.where(known, self.confidence, torch.where(revealed, 1.0, torch.nan)).to(device),
+            revealed_at=self.revealed_before.to(device),
+            confidence=torch.where(self._known(self.first_step), self.confidence, confidence).to(device),
             script=self.canvases.to(device) if forced else None,
             scripted_at=self.revealed_at.to(device) if forced else None,
             sigmas=[_plain(sigma) for sigma in self.record["sigmas"]] if forced and self.record.get("sigmas") else None,
         )
-        counts_steps, reads = model.cfg.opens_blocks and not model.cfg.is_autoregressive, run.sampler.reads_confidence
-        if self.first_step and not forced and (reads or counts_steps) and self.forgets(confidence=reads):
-            needed = "the confidence of tokens" if reads else "when the blocks before this one were filled"
+        if not forced and self.lacks_confidence(run.sampler):
             raise ValueError(
-                f"the sampler {run.sampler.name!r} needs to know {needed}, which is not recorded of tokens that were "
-                f"masked again or replaced in step {self.first_step} or later: replay the run freely from its start, "
-                "or forced from any step"
+                f"the sampler {run.sampler.name!r} needs to know the confidence of tokens, which is not recorded of "
+                f"those that were masked again or replaced in step {self.first_step} or later: replay the run freely "
+                "from its start, or forced from any step"
             )
         if run.sampler.keeps_prediction and not forced and sampler is None and seeds is None:
             # Steps before the first one may have left the canvas as it is, and so its time.
@@ -506,9 +515,10 @@ class Trajectory(Saved, Result):
 
         Of a token that was rewritten later, it is the last recorded step that read its position masked.
         """
-        masked = self.is_masked(self.canvases[: self._canvas_index(step) + 1])
+        masked = self.is_masked(self.canvases[: self._canvas_index(step) + 1]) & self.real
         steps = torch.arange(self.first_step, step + 1, device=masked.device)[:, None, None]
-        earlier = torch.where(masked, steps, -1).amax(dim=0).masked_fill(masked[-1], -1)
+        last = torch.where(masked, steps, -1).amax(dim=0)
+        earlier = torch.where(last < 0, self.revealed_before, last).masked_fill(masked[-1], -1)
         return torch.where(self._known(step), self.revealed_at, earlier)
 
     def _canvas(self, tokens: Tokens, variant: Variant) -> Canvas:

@@ -277,13 +277,10 @@ def _traces(plan: Plan, run: Trajectory, asked: Asked, steps: Sequence[int]) -> 
     spec = plan.spec
     if asked.query is None or spec.subject is None:
         return []
-    positions = list(asked.query.answer_positions)
-    if bool(run.is_masked(run.tokens[0, positions]).all()):
-        return []
     where = spec.subject, range(run.tokens.shape[1]), range(plan.model.cfg.n_layers)
-    traced = [step for step in steps if step <= int(run.revealed_at[0, positions].max())]
-    answer = str(spec.answer).strip()
-    return [{**views.trace_entry(kind, kind, *where, traced, answer), "lazy": True} for kind in KINDS]
+    last, answer = run.revealed_at[0, list(asked.query.answer_positions)].max(), str(spec.answer).strip()
+    traced = [step for step in steps if step <= last]
+    return [{**views.trace_entry(kind, kind, *where, traced, answer), "lazy": True} for kind in KINDS if traced]
 
 
 def _python(plan: Plan, asked: Asked, has_traces: bool) -> dict[str, str]:

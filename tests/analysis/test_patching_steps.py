@@ -9,7 +9,7 @@ import torch
 from diffusion_lens.analysis import answer_probability, patch_grid, trace_trajectory
 from diffusion_lens.data import toy_facts
 from diffusion_lens.hooks.names import mlp_out, resid_post
-from diffusion_lens.interventions import at_steps, on_branch
+from diffusion_lens.interventions import at_steps, named, on_branch
 
 FACTS = toy_facts.load().facts(trained="p2d", asked="p2d")
 CLEAN, CORRUPTED = FACTS[0], FACTS[5]
@@ -235,6 +235,23 @@ def test_a_clean_run_of_another_layout_is_patched_and_not_read(tiny, queries):
     assert grid.clean.isnan().all()
     assert not grid.scores.isnan().any()
     assert grid.corrupted[0].item() == pytest.approx(slow_p_answer(tiny, queries[1], run, 0.0, 0)[0].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("tiny", ["tiny-uniform"], indirect=True)
+def test_random_tokens_before_the_answer_are_no_part_of_the_prompt(tiny, queries):
+    """Nor is what a hook writes over it."""
+
+    def edit(tokens, hook):
+        tokens[:, 1] = 7
+        return tokens
+
+    query, given = queries[1], queries[1].tokens[None, : queries[1].answer_positions[0]]
+    query = replace(query, answer_positions=query.answer_positions[1:], answer_tokens=query.answer_tokens[1:])
+    hooks = [("denoise.hook_tokens", named("another token", edit))]
+    run = tiny.denoise(given, length=len(query.tokens), steps=5, fwd_hooks=hooks)
+    grid = patch_grid(tiny, run, run, answer_probability(tiny, query), "mlp_out", [0], positions=[2], layers=[1])
+    assert run.canvases[0, 0, 1] == 7
+    assert grid.corrupted[0].item() == pytest.approx(slow_p_answer(tiny, query, run, 0.0, 0)[0].item(), abs=1e-5)
 
 
 def test_a_run_that_cannot_be_patched_is_refused(tiny, queries):

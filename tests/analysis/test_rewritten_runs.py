@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_lens.analysis import logit_lens, trace_trajectory
+from diffusion_lens.analysis import logit_lens, temporal_effect, trace_trajectory
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.samplers import (
     Ancestral,
@@ -144,5 +144,13 @@ def test_laws_of_a_rewritten_run(tiny, sampler, kind):
         assert trace.steps[0] == each.unmasked_first
     if kind == "prompt":
         assert [words[1] for words in trace.str_canvases] == [run.str_canvases()[step][1] for step in trace.steps]
+
+    # 5. Without noise, free runs are the run itself, and so is every branch that the sampler can take up.
+    still = FEW | dict(noise=0.0, samples=1)
     with tiny.hooks(fwd_hooks=[each.hook]):
-        trace_trajectory(tiny, each.query, trajectory=run, canvas="free", **FEW)
+        free = trace_trajectory(tiny, each.query, trajectory=run, canvas="free", **still)
+        known = [step for step in range(trace.steps[-1] + 1) if not run.from_step(step).lacks_confidence(sampler)]
+        ended = temporal_effect(tiny, each.query, trajectory=run, steps=known, **still).token_scores[:, 0, 0]
+    torch.testing.assert_close(free.corrupted_token_scores, free.clean_token_scores, rtol=0, atol=1e-6)
+    right = (run.tokens[0, each.places] == each.answer).float()
+    assert torch.equal(ended, right.expand_as(ended))

@@ -223,6 +223,17 @@ def test_steps_after_the_answer_are_refused(tiny, query, run):
         temporal_effect(tiny, query, trajectory=run, noise=0.1, steps=[99])
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_steps_at_which_no_branch_can_begin_are_named(tiny, query):
+    """ReMDM masks the least confident tokens, and of those that it masks later their confidence is not recorded."""
+    given = query.tokens[None, : query.answer_positions[0]]
+    run = tiny.denoise(given, length=14, steps=6, sampler=ReMDM("conf"), temperature=1.0, seed=1)
+    call = dict(trajectory=run, noise=0.5, samples=2, layers=[0], positions=[1])
+    with pytest.raises(ValueError, match=r"at the steps \[1\]: .*'remdm' .* Give steps=\[0, 2, 3, 4, 5\], or"):
+        temporal_effect(tiny, query, **call)
+    assert temporal_effect(tiny, query, **call, steps=[0, 2, 3, 4, 5]).scores.isfinite().all()
+
+
 SAMPLERS = [
     ("tiny-mdm", dict(sampler="ancestral", temperature=1.0, seed=3)),
     ("tiny-mdm", dict(sampler=Blocks(3), cfg_scale=1.0, steps=3)),

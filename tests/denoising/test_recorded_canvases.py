@@ -5,11 +5,14 @@ import warnings
 import pytest
 import torch
 from recorded_runs import PROMPT, record, same
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from diffusion_lens.analysis import logit_lens
 from diffusion_lens.denoising.samplers import Blocks, ReMDM
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.interventions import named
+from diffusion_lens.records.results import RECORD
 
 FORCED, TOKEN = 4, 7  # a position that the run writes, and the token that a hook writes there
 N_GIVEN = PROMPT.shape[1]
@@ -70,17 +73,11 @@ def test_replays_repeat_a_run_under_edits(several, edited, tmp_path):
 
 
 def assert_branch_is_repeated(model, branch, hook):
-    """By force, and freely under the same hook, unless the sampler needs to know when tokens had been revealed that
-    were rewritten later."""
+    """By force, and freely under the same hook."""
     same(branch.replay(model), branch)
-    later = branch.revealed_at > branch.first_step
-    rewritten = ~branch.is_masked(branch.canvases) & (later | (~branch.given & branch.is_masked(branch.tokens)))
-    if branch.first_step and branch.record["sampler"]["name"] == "block_posterior" and rewritten[0].any():
-        with pytest.raises(ValueError, match=r"'block_posterior' needs to know when .* freely from its start"):
-            branch.replay(model, canvas="free", fwd_hooks=[hook])
-        return
     again = branch.replay(model, canvas="free", fwd_hooks=[hook])
     assert torch.equal(again.canvases, branch.canvases)
+    assert torch.equal(again.revealed_before, branch.revealed_before)
     if branch.uniform_noise:
         assert (again.revealed_at == branch.revealed_at)[(branch.canvases == branch.canvases[0]).all(dim=0)].all()
 
@@ -102,9 +99,26 @@ def test_the_state_of_an_edited_step_names_the_block_of_the_loop(several, positi
         PROMPT, length=12, steps=12, seed=3, temperature=1.0, fwd_hooks=[("denoise.hook_tokens", named("mask", look))]
     )
     for step in set(states) - {9}:  # In step 9, hooks see the canvas before it is edited.
-        block = run.state_at(step).block
-        for name in ("index", "start", "stop", "step", "order"):
-            assert torch.equal(getattr(block, name), getattr(states[step].block, name)), (step, name)
+        for part in (run, run.from_step(step), run.from_step(step // 2).from_step(step)):
+            block = part.state_at(step).block
+            for name in ("index", "start", "stop", "step", "order"):
+                assert torch.equal(getattr(block, name), getattr(states[step].block, name)), (step, name)
+
+
+@pytest.mark.parametrize("several", ["bd3lm"], indirect=True)
+def test_a_file_that_lacks_them_gets_the_steps_before_and_the_prompt(several, tmp_path):
+    """As those of earlier versions; the first canvas has what was given where hooks wrote over it later."""
+    run, path = record(several, fwd_hooks=(edits(several.model, 2, 3),)), tmp_path / "run.safetensors"
+    run.save(path)
+    with safe_open(path, "pt") as file:
+        metadata = {RECORD: file.metadata()[RECORD]}
+    tensors = load_file(path)
+    save_file({k: v for k, v in tensors.items() if k not in ("prompt", "revealed_before")}, path, metadata)
+    assert run.is_masked(run.canvases[3])[:, 1].all()
+    same(Trajectory.load(path), run)
+    assert torch.equal(Trajectory.load(path).prompt, run.prompt)
+    assert torch.equal(Trajectory.load(path).revealed_before, run.revealed_before)
+    assert run.diff(Trajectory.load(path)).first_step is None
 
 
 @pytest.mark.parametrize("force_at", [0, 5])

@@ -95,6 +95,17 @@ def test_positions_are_opened_by_blocks_and_masked_again_in_open_ones(models):
     assert again["revealed_at"][position] >= 1
 
 
+def test_an_answer_that_is_masked_in_the_end_has_no_traces(models):
+    session = Session([models["block"]])
+    again = [dict(what="force", step=8, position=position, token=None) for position in range(4, 8)]
+    asked = dict(ASKED, steps=9, seed=0, answer=" brave", sampler="first_hitting")
+    assert session.run(asked)["traces"]
+    run = session.run({**asked, "interventions": again})
+    assert run["canvases"][7][4] >= 0 > run["canvases"][-1][4]
+    assert not run["traces"]
+    assert "trace" in run["missing"]
+
+
 def test_uniform_noise_may_rewrite_every_position_and_masks_none(models):
     session = Session([models["uniform"]])
     run = session.run(ASKED)

@@ -285,6 +285,7 @@ def test_a_large_run_stays_small(tmp_path):
         tokens=tokens[-1],
         canvases=tokens,
         revealed_at=tokens[-1] % n_steps,
+        revealed_before=torch.full((1, n_pos), -1),
         confidence=torch.rand(1, n_pos),
         record={**run.record, "times": [0.0] * (n_steps + 1)},
         **wide,

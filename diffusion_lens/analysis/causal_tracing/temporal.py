@@ -46,6 +46,7 @@ from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.loop import LoopRows, Run, run_loop
 from diffusion_lens.denoising.predictor import Cached, Conditional, Predictor, guide
 from diffusion_lens.denoising.same_network import require_same_network
+from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.step import StepState
@@ -152,6 +153,13 @@ def temporal_effect(
     require_loop_memory(run, settings, max_bytes)
     corrupted = corrupted_run(run, settings)
     selected_steps = check_steps(run, range(corrupted.first_step, run.last_step + 1) if steps is None else steps)
+    sampler = corrupted.started(model).sampler
+    if lacking := [step for step in selected_steps if corrupted.from_step(step).lacks_confidence(sampler)]:
+        raise ValueError(
+            f"no run can branch off at the steps {lacking}: the sampler {sampler.name!r} reads the confidence of the "
+            "canvas's tokens, which is not recorded of those that were masked again or replaced later. Give "
+            f"steps={[step for step in selected_steps if step not in lacking]}, or a trajectory of another sampler"
+        )
     positions = pick_indices("positions", settings.positions, run.n_pos)
     layers = pick_indices("layers", settings.layers, model.cfg.n_layers)
 
@@ -235,10 +243,6 @@ class _Grid:
         for i, step in enumerate(steps):
             on_canvas = self._on_canvas(step)
             restored, before = RestoredStep.of(run, corrupted, step), corrupted.from_step(step)
-            if not restored.positions:  # The step reads no logits.
-                self.by_sample[i, on_canvas] = written
-                bar.update()
-                continue
             canvas, hooks = restored.canvas, settings.hooks(model, run.query)
             clean, noisy = (run.state(step, tokens) for tokens in (canvas.clean, canvas.corrupted))
             runs = RestoredRuns(
@@ -301,7 +305,7 @@ class Branches:
         """The branch of each row before a step; those that are new wait for this step."""
         run = self.corrupted.resume(self.run.model, rows)
         if step not in self._known:
-            own = self._corrupted_rows(step)
+            own = self._corrupted_rows(step, run.sampler)
             self._known[step] = {} if own is None else {(i, *key): i for i, key in enumerate(own.keys(run))}
         known, numbers, new = self._known[step], [], []
         for i, key in enumerate(rows.keys(run)):
@@ -318,13 +322,12 @@ class Branches:
             self._waiting.setdefault(step, []).append(waiting)
         return numbers
 
-    def _corrupted_rows(self, step: int) -> LoopRows | None:
-        """The corrupted runs before a step; `None` if their tokens were masked again later, and what they were is not
-        recorded."""
+    def _corrupted_rows(self, step: int, sampler: Sampler) -> LoopRows | None:
+        """The corrupted runs before a step; `None` if they lack a confidence that the sampler reads."""
         corrupted = self.corrupted
         if step < corrupted.first_step + corrupted.n_steps:
             rest = corrupted.from_step(step)
-            return None if rest.forgets() else LoopRows.of(rest.started(self.run.model))
+            return None if rest.lacks_confidence(sampler) else LoopRows.of(rest.started(self.run.model))
         kept = torch.full((len(corrupted),), float("nan"), dtype=torch.float64)
         return LoopRows(corrupted.tokens, corrupted.revealed_at, corrupted.confidence, kept, corrupted.record["seeds"])
 

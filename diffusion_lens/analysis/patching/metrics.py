@@ -62,10 +62,7 @@ class AnswerProbability:
                 f"the answer positions {in_prompt} are part of the trajectory's prompt, so the model does not predict "
                 "them: denoise a prompt that ends before the answer"
             )
-        tokens = trajectory.prompt[0]
-        if trajectory.uniform_noise:
-            tokens = torch.where(trajectory.given[0], tokens, trajectory.canvases[0, 0])
-        return TracedTrajectory.of(model, replace(self.query, tokens=tokens), trajectory)
+        return TracedTrajectory.of(model, replace(self.query, tokens=trajectory.prompt[0]), trajectory)
 
 
 @dataclass(frozen=True, eq=False)
