@@ -83,7 +83,11 @@ def assert_reads(lens, model, states, index, row=0, step=None):
     expected = written_out(model, states[:, rows], lens.targets[row, :, 0].clamp(min=0), present, step=step)
     for name, table in tables.items():
         has_target = ~absent & (lens.targets[row, :, 0] >= 0) if name.startswith("target") else ~absent
-        assert_close(table[:, has_target], expected[name][:, has_target], rtol=1e-3, atol=2e-5)
+        found, wanted = table[:, has_target], expected[name][:, has_target]
+        if name == "target_ranks":  # Rounding may exchange two tokens that are almost equally likely.
+            assert (found != wanted).sum() <= 1
+            wanted = torch.where((found - wanted).abs() == 1, found, wanted)
+        assert_close(found, wanted, rtol=1e-3, atol=2e-5)
 
 
 def denoised(given):
