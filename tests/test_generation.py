@@ -191,12 +191,18 @@ class Dictionary(torch.nn.Module):
 
 
 def test_hook_points_of_the_user_are_watched_too():
-    """An activation without positions is not compared, and a NaN that stays is no change."""
+    """An activation without positions is not compared, and a NaN that stays is no change; hooks may call again."""
     model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
     model.add_module("own", Dictionary())
     model.setup()
     hooks = [(RESID, lambda x, hook: model.own(x)), ("own.hook_flat", lambda x, hook: x * 2)]
-    model.generate(PROMPT, max_new_tokens=3, fwd_hooks=[*hooks, ("own.hook_acts", lambda x, hook: None)])
+    again = iter([True])
+
+    def once_more(x, hook):
+        if next(again, False):
+            model.own(x)
+
+    model.generate(PROMPT, max_new_tokens=3, fwd_hooks=[*hooks, ("own.hook_acts", once_more)])
     with pytest.warns(UserWarning, match="own.hook_acts.* alone, 6"):
         model.generate(PROMPT, max_new_tokens=3, fwd_hooks=[*hooks, ("own.hook_acts", steering(model)[0])])
 

@@ -1,5 +1,6 @@
 """`denoise`, also with a cache or a check of the hooks: run the loop from a canvas, and return the trajectory."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -76,13 +77,14 @@ def denoise_and_check_hooks(
     TransformerLens's `generate` shows hooks the text written so far, whose last row predicts the next token; here they
     see the whole canvas, and most code that steers there writes to `activation[:, -1]`.
     """
-    n_pos, changed_last, kept = canvas.tokens.shape[1], list[str](), dict[str, Tensor]()
+    n_pos, changed_last = canvas.tokens.shape[1], list[str]()
+    kept = defaultdict[str, list[Tensor]](list)  # several where a hook calls the module of its own point again
 
     def keep(x: Tensor, hook: Any) -> None:
-        kept[hook.name] = x.clone()
+        kept[hook.name].append(x.clone())
 
     def compare(x: Tensor, hook: Any) -> None:
-        before, axis = kept.pop(hook.name), position_axis(hook)
+        before, axis = kept[hook.name].pop(), position_axis(hook)
         if axis is not None and x.shape[axis : axis + 1] == (n_pos,):
             differs = (x != before) & ~(x.isnan() & before.isnan())
             changed = differs.movedim(axis, 0).flatten(1).any(dim=1)
