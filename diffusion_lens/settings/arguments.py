@@ -57,6 +57,7 @@ class Arguments:
             each.replace(annotation=each.empty, default=each.default if each.default is each.empty else ...)
             for each in signature.parameters.values()
         ]
+        # beartype checks the parameters of a function: here of one with these names and no body.
         does_nothing: Any = eval(f"lambda {str(Signature(bare))[1:-1]}: None")
         does_nothing.__name__, does_nothing.__qualname__ = name.rpartition(".")[2], name
         does_nothing.__annotations__ = {key: _as_meant(hint) for key, hint in self.hints.items()}
