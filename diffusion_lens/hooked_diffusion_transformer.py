@@ -56,6 +56,7 @@ from diffusion_lens.model.weights import NOT_EXACT, check_folded, fold_norms
 from diffusion_lens.settings import (
     Whole,
     at_least,
+    check_bool,
     check_keywords,
     checked_arguments,
     keywords_of,
@@ -769,6 +770,7 @@ def _own_loss(
     return_logits: bool,
 ) -> Any:
     """The loss that the model is trained on, or (logits, loss) with `return_logits`; see `forward`."""
+    loss_per_token = check_bool("loss_per_token", loss_per_token)
     samples = at_least(1, "samples", samples)
     if samples > 1 and return_logits:
         raise ValueError(

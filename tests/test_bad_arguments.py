@@ -89,3 +89,25 @@ def test_an_entry_of_a_list_is_named(tiny, query):
         wanted(["a"], [1, 2, 3])
     with pytest.raises(TypeError, match=r"patch_grid: clean\[1\]='x' is a str; it must be a Query or a Fact"):
         patch_grid(tiny, [query, "x"], query, partial(torch.sum), "resid_pre")
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_refusals_of_unusual_values_are_sentences(tiny):
+    with pytest.raises(TypeError, match="missing a required argument: 'answer'"):
+        Fact("a b", None)
+    with pytest.raises(TypeError, match=r"causal_trace: model=.* is a type"):
+        causal_trace(np.float64, 1)
+    assert HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu", fold_ln=np.True_).cfg.mask_token_id
+    tokens = tiny.to_tokens("Gustav Geisser is the")
+    for rows in (-1, slice(0, 2), [0.5], [None], "ab"):
+        with pytest.raises((TypeError, ValueError), match="logits_at"):
+            tiny(tokens, logits_at=rows)
+    for layer in (True, 1.0, "1"):
+        with pytest.raises(TypeError, match="stop_at_layer"):
+            tiny(tokens, stop_at_layer=layer)
+    with pytest.raises(TypeError, match="loss_per_token"):
+        tiny(tokens, return_type="loss", loss_per_token="no")
+    with pytest.raises(ValueError, match="contains an empty text"):
+        tiny.generate("Gustav Geisser is the", max_new_tokens=2, stop_strings="", return_type="str")
+    with pytest.raises(ValueError, match="eos_token_id=99999 is not among"):
+        tiny.generate("Gustav Geisser is the", max_new_tokens=2, eos_token_id=99999)

@@ -22,7 +22,7 @@ from processes import Stuck, forked
 from typed_commands import ASK, COMMANDS, done, invoke
 from typer.testing import Result
 
-from diffusion_lens import analysis
+from diffusion_lens import HookedDiffusionTransformer, analysis
 from diffusion_lens.__main__ import main
 from diffusion_lens.cli import app
 from diffusion_lens.cli.report import COMMAND, KEEPS, Report
@@ -112,6 +112,22 @@ def test_a_folder_keeps_the_results_of_its_settings(command: str, tmp_path: Path
     refused = invoke(*asked)
     assert refused.exit_code == 2
     assert f"no {COMMAND} says how it was made" in refused.stderr
+
+
+def test_results_of_other_weights_are_not_replaced(tmp_path: Path) -> None:
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
+    folder = model.save_pretrained(tmp_path / "mine")
+    asked = ["lens", str(folder), "Gustav Geisser is the", "--out", str(tmp_path / "out")]
+    done(*asked)
+    first = contents(tmp_path / "out")
+    with torch.no_grad():
+        model.blocks[0].mlp.down.weight.zero_()
+    model.save_pretrained(folder)
+    refused = invoke(*asked)
+    assert refused.exit_code == 2
+    assert "was made with another weights_sha256: name another folder with --out" in refused.stderr
+    assert contents(tmp_path / "out") == first
+    done(*asked, "--dry-run")
 
 
 @pytest.mark.usefixtures("undrawn_figures")

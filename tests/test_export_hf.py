@@ -32,6 +32,13 @@ def test_a_bundled_baseline_goes_on_in_transformers_as_measured(tmp_path):
         export(model.state_dict(), model.cfg.architecture, tmp_path / "model.safetensors", "llama")
 
 
+@pytest.mark.filterwarnings("ignore:'tiny-ar' rounds:UserWarning")
+def test_the_present_folder_may_be_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu").export_hf(".")
+    assert (tmp_path / "config.json").is_file()
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_causal_model_of_transformers_is_written_as_it_is(family, specimen, configs, tmp_path):
     """Without a warning, which would be an error."""

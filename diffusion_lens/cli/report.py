@@ -70,8 +70,11 @@ class Report(Settings):
     def save(self, name: str, result: Any, file: str | None = None) -> None:
         """Write a result as NAME.safetensors, or as another file, if there is a folder."""
         if self.out is not None:
+            path = self.out / f"{file or name}.safetensors"
+            if path.exists():
+                _require_same_weights(path, result)
             self._claim()
-            self.files[name] = result.save(self.out / f"{file or name}.safetensors")
+            self.files[name] = result.save(path)
 
     def draw(self, name: str, file: str, plot: Callable[[], Any]) -> None:
         """Write the figure that `plot` draws, if there is a folder."""
@@ -142,7 +145,7 @@ class FolderReport(Report):
         Args:
             compared: Settings to compare, by default all; a study compares the others with the record of its parts.
         """
-        if self.out is None:
+        if self.out is None or self.dry_run:
             return
         described, file = self._described(), self.out / COMMAND
         if not file.exists():
@@ -163,6 +166,15 @@ class FolderReport(Report):
             {"command": self.command, **{name: here[name] for name in names}},
             str(self.out),
         )
+
+
+def _require_same_weights(path: Path, result: Any) -> None:
+    """Raise a `ValueError` if the result that is there was computed with other weights or another tokenizer."""
+    from diffusion_lens.records.results import load
+
+    there, here = (getattr(each, "record", {}) for each in (load(path), result))
+    if other := [name for name in ("weights_sha256", "tokenizer_sha256") if there.get(name) != here.get(name)]:
+        raise ValueError(f"{path} was made with another {' and '.join(other)}: name another folder with --out")
 
 
 @dataclass

@@ -73,7 +73,10 @@ def end_tokens(tokenizer: Any, given: SupportsIndex | Sequence[SupportsIndex] | 
     """The ids at which a text ends: those that are given, or the tokenizer's end token, if it has one."""
     if given is None:
         given = getattr(tokenizer, "eos_token_id", None)
-    return [] if given is None else whole_numbers("eos_token_id", given)
+    ends = [] if given is None else whole_numbers("eos_token_id", given)
+    if tokenizer is not None and (unknown := [end for end in ends if not 0 <= end < len(tokenizer)]):
+        raise ValueError(f"eos_token_id={unknown[0]} is not among the {len(tokenizer)} tokens of the tokenizer")
+    return ends
 
 
 def ended_positions(
@@ -86,6 +89,8 @@ def ended_positions(
     n_before_stretch = n_ends.masked_fill(written, 0).cummax(dim=1).values
     ended: Tensor = n_ends > n_before_stretch
     stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
+    if "" in stops:
+        raise ValueError("stop_strings contains an empty text, at which every text would end")
     for row, tokens in enumerate(trajectory.tokens if stops else ()):
         stretch: list[int] = []
         for position in written[row].nonzero().flatten().tolist():

@@ -24,7 +24,7 @@ CAUSAL = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qw
 
 def export_hf(model: Any, folder: str | Path) -> Path:
     """See `model.export_hf`."""
-    target, cfg, tokenizer = Path(folder).expanduser(), model.cfg, model.tokenizer
+    target, cfg, tokenizer = Path(folder).expanduser().absolute(), model.cfg, model.tokenizer
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; export_hf needs a folder")
     architecture, family = cfg.architecture, cfg.family

@@ -112,7 +112,8 @@ def eager_while_hooked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _eager(forward: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     model.clock.hooked = bool(hooked_modules(model))  # for the next pass
-    return forward(model, *args, **kwargs)
+    with torch.compiler.set_stance("force_eager"):  # for blocks that were compiled by themselves
+        return forward(model, *args, **kwargs)
 
 
 def optional_hooks_of_pass(model: Any) -> OptionalHooks | None:

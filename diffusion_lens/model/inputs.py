@@ -11,9 +11,11 @@ from torch import Tensor
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
 from diffusion_lens.model.text import word_of
-from diffusion_lens.settings import warn_user
+from diffusion_lens.settings import warn_user, whole_number
+from diffusion_lens.settings.arguments import shown
 
 Rows = Tensor | Sequence[int] | tuple[Tensor, Tensor]
+_ROWS = "it must be a list of rows, a mask [batch, pos], or a pair of tensors, the batch and the row of each entry"
 
 
 def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
@@ -42,9 +44,9 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
 
 
 def warn_unless_masked(tokens: Tokens, mask_id: int, cfg: DiffusionConfig) -> None:
-    """Warn if no token is [MASK], so that the logits are no predictions."""
+    """Warn if no token of a row is [MASK], so that its logits are no predictions."""
     try:
-        if bool((tokens == mask_id).any()):
+        if bool((tokens == mask_id).any(dim=-1).all()):
             return
     except RuntimeError:  # as in `check_tokens`
         return
@@ -113,7 +115,8 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
     """First block and end of the block range; negative numbers count from the end, as in TransformerLens."""
     bounds = []
     for name, layer, default in (("start_at_layer", start, 0), ("stop_at_layer", stop, n_layers)):
-        resolved = default if layer is None else layer + n_layers if layer < 0 else layer
+        layer = default if layer is None else whole_number(name, layer)
+        resolved = layer + n_layers if layer < 0 else layer
         if not 0 <= resolved <= n_layers:
             raise ValueError(f"{name}={layer} is outside the {n_layers} layers of this model")
         bounds.append(resolved)
@@ -283,12 +286,17 @@ class LogitRows:
         """Read `logits_at`: Int[selected], Bool[batch pos], or a pair of batch and row indices."""
         if isinstance(rows, tuple) and len(rows) == 2 and isinstance(rows[0], Tensor) and isinstance(rows[1], Tensor):
             return cls._of_pairs(rows[0].to(device), rows[1].to(device), n_batch, n_pos)
-        index = torch.as_tensor(rows, device=device) if len(rows) else torch.zeros(0, dtype=torch.long, device=device)
+        try:
+            index = (
+                torch.as_tensor(rows, device=device) if len(rows) else torch.zeros(0, dtype=torch.long, device=device)
+            )
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"logits_at={shown(rows)}; {_ROWS}") from error
         if index.dtype == torch.bool and index.shape == (n_batch, n_pos):
             batch, pos = index.nonzero(as_tuple=True)
             return cls._of_pairs(batch, pos, n_batch, n_pos)
-        if index.dim() != 1 or index.dtype == torch.bool:
-            raise ValueError(f"logits_at is {index.dtype} {list(index.shape)}; see forward() for what it may be")
+        if index.dim() != 1 or index.dtype == torch.bool or index.is_floating_point():
+            raise ValueError(f"logits_at is {index.dtype} {list(index.shape)}; {_ROWS}")
         if index.numel() and not -n_pos <= int(index.min()) <= int(index.max()) < n_pos:
             raise ValueError(f"logits_at={index.tolist()} reaches outside the {n_pos} rows")
         return cls((index % n_pos).expand(n_batch, -1), None, n_pos)

@@ -155,7 +155,7 @@ def takes(kind: type[Settings]) -> Callable[[Callable[..., R]], Callable[..., R]
                 with arguments.context():
                     arguments.accepts(*args, **given)
             except TypeError as error:
-                raise arguments.refusal(args, given) or error from None
+                args, given = arguments.uncompiled(args, given, error)
             return function(*args, **given)
 
         vars(called)[CHECKED] = True
@@ -217,7 +217,7 @@ def checked_arguments(target: F) -> F:
             with arguments.context():
                 arguments.accepts(*args, **kwargs)
         except TypeError as error:  # beartype raises others than `Unfit` of a tensor without axes
-            raise arguments.refusal(args, kwargs) or error from None
+            args, kwargs = arguments.uncompiled(args, kwargs, error)
         return target(*args, **kwargs)
 
     vars(checked)[CHECKED] = True
@@ -284,9 +284,9 @@ def plain_number(name: str, value: Any) -> float:
 
 def check_bool(name: str, value: Any) -> bool:
     """`value`; a `TypeError` unless it is a bool, because a text such as "no" would count as True."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is {kind_of(value)}; it must be True or False")
-    return value
+    if not isinstance(value, bool) and (not _is_bool(value) or value.ndim):
+        raise TypeError(f"{name}={shown(value)} is {kind_of(value)}; it must be True or False")
+    return bool(value)
 
 
 def text_tuple(name: str, value: Iterable[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ as NumPy's scalars, but no bool; a text, bytes or a mapping is no sequence of pa
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from inspect import Parameter, Signature, isclass, unwrap
 from reprlib import Repr
@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, SupportsFloat, SupportsIndex, Union,
 RECEIVERS = ("self", "cls")
 _WHOLE, _REAL = (int, SupportsIndex), (float, SupportsFloat)
 _SEVERAL = (Sequence, Iterable, Collection, Set, list)
+_BOOLS = ("bool", "torch.bool")
 _WORDS: dict[Any, str] = {
     NoneType: "None",
     Any: "anything",
@@ -62,6 +63,20 @@ class Arguments:
         does_nothing.__name__, does_nothing.__qualname__ = name.rpartition(".")[2], name
         does_nothing.__annotations__ = {key: _as_meant(hint) for key, hint in self.hints.items()}
         self.accepts: Callable[..., None] = beartype(conf=BeartypeConf(violation_type=Unfit))(does_nothing)
+
+    def uncompiled(self, args: Sequence[Any], given: Mapping[str, Any], error: TypeError) -> tuple[Any, dict[str, Any]]:
+        """The arguments with models in place of what `torch.compile` made of them, in which hooks may be dead.
+
+        Raises the refusal of a call that does not fit for another reason.
+        """
+        plain = tuple(getattr(each, "_orig_mod", each) for each in args)
+        named = {name: getattr(each, "_orig_mod", each) for name, each in given.items()}
+        if any(hasattr(each, "_orig_mod") for each in (*args, *given.values())):
+            with suppress(TypeError), self.context():
+                self.accepts(*plain, **named)
+                return plain, named
+        self.signature.bind(*plain, **named)
+        raise self.refusal(plain, named) or error from None
 
     def refusal(self, args: Sequence[Any], given: Mapping[str, Any]) -> TypeError | ValueError | None:
         """The error of a call with an argument that does not fit: which one, what it is, and what the function takes.
@@ -112,7 +127,7 @@ def kind_of(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """The value for a message, in at most about 60 characters; of a tensor or an array, its dtype and shape."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    if hasattr(value, "dtype") and hasattr(value, "shape") and not isclass(value):
         return f"<{value.dtype} {list(value.shape)}>"
     return _SHORT.repr(value)
 
@@ -164,6 +179,9 @@ def _as_meant(hint: Any) -> Any:
         if torch := sys.modules.get("torch"):
             one &= ~IsAttr["dtype", IsEqual[torch.bool]]
         return Annotated[SupportsIndex if hint in _WHOLE else SupportsFloat, one]
+    if hint is bool:  # NumPy's and torch's too
+        scalar = Is[lambda value: str(getattr(value, "dtype", "")) in _BOOLS and not value.ndim]
+        return bool | Annotated[Any, scalar]
     if origin in (Union, UnionType):
         options = tuple(map(_as_meant, parts))
         # As it is if nothing changes: beartype confuses Optional[X] with X | None.

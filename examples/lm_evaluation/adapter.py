@@ -59,8 +59,10 @@ class DiffusionLensLM(LM):
         """What the model writes after each context, up to the first of the texts at which it is to stop."""
         answers = []
         for context, options in tqdm([request.args for request in requests], disable=None):
-            n_new = min(int(options.get("max_gen_toks", 256)), self.longest - 1)
-            prompt = torch.tensor([self._encode(context)[n_new - self.longest :]])
+            # The context comes first; of one that fills the canvas, the beginning is cut.
+            most = int(options.get("max_gen_toks", 256))
+            tokens = self._encode(context)[-max(self.longest - most, self.longest // 2) :]
+            n_new, prompt = min(most, self.longest - len(tokens)), torch.tensor([tokens])
             run = self.model.denoise(
                 prompt,
                 max_new_tokens=n_new,
@@ -68,7 +70,7 @@ class DiffusionLensLM(LM):
                 temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0,
             )
             text, until = run.completion[0], options.get("until") or []
-            for stop in [until] if isinstance(until, str) else until:
+            for stop in filter(None, [until] if isinstance(until, str) else until):
                 text = text.split(stop)[0]
             answers.append(text)
         return answers

@@ -4,7 +4,8 @@ import pytest
 import torch
 from small_networks import small_architecture
 
-from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens import HookedDiffusionTransformer, Query
+from diffusion_lens.analysis import logit_lens
 from diffusion_lens.model.config import DiffusionConfig
 
 POINT = "blocks.0.hook_resid_post"
@@ -39,6 +40,18 @@ def test_hooks_caches_and_the_loop_are_those_of_a_model_that_is_not_compiled():
     runs = [each.denoise_with_cache(tokens, POINT, fwd_hooks=[(POINT, zeroed)], **call) for each in (compiled, plain)]
     assert torch.equal(runs[0][0].canvases, runs[1][0].canvases)
     assert not runs[0][1][0][POINT].any()
+
+    by_block = HookedDiffusionTransformer(cfg, seed=1)
+    for block in by_block.blocks:
+        block.compile(backend="eager")
+    assert torch.equal(by_block(tokens), unhooked)
+    assert by_block.run_with_cache(tokens)[1].keys() == expected.keys()
+    assert torch.equal(
+        by_block.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_z", zeroed)]),
+        plain.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_z", zeroed)]),
+    )
+    lens = [logit_lens(each, Query(tokens[0], (1, 2), (3,), (9,))) for each in (compiled, plain)]
+    assert torch.equal(lens[0].entropy, lens[1].entropy)
 
     model.compile(backend="eager")
     for _ in range(2):
