@@ -295,7 +295,15 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         if unfit := [name for name, value in parts.items() if value is not None]:
             raise ValueError(f"return_type={return_type!r} runs the whole network; leave out {unfit}")
         both = return_type == "both"
-        return _own_loss(self, given, attention_mask, loss_per_token, samples, generator, return_logits=both)
+        try:
+            return _own_loss(self, given, attention_mask, loss_per_token, samples, generator, return_logits=both)
+        except RuntimeError as error:
+            if not str(error).startswith("vmap:"):
+                raise
+            raise ValueError(
+                f"return_type={return_type!r} chooses rows by their tokens, which torch.func.vmap does not allow: "
+                "compute the loss of model(tokens) inside vmap, or call the model once for each row"
+            ) from error
 
     @checked_arguments
     def loss_fn(

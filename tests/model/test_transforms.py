@@ -30,6 +30,12 @@ def test_gradients_of_each_row_are_those_of_the_row_alone(tiny):
         assert_close(padded[name][0], each, rtol=1e-4, atol=1e-5)
 
 
+def test_the_loss_that_chooses_rows_says_so_inside_vmap(tiny):
+    rows = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    with pytest.raises(ValueError, match=r"chooses rows by their tokens, which torch.func.vmap does not allow"):
+        vmap(lambda row: tiny(row[None], return_type="loss"))(rows)
+
+
 @pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_rows_of_a_model_with_padding_of_its_own(own_pad):
     tokens = torch.tensor([[5, 6, 7], [8, 9, 2]])
