@@ -641,7 +641,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             raise ValueError(f"return_type={return_type!r}; it must be one of {', '.join(map(repr, RETURN_TYPES))}")
         if return_type == "input":
             return_type = "tokens" if isinstance(prompt, Tensor) else "str"
-        ends = end_tokens(self.tokenizer, eos_token_id) if stop_at_eos else []
+        ends = end_tokens(self, eos_token_id) if stop_at_eos else []
 
         # 2. Run the loop.
         numbers: Any = (steps, sampler, cfg_scale, temperature_of(do_sample, temperature), seed)

@@ -69,13 +69,13 @@ def temperature_of(do_sample: bool | None, temperature: SupportsFloat | None) ->
     return 0.0
 
 
-def end_tokens(tokenizer: Any, given: SupportsIndex | Sequence[SupportsIndex] | None) -> list[int]:
+def end_tokens(model: Any, given: SupportsIndex | Sequence[SupportsIndex] | None) -> list[int]:
     """The ids at which a text ends: those that are given, or the tokenizer's end token, if it has one."""
     if given is None:
-        given = getattr(tokenizer, "eos_token_id", None)
+        given = getattr(model.tokenizer, "eos_token_id", None)
     ends = [] if given is None else whole_numbers("eos_token_id", given)
-    if tokenizer is not None and (unknown := [end for end in ends if not 0 <= end < len(tokenizer)]):
-        raise ValueError(f"eos_token_id={unknown[0]} is not among the {len(tokenizer)} tokens of the tokenizer")
+    if unknown := [end for end in ends if not 0 <= end < model.cfg.d_vocab]:
+        raise ValueError(f"eos_token_id={unknown[0]} is not among the {model.cfg.d_vocab} tokens of the model")
     return ends
 
 
@@ -106,7 +106,7 @@ def filled_with_ends(
     """The tokens, with an end token wherever a text has ended."""
     if not ended.any():
         return trajectory.tokens
-    if not (ends := ends or end_tokens(model.tokenizer, None)):
+    if not (ends := ends or end_tokens(model, None)):
         raise ValueError(
             f"a text has ended, and {model.cfg.model_name!r} has no end token for the positions after it: pass "
             "eos_token_id=, or take return_type='str'"

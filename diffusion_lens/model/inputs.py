@@ -44,9 +44,9 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
 
 
 def warn_unless_masked(tokens: Tokens, mask_id: int, cfg: DiffusionConfig) -> None:
-    """Warn if no token of a row is [MASK], so that its logits are no predictions."""
+    """Warn if no token is [MASK], so that the logits are no predictions."""
     try:
-        if bool((tokens == mask_id).any(dim=-1).all()):
+        if bool((tokens == mask_id).any()):
             return
     except RuntimeError:  # as in `check_tokens`
         return
