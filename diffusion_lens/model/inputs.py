@@ -115,7 +115,7 @@ def check_layers(start: int | None, stop: int | None, n_layers: int) -> tuple[in
     """First block and end of the block range; negative numbers count from the end, as in TransformerLens."""
     bounds = []
     for name, layer, default in (("start_at_layer", start, 0), ("stop_at_layer", stop, n_layers)):
-        layer = default if layer is None else whole_number(name, layer)
+        layer = default if layer is None else layer if type(layer) is int else whole_number(name, layer)
         resolved = layer + n_layers if layer < 0 else layer
         if not 0 <= resolved <= n_layers:
             raise ValueError(f"{name}={layer} is outside the {n_layers} layers of this model")
