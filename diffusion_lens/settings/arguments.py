@@ -75,18 +75,14 @@ class Arguments:
             with suppress(TypeError), self.context():
                 self.accepts(*plain, **named)
                 return plain, named
-        self.signature.bind(*plain, **named)
         raise self.refusal(plain, named) or error from None
 
     def refusal(self, args: Sequence[Any], given: Mapping[str, Any]) -> TypeError | ValueError | None:
         """The error of a call with an argument that does not fit: which one, what it is, and what the function takes.
 
-        `None` of a call that does not fit the signature.
+        `None` if each fits by itself. Of a call that does not fit the signature, Python's own `TypeError` is raised.
         """
-        try:
-            values = self.signature.bind(*args, **given).arguments
-        except TypeError:
-            return None
+        values = self.signature.bind(*args, **given).arguments
         with self.context():
             for name, hint in self.hints.items():
                 if name in values and not _fits(values[name], hint):
