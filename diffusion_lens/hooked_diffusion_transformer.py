@@ -385,13 +385,26 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
     @checked_arguments
     def run_with_hooks(
-        self, *model_args: Any, fwd_hooks: FwdHooks = (), bwd_hooks: FwdHooks = (), **kwargs: Any
+        self,
+        *model_args: Any,
+        fwd_hooks: FwdHooks = (),
+        bwd_hooks: FwdHooks = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """As in TransformerLens; a hook that the forward pass would never reach is an error."""
         for name, _ in [*hook_pairs(fwd_hooks), *hook_pairs(bwd_hooks)]:
             check_hookable(self, name, in_loop=False)
         self._check_keywords("run_with_hooks", kwargs)
-        return super().run_with_hooks(*model_args, fwd_hooks=list(fwd_hooks), bwd_hooks=list(bwd_hooks), **kwargs)
+        return super().run_with_hooks(
+            *model_args,
+            fwd_hooks=list(fwd_hooks),
+            bwd_hooks=list(bwd_hooks),
+            reset_hooks_end=reset_hooks_end,
+            clear_contexts=clear_contexts,
+            **kwargs,
+        )
 
     @restoring
     def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:  # type: ignore[override]
@@ -456,13 +469,22 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         names_filter: NamesFilter = None,
         return_cache_object: bool = True,
         remove_batch_dim: bool = False,
+        incl_bwd: bool = False,
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As in TransformerLens: the output and an `ActivationCache` of the hook points that `names_filter` selects."""
         self._check_keywords("run_with_cache", kwargs)
         names = select_passing(self, names_filter, in_loop=False)
         out, cache = super().run_with_cache(
-            *model_args, names_filter=names, remove_batch_dim=remove_batch_dim, **kwargs
+            *model_args,
+            names_filter=names,
+            remove_batch_dim=remove_batch_dim,
+            incl_bwd=incl_bwd,
+            reset_hooks_end=reset_hooks_end,
+            clear_contexts=clear_contexts,
+            **kwargs,
         )
         if return_cache_object:
             return out, AliasedCache(cache, self, has_batch_dim=not remove_batch_dim)
@@ -710,6 +732,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         """
         return save_pretrained(folder, self.state_dict(), self.cfg, self.tokenizer)
 
+    @checked_arguments
     def export_hf(self, folder: str | Path) -> Path:
         """Write config, weights and tokenizer in the format that transformers, peft, lm-eval and vLLM read.
 

@@ -13,6 +13,7 @@ from diffusion_lens import Fact, HookedDiffusionTransformer
 from diffusion_lens.analysis import causal_trace, logit_lens, noise_scale, patch_grid
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising import lay_out
+from diffusion_lens.denoising.samplers import sdar
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.settings import CHECKED, checked_arguments, plain_number
 from diffusion_lens.training import TrainingConfig
@@ -58,7 +59,14 @@ def test_bad_arguments_are_refused_and_leave_no_trace():
         (lambda m, q: Fact(1j, object(), [3]), "Fact: prompt=1j is a complex; it must be a text"),
         (lambda m, q: causal_trace(m, q, noise=0.5, layers={1: 2}), "layers=.* is a dict; it must be a whole number"),
         (lambda m, q: recall_by_steps(m, {"a": q}), "facts={'a': .* is a dict; it must be a sequence"),
-        (lambda m, q: causal_trace(m, q, noise=0.5, positions=1j), "positions=1j is one number; give a sequence"),
+        (lambda m, q: causal_trace(m, q, noise=0.5, positions=1), r"positions=1 is one number; give .*positions=\[1\]"),
+        (lambda m, q: causal_trace(m, q, noise=0.5, positions=1j), "positions=1j is a complex; it must be a sequence"),
+        (lambda m, q: causal_trace(m, q, noise=0.5, positions=slice(2)), "positions=slice.* is a slice; it must be a"),
+        (lambda m, q: causal_trace(m, q, seed=2**32), "seed=4294967296; numpy.random.RandomState takes seeds below"),
+        (lambda m, q: sdar(eb_threshold=math.nan), "eb_threshold=nan; it must be a finite number above 0"),
+        (lambda m, q: m.run_with_hooks(q.tokens, reset_hooks_end="no"), "reset_hooks_end='no' is a str"),
+        (lambda m, q: m.run_with_cache(q.tokens, incl_bwd="no"), "incl_bwd='no' is a str; it must be True or False"),
+        (lambda m, q: m(q.tokens, past_kv_cache=5), "past_kv_cache is an int; it must be a key/value cache"),
         (lambda m, q: causal_trace("tiny", q, noise=0.5), "model='tiny' is a str; it must be a DiffusionTransformer"),
         (lambda m, q: lay_out(m, "the", length=10**400), "length=1000.* is too large for a number of 64 bits"),
         (lambda m, q: plain_number("noise", 10**400), "noise=1000.* is too large for a number of 64 bits"),

@@ -23,6 +23,7 @@ def test_a_bundled_baseline_goes_on_in_transformers_as_measured(tmp_path):
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert tokenizer(TEXT, return_tensors="pt")["input_ids"].tolist() == tokens.tolist()
     assert theirs.config.eos_token_id == model.tokenizer.eos_token_id
+    assert theirs.config.bos_token_id is model.tokenizer.bos_token_id is None  # not 1, the default of a Llama
     assert theirs.config.architectures == ["LlamaForCausalLM"]
     logits = theirs(tokens).logits
     assert 1e-4 < (logits - model(tokens)).abs().max() <= most < 0.1

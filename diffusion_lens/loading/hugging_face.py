@@ -31,7 +31,7 @@ def export_hf(model: Any, folder: str | Path) -> Path:
     if cfg.is_autoregressive and family not in CAUSAL:
         architecture, family = _as_causal(architecture, target)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
-    beside: dict[str, Any] = {key: id_ for key, id_ in ids.items() if id_ is not None}
+    beside: dict[str, Any] = dict(ids)  # null where there is none: without a key, transformers takes its kind's default
     if family in CAUSAL and cfg.is_autoregressive:
         beside |= {"architectures": [CAUSAL[family]], "torch_dtype": str(cfg.dtype).removeprefix("torch.")}
 

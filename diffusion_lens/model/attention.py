@@ -25,6 +25,7 @@ from diffusion_lens.model.inputs import LogitRows, rows_at
 from diffusion_lens.model.layers import Modulation, RMSNorm, beside, bias_of, gated
 from diffusion_lens.model.positions import ScoreBias, Tables, rotate
 from diffusion_lens.model.shapes import PosMask, Resid
+from diffusion_lens.settings.arguments import kind_of
 from weight_conversion import Context, Variant
 
 Heads = Float[Tensor, "batch pos head d_head"]
@@ -244,6 +245,8 @@ class KeyValueCache:
         """The cache itself, or one with what a cache of TransformerLens has."""
         if isinstance(cache, KeyValueCache):
             return cache
+        if not hasattr(cache, "entries"):
+            raise TypeError(f"past_kv_cache is {kind_of(cache)}; it must be a key/value cache")
         own = cls(0)
         own.layers = [
             LayerKeyValues(entry.past_keys, entry.past_values) if entry.past_keys.shape[1] else LayerKeyValues()

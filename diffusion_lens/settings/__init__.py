@@ -314,6 +314,13 @@ def check_seed(name: str, value: Any) -> int:
     return at_least(0, name, value)
 
 
+def check_numpy_seed(name: str, value: Any) -> int:
+    """`value` as a seed of `numpy.random.RandomState`."""
+    if (seed := check_seed(name, value)) >= 2**32:
+        raise ValueError(f"{name}={seed}; numpy.random.RandomState takes seeds below 2**32")
+    return seed
+
+
 def not_negative(name: str, value: Any, zero: str = "") -> float:
     """`value` as a float; a `ValueError`, which may explain what 0 means, unless it is finite and 0 or more."""
     number = plain_number(name, value)
@@ -381,7 +388,9 @@ def unique_indices(name: str, given: Iterable[Whole] | None) -> tuple[int, ...] 
     if given is None:
         return None
     if not isinstance(given, Iterable):
-        raise TypeError(f"{name}={given!r} is one number; give a sequence, {name}=[{given!r}]")
+        one = f"one number; give a sequence, {name}=[{given!r}]"
+        words = one if hasattr(given, "__index__") else f"{kind_of(given)}; it must be a sequence of whole numbers"
+        raise TypeError(f"{name}={shown(given)} is {words}")
     numbers = whole_numbers(name, given)
     if not numbers:
         raise ValueError(f"{name}=[]; give one index or more, or leave {name}= out to select all")

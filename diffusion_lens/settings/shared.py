@@ -31,6 +31,7 @@ from diffusion_lens.settings import (
     Whole,
     as_given,
     at_least,
+    check_numpy_seed,
     check_seed,
     not_negative,
     one_of,
@@ -164,7 +165,7 @@ class TraceFields(Settings):
         1,
         "Seed of the random numbers. A trace gives it to numpy.random.RandomState, as ROME's code does, so that "
         "published traces are reproduced exactly.",
-        check_seed,
+        check_numpy_seed,
     )
     corruption: str = setting(
         "gaussian",

@@ -396,6 +396,7 @@ def test_noise_scale_is_three_standard_deviations(tiny):
     embedded = tiny.W_E[tiny.to_tokens("Gustav Geisser")[0]]
     expected = 3 * embedded.std(correction=1).item()
     assert noise_scale(tiny, ["Gustav Geisser"]) == pytest.approx(expected, rel=1e-5)
+    assert noise_scale(tiny, [FACT]) == noise_scale(tiny, [FACT.to_query(tiny)])
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)

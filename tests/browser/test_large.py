@@ -38,7 +38,8 @@ def test_the_file_is_below_three_megabytes(pages: dict[str, Path]) -> None:
     ],
 )
 def test_views_change_within_200_ms(opened: Callable[..., Any], selector: str, values: list[str | None]) -> None:
-    """The page's thread works for less than 200 ms, and no more passes if the machine does nothing else."""
+    """The page's thread works for less than 200 ms, and no more passes; beside other processes, which share the caches
+    and units of a core, for less than 400 ms."""
     page = opened("large", fragment="#layer=10&step=1")
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
@@ -47,8 +48,9 @@ def test_views_change_within_200_ms(opened: Callable[..., Any], selector: str, v
         before = work(session)
         passed.append(page.evaluate(TIMED, [selector, value]))
         worked.append(1000 * (work(session) - before))
-    assert min(worked) < 200, worked
-    if os.getloadavg()[0] < (os.cpu_count() or 1):
+    idle = os.getloadavg()[0] < (os.cpu_count() or 1)
+    assert min(worked) < (200 if idle else 400), worked
+    if idle:
         assert min(passed) < 200, passed
 
 

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffusion_lens.facts.fact import Query
+from diffusion_lens.analysis.engine.layout import as_query
+from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.names import attn_out, mlp_out, resid_post, shared_out
 from diffusion_lens.interventions import Hook
 from diffusion_lens.model.config import DiffusionConfig
@@ -134,9 +135,9 @@ def points_of(kind: str | None, block: int, cfg: DiffusionConfig) -> list[str]:
 
 @torch.no_grad()
 @checked_arguments
-def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[Query], factor: float = 3.0) -> float:
-    """`factor` standard deviations of the embeddings of the tokens of these texts, or of the subjects of these queries
-    (ROME's `collect_embedding_std`).
+def noise_scale(model: DiffusionTransformer, subjects: Sequence[str | Fact | Query], factor: float = 3.0) -> float:
+    """`factor` standard deviations of the embeddings of the tokens of these texts, or of the subjects of these facts or
+    queries (ROME's `collect_embedding_std`).
 
     Raises:
         ValueError: No subjects, or a text with words that the tokenizer does not know.
@@ -144,11 +145,15 @@ def noise_scale(model: DiffusionTransformer, subjects: Sequence[str] | Sequence[
     if not subjects:
         raise ValueError("subjects is empty; the noise scale is measured on one text or query, or on more")
     pieces = [
-        _known_tokens(model, subject) if isinstance(subject, str) else subject.tokens[slice(*subject.subject)]
+        _known_tokens(model, subject) if isinstance(subject, str) else _subject_tokens(as_query(model, subject))
         for subject in subjects
     ]
     embedded = model.embed(torch.cat([piece.to(model.cfg.device) for piece in pieces])[None])
     return positive("factor", factor) * float(embedded.float().cpu().std())  # the same bits for any device
+
+
+def _subject_tokens(query: Query) -> Tensor:
+    return query.tokens[slice(*query.subject)]
 
 
 def _known_tokens(model: DiffusionTransformer, text: str) -> Tensor:
