@@ -402,7 +402,13 @@ def correlation_of_frequencies(
     frequencies: Float[Tensor, "frequency"], forward_offset: int, reverse_offset: int
 ) -> float:
     """`isotropic_route_correlation` for a model's own rotary frequencies, such as scaled ones: the mean over m of
-    cos((a - b) · frequency_m), with the frequencies in radians per position (`model.positions.frequencies`)."""
+    cos((a - b) · frequency_m), with the frequencies in radians per position (`model.positions.frequencies`).
+
+    Raises:
+        ValueError: There is no frequency.
+    """
+    if not len(frequencies):
+        raise ValueError("frequencies is empty; give model.positions.frequencies, or some of them")
     return float(((forward_offset - reverse_offset) * frequencies.double()).cos().mean())
 
 
