@@ -60,6 +60,7 @@ from diffusion_lens.settings import (
     check_keywords,
     checked_arguments,
     keywords_of,
+    one_of,
     takes,
     takes_any_keyword,
 )
@@ -407,15 +408,23 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         )
 
     @restoring
-    def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:  # type: ignore[override]
+    def hooks(  # type: ignore[override]
+        self,
+        fwd_hooks: FwdHooks = (),
+        bwd_hooks: FwdHooks = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Iterator[Any]:
         """As in TransformerLens; inside, no other thread may use the model."""
-        for given in (*args[:2], kwargs.get("fwd_hooks", ()), kwargs.get("bwd_hooks", ())):
-            if given:
-                hook_pairs(given)
+        forward = hook_pairs(fwd_hooks) if fwd_hooks else []
+        backward = hook_pairs(bwd_hooks) if bwd_hooks else []
+        for flag, value in (("reset_hooks_end", reset_hooks_end), ("clear_contexts", clear_contexts)):
+            if not isinstance(value, bool):
+                check_bool(flag, value)
         with self.clock.held():
             self.clock.drop_hooks = self._drop_dead_hooks
             try:
-                with super().hooks(*args, **kwargs) as model:
+                with super().hooks(forward, backward, reset_hooks_end, clear_contexts) as model:
                     yield model
             finally:
                 if not self.context_level:  # where detaching was cut off, TransformerLens has not lowered its level
@@ -491,22 +500,44 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         return out, ByHookPoint(cache)
 
     @held_whole
-    def add_hook(self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def add_hook(
+        self,
+        name: str | Callable[[str], bool],
+        hook: Callable[..., Any],
+        dir: Literal["fwd", "bwd"] = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+    ) -> None:
         """As in TransformerLens; a name or predicate that selects nothing is an error with the nearest names."""
+        for flag, value in (("is_permanent", is_permanent), ("prepend", prepend)):
+            if not isinstance(value, bool):
+                check_bool(flag, value)
         if not callable(hook):
             raise TypeError(f"hook={shown(hook)} is {kind_of(hook)}; it must be a function fn(activation, hook)")
         points = check_hookable(self, name)
         with self.clock.held():
             for point in points:
-                handle: Any = self.hook_dict[point].add_hook(hook, *args, **kwargs)
+                handle: Any = self.hook_dict[point].add_hook(hook, dir, is_permanent, level, prepend)
                 # A predicate may select points that do not pass, beside others; a name says that the hook matters.
                 handle.by_predicate = callable(name)
 
     @held_whole
-    def reset_hooks(self, *args: Any, **kwargs: Any) -> None:
+    def reset_hooks(
+        self,
+        clear_contexts: bool = True,
+        direction: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
         """As in TransformerLens."""
+        one_of("fwd", "bwd", "both")("direction", direction)
+        clears, all_hooks = (
+            check_bool("clear_contexts", clear_contexts),
+            check_bool("including_permanent", including_permanent),
+        )
         with self.clock.held():
-            super().reset_hooks(*args, **kwargs)
+            super().reset_hooks(clears, direction, all_hooks, level)
 
     def _check_keywords(self, method: str, given: Mapping[str, Any]) -> None:
         forward = vars(self).get("forward") or type(self).forward

@@ -13,7 +13,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, hooked_diffusion_transformer
-from diffusion_lens.analysis import compute_key, logit_lens, patch_grid
+from diffusion_lens.analysis import compute_key, edge_attribution, logit_lens, patch_grid
 from diffusion_lens.denoising.generate import INSTEAD
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.interventions import while_predicting
@@ -297,8 +297,9 @@ def test_reading_a_bare_prompt_warns_once_at_the_line_of_the_caller(tiny, annota
         lambda: tiny.run_with_cache(tokens, names_filter="hook_embed"),
         lambda: tiny.run_with_hooks(PROMPT, fwd_hooks=[("hook_embed", lambda activation, hook: None)]),
         lambda: patch_grid(tiny, PROMPT, tokens.roll(1, dims=1), metric, "resid_pre", layers=[1]),
+        lambda: edge_attribution(tiny, PROMPT, tokens.roll(1, dims=1), metric, ig_steps=1),
     )
-    assert shown == ([] if tiny.cfg.is_autoregressive else [line + 2 + i for i in range(6)])
+    assert shown == ([] if tiny.cfg.is_autoregressive else [line + 2 + i for i in range(7)])
 
 
 def test_readings_that_are_meant_do_not_warn(tiny):

@@ -30,8 +30,10 @@ def export_hf(model: Any, folder: str | Path) -> Path:
     architecture, family = cfg.architecture, cfg.family
     if cfg.is_autoregressive and family not in CAUSAL:
         architecture, family = _as_causal(architecture, target)
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
-    beside: dict[str, Any] = dict(ids)  # null where there is none: without a key, transformers takes its kind's default
+    # null where there is none: without a key, transformers takes the default of its kind.
+    beside: dict[str, Any] = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
+    }
     if family in CAUSAL and cfg.is_autoregressive:
         beside |= {"architectures": [CAUSAL[family]], "torch_dtype": str(cfg.dtype).removeprefix("torch.")}
 

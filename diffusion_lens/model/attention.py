@@ -246,7 +246,7 @@ class KeyValueCache:
         if isinstance(cache, KeyValueCache):
             return cache
         if not hasattr(cache, "entries"):
-            raise TypeError(f"past_kv_cache is {kind_of(cache)}; it must be a key/value cache")
+            raise TypeError(f"past_kv_cache is {kind_of(cache)}; it must be a KeyValueCache")
         own = cls(0)
         own.layers = [
             LayerKeyValues(entry.past_keys, entry.past_values) if entry.past_keys.shape[1] else LayerKeyValues()

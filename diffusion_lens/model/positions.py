@@ -205,7 +205,9 @@ class Rotary(Positions):
         if known is None or known[0].shape[0] < n_all:
             length = max(n_all, 2 * known[0].shape[0] if known else 0)
             known = self._compute(length, at.device)
-            if type(known[0]) is Tensor:  # torch.export computes with stand-ins that have no values
+            # Later passes may not read what torch.export, torch.func's gradients or torch.jit compute with.
+            wrapped = torch._C._functorch.is_functorch_wrapped_tensor(known[0])
+            if type(known[0]) is Tensor and not wrapped and not torch.jit.is_tracing():  # type: ignore[attr-defined]
                 self._tables[at.device] = known
         cos, sin = known
         if self.rotation == "activation":

@@ -388,8 +388,9 @@ def unique_indices(name: str, given: Iterable[Whole] | None) -> tuple[int, ...] 
     if given is None:
         return None
     if not isinstance(given, Iterable):
-        one = f"one number; give a sequence, {name}=[{given!r}]"
-        words = one if hasattr(given, "__index__") else f"{kind_of(given)}; it must be a sequence of whole numbers"
+        one = f"one number; give a sequence, {name}=[{shown(given)}]"
+        is_one = hasattr(given, "__index__") and not isinstance(given, bool)
+        words = one if is_one else f"{kind_of(given)}; it must be a sequence of whole numbers"
         raise TypeError(f"{name}={shown(given)} is {words}")
     numbers = whole_numbers(name, given)
     if not numbers:

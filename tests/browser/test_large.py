@@ -37,7 +37,7 @@ def test_the_file_is_below_three_megabytes(pages: dict[str, Path]) -> None:
         ("[data-key*=entropy]", ["rank", "entropy", "top", "probability", "rank"]),
     ],
 )
-def test_views_change_within_200_ms(opened: Callable[..., Any], selector: str, values: list[str | None]) -> None:
+def test_views_change_at_once(opened: Callable[..., Any], selector: str, values: list[str | None]) -> None:
     """The page's thread works for less than 200 ms, and no more passes; beside other processes, which share the caches
     and units of a core, for less than 400 ms."""
     page = opened("large", fragment="#layer=10&step=1")

@@ -1,5 +1,7 @@
 """torch.func, torch.export and torch.jit take the model as it is, and leave it as it was."""
 
+import copy
+
 import pytest
 import torch
 from torch.func import functional_call, grad, vmap
@@ -54,9 +56,17 @@ def test_exported_and_traced_programs_give_the_logits(name):
     expected = model(tokens)
     assert type(expected) is torch.Tensor
     assert_close(exported(tokens), expected, rtol=0, atol=1e-6)
-    traced = torch.jit.trace(model, (tokens,), check_trace=False)
+    traced = torch.jit.trace(HookedDiffusionTransformer.from_pretrained(name, device="cpu"), (tokens,))
     others = tokens.flip(0)
     assert_close(traced(others), model(others), rtol=0, atol=1e-6)
+
+
+def test_gradients_of_a_transform_stay_in_it():
+    model = HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")  # without rotary tables
+    tokens, _ = model.canvas("Gustav Geisser is the")
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    grad(lambda given: functional_call(model, given, (tokens,)).square().mean())(weights)
+    assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
 
 
 def test_a_model_is_not_built_of_weights_without_values(tiny):

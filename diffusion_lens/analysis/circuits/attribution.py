@@ -46,6 +46,7 @@ from diffusion_lens.analysis.patching.metrics import UNREAD, Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.hooks.names import Hook, shared_out
 from diffusion_lens.model.hook_points import is_hooked, listens
+from diffusion_lens.model.inputs import warn_unless_masked
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
@@ -304,6 +305,10 @@ def _attribute(
     model = inputs.model
     graph, written_by = Graph.of(model.cfg), inputs.canvas_provenances()
     sides = inputs.sides(reading)
+    # The passes begin behind the embedding, where the network no longer sees whether a token is [MASK].
+    if reading.rows is None and model.cfg.has_mask:
+        for side in (side for pair in sides for side in pair if side.step is None):
+            warn_unless_masked(side.tokens, model.cfg.blank, model.cfg)
     passes = [kind(graph, *pair, max_bytes) for pair in sides]
     with model.optional_hooks(**kind.optional) if kind.optional else nullcontext():
         scored = [of_pair.scores(path, progress) for of_pair in passes]

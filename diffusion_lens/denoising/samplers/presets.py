@@ -14,7 +14,7 @@ from diffusion_lens.denoising.sampler import Proposal
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
 from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence
 from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
-from diffusion_lens.settings import checked_arguments, one_of, positive
+from diffusion_lens.settings import checked_arguments, not_negative, one_of
 
 _ORDERS = {"low_confidence": "confidence", "random": "random"}
 _STRATEGIES = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")
@@ -200,7 +200,8 @@ def sdar(
     one_of(*_STRATEGIES)("strategy", strategy)
     if strategy == "low_confidence_dynamic" and threshold is None:
         raise ValueError("strategy='low_confidence_dynamic' needs a threshold; without one use 'low_confidence_static'")
-    bounded, eb_threshold = strategy == "entropy_bounded", positive("eb_threshold", eb_threshold)
+    not_negative("eb_threshold", eb_threshold)
+    bounded = strategy == "entropy_bounded"
     return BlockConfidence(
         steps_per_block,
         "sequential" if strategy == "sequential" else "confidence",
