@@ -209,7 +209,11 @@ class Delta:
                 raise ValueError(f"{ADAPTER} contains one factor only of {alone[0]}")
             factors = {name: LowRank(pair["A"].clone(), pair["B"].clone()) for name, pair in parts.items()}
             card = (source / CARD).read_text(encoding="utf-8") if (source / CARD).is_file() else ""
-            how: dict[str, Any] = {"trained_length": trained_length_in(None, source), "about": said.get("about") or {}, "card": card}
+            how: dict[str, Any] = {
+                "trained_length": trained_length_in(None, source),
+                "about": said.get("about") or {},
+                "card": card,
+            }
             delta = cls(factors, architecture, base, float(config["lora_alpha"]), **how)
             if config.get("r") != delta.rank:
                 raise ValueError(f"{ADAPTER_CONFIG} says r={config.get('r')!r}, and the factors have rank {delta.rank}")
