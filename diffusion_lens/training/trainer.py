@@ -275,12 +275,17 @@ class TrainingRows(RowSource):
 
     def sha256(self) -> str:
         """Hexadecimal SHA-256 of all the data that a training reads."""
-        digest = hashlib.sha256()
-        for name, tensor in vars(self).items():
-            if tensor is not None:
-                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-                digest.update(tensor.cpu().contiguous().numpy().data)
-        return digest.hexdigest()
+        return sha256_of(vars(self))
+
+
+def sha256_of(tensors: Mapping[str, Tensor | None]) -> str:
+    """Hexadecimal SHA-256 of the names and values of tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 class RowOrder:
