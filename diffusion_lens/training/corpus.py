@@ -6,9 +6,10 @@ of the user's own are cut into rows instead, and the model reads them. A text th
 is left out, so that whatever the twin answers about it, it did not learn in its training.
 
 The work is divided into parts of up to 128 texts, each with a seed and a file of its own, so that an interrupted call
-continues.
+continues, and several adaptations may share the texts.
 """
 
+import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,9 +28,17 @@ from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.text import encode_all, require_tokenizer
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.results import load_result, save_result
-from diffusion_lens.settings import own_seed
+from diffusion_lens.records.results import (
+    load_result,
+    network_of,
+    provenance,
+    read_run,
+    require_same_run,
+    save_result,
+)
+from diffusion_lens.settings import fields_of, own_seed
 from diffusion_lens.settings.shared import CorpusSettings
+from weight_conversion import as_json, write_json
 
 ENDINGS = (" is", " was", " has", ",")  # after the subject of a fact
 _TOGETHER = 128  # texts in a part
@@ -63,7 +72,11 @@ class Corpus:
 
 def prompts_of(facts: Iterable[Fact]) -> list[str]:
     """The beginnings of texts about facts: each prompt twice, and the subject with each of `ENDINGS`."""
-    return [text for fact in facts for text in (fact.prompt, fact.prompt, *(fact.subject + end for end in ENDINGS))]
+    return [
+        text
+        for fact in facts
+        for text in (fact.prompt, fact.prompt, *(fact.subject + end for end in ENDINGS if fact.subject))
+    ]
 
 
 def write_corpus(
@@ -84,7 +97,7 @@ def write_corpus(
         folder: Folder for the files of the parts; those that exist are read.
 
     Raises:
-        ValueError: No prompt fits, or every text contains one of the words.
+        ValueError: No prompt fits, every text contains one of the words, or the folder has other texts.
     """
     check_length(settings.length, model.cfg)
     given = [prompt for prompt in prompts if not any(word in prompt for word in left_out)]
@@ -106,7 +119,7 @@ def write_corpus(
         for i in range(0, len(same), _TOGETHER)
     ]
     jobs = [partial(_written, model, part, settings, never, own_seed(settings.seed, i)) for i, part in enumerate(begun)]
-    return _kept(model, jobs, left_out, folder, progress)
+    return _kept(model, jobs, left_out, _folder(folder, model, settings, rows, never), progress)
 
 
 def read_corpus(
@@ -135,7 +148,7 @@ def read_corpus(
     if not len(rows):
         raise ValueError(f"the texts have {len(tokens)} tokens, which do not fill a row of length={settings.length}")
     jobs = [partial(_read, model, part, settings.top_k, never) for part in rows.split(_TOGETHER)]
-    return _kept(model, jobs, left_out, folder, progress)
+    return _kept(model, jobs, left_out, _folder(folder, model, settings, rows.tolist(), never), progress)
 
 
 @torch.no_grad()
@@ -181,11 +194,26 @@ def _likeliest(
 ) -> tuple[Int[Tensor, "*rest top_k"], Float[Tensor, "*rest top_k"], Float[Tensor, "*rest top_k"]]:
     """The likeliest tokens, their probabilities and their logits, on the CPU."""
     wide = logits.float()
-    if never is not None:
+    if never is not None and never < wide.shape[-1]:
         wide[..., never] = -torch.inf
     values, tokens = wide.topk(kept)
     chances = (values - wide.logsumexp(dim=-1, keepdim=True)).exp()
     return tokens.int().cpu(), chances.half().cpu(), values.cpu()
+
+
+def _folder(
+    folder: Path | None, model: DiffusionTransformer, settings: CorpusSettings, rows: list[list[int]], never: int | None
+) -> Path | None:
+    """The folder of the parts, which says whose texts it has; a `ValueError` if they are others."""
+    if folder is not None:
+        of_corpus = {name: getattr(settings, name) for name in fields_of(CorpusSettings)}
+        said = {"rows_sha256": hashlib.sha256(repr(rows).encode()).hexdigest(), "never": never}
+        described = as_json({"settings": of_corpus, **said, **network_of(provenance(model, model.cfg))})
+        file = folder / "corpus.json"
+        if file.exists():
+            require_same_run(read_run(file), described, str(folder))
+        write_json(described, file)
+    return folder
 
 
 def _kept(
