@@ -166,7 +166,7 @@ def test_unfit_factors_are_refused(llama):
     ):
         with pytest.raises(ValueError, match=message):
             replace(delta, factors=factors)
-    with pytest.raises(ValueError, match="deltas, and what adapts a causal model, are for llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match="deltas are of models of the families llama, qwen2, qwen3"):
         replace(delta, architecture=replace(delta.architecture, family="lit_gpt"))
 
 

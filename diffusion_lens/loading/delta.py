@@ -318,8 +318,8 @@ def require_projections(architecture: Architecture) -> None:
     """Raise a `ValueError` unless transformers has a model of this family, with our projections as modules."""
     if architecture.family not in CAUSAL:
         raise ValueError(
-            f"{architecture.name!r} is of the family {architecture.family!r}; deltas, and what adapts a causal model, "
-            f"are for {', '.join(CAUSAL)} (model.export_hf(folder) writes an AR baseline of another family as one)"
+            f"{architecture.name!r} is of the family {architecture.family!r}, and deltas are of models of the families "
+            f"{', '.join(CAUSAL)}: adapt it with rank=0, or as one of these (model.export_hf writes an AR baseline so)"
         )
 
 

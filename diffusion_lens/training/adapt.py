@@ -54,7 +54,7 @@ from diffusion_lens.training.trainer import (
     sha256_of,
     train,
 )
-from weight_conversion import as_json, write_json
+from weight_conversion import Architecture, as_json, write_json
 
 Questions = Sequence[tuple[list[int], int]]  # the tokens of prompts, and the first token of each answer
 RESULT, IDENTITY, CORPUS = "adaptation.safetensors", "adapt.json", "corpus"
@@ -127,10 +127,10 @@ def adapt(
     settings: AdaptSettings,
     progress: bool = True,
 ) -> Adaptation:
-    """Make a masked diffusion model of a causal Llama, Qwen2 or Qwen3; the causal model stays as it is.
+    """Make a masked diffusion model of a causal model, which stays as it is.
 
     Args:
-        model: Causal model, in float32.
+        model: Causal model in float32: a Llama, Qwen2 or Qwen3, or with rank=0 one of any family.
         facts: Facts about which the model writes texts, the likeliest way to keep them known.
         held_out: Facts whose subjects no text may name; their recall is measured.
         prompts: Texts that the model continues, beside those of the facts. Without either it writes freely.
@@ -144,7 +144,7 @@ def adapt(
         progress: Whether to show progress bars.
 
     Raises:
-        ValueError: The model is not causal, of another family, or not in float32; a setting does not fit it; or `out`
+        ValueError: The model is not causal, not in float32, or of another family; a setting does not fit it; or `out`
             contains another adaptation or weights.
         FileNotFoundError: There is no file `texts`.
     """
@@ -158,18 +158,17 @@ def adapt(
         raise ValueError("patience= needs held_out= facts that the causal model knows, whose recall ends the training")
 
     # 2. The folder, which may have a result or a part of one.
-    given = _read(texts)
+    given = read_texts(texts)
     said = [repr(list(each)) for each in (facts, held_out, prompts, given or ())]
     identity = {
-        "settings": as_json(settings.describe()),
+        "settings": settings.describe(),
         "data_sha256": hashlib.sha256("\n".join(said).encode()).hexdigest(),
         **provenance(model, model.cfg),
     }
     home = None if out is None else Path(out).expanduser()
     if home is not None:
         require_own_folder(home)
-        if (home / RUN / IDENTITY).exists():
-            require_same_run(read_run(home / RUN / IDENTITY), as_json(identity), str(home))
+        require_same_adaptation(home, identity)
         if (home / RUN / RESULT).exists():
             return _complete(home, model, twin, settings)
         write_json(identity, home / RUN / IDENTITY)
@@ -199,7 +198,7 @@ def adapt(
             numbers |= {prefix + key: value for key, value in {**of_facts, **_recall(twin, known[prefix])}.items()}
     numbers |= {"bound": _bound(twin, kept, settings.seed), "causal_nll": _causal_nll(model, kept)}
     openings = [prompt for prompt, _ in (known["held_out_"] or known[""])[:_SAMPLES]]
-    samples = _samples(twin, openings or whole.tokens[:_SAMPLES, :1].tolist(), settings)
+    samples = _samples(twin, openings or kept[:_SAMPLES, : -(-settings.length // 8)].tolist(), settings)
     made_of = {"causal_model": model.cfg.model_name, "causal_weights_sha256": identity["weights_sha256"]}
     about = {**made_of, "texts": len(rows.corpus), "data_sha256": rows.sha256(), "seconds": record.record["seconds"]}
     result = Adaptation(
@@ -228,6 +227,13 @@ def adapt(
         if corpus is None:
             shutil.rmtree(home / RUN / CORPUS)
     return result
+
+
+def require_same_adaptation(home: Path, identity: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if a folder has an adaptation of which one of these entries is another."""
+    if (home / RUN / IDENTITY).exists():
+        saved = read_run(home / RUN / IDENTITY)
+        require_same_run(saved, {**saved, **as_json(identity)}, str(home))
 
 
 def mask_token_of(model: DiffusionTransformer, given: str | Whole | None = None) -> int:
@@ -402,12 +408,18 @@ def _alpha(settings: AdaptSettings) -> float:
     return float(settings.rank) if settings.alpha is None else settings.alpha
 
 
+def require_causal(architecture: Architecture, rank: int) -> None:
+    """Raise a `ValueError` unless a model is causal and, with a rank, of a family that has deltas."""
+    if not architecture.is_autoregressive:
+        raise ValueError(f"{architecture.name!r} is no causal model, so there is no twin to make of it")
+    if rank:
+        require_projections(architecture)
+
+
 def _require_adaptable(model: DiffusionTransformer, settings: AdaptSettings, out: str | Path | None) -> None:
     """Raise a `ValueError` unless the model can be adapted with these settings."""
     cfg, source = model.cfg, model.source
-    if not cfg.is_autoregressive:
-        raise ValueError(f"{cfg.model_name!r} is no causal model, so there is no twin to make of it")
-    require_projections(cfg.architecture)
+    require_causal(cfg.architecture, settings.rank)
     if cfg.dtype != torch.float32:
         raise ValueError(f"the weights of {cfg.model_name!r} are {cfg.dtype}: load it with dtype=torch.float32")
     if settings.anneal and settings.block_size is not None:
@@ -473,7 +485,7 @@ def _complete(
     return result
 
 
-def _read(texts: str | Path | Sequence[str] | None) -> list[str] | None:
+def read_texts(texts: str | Path | Sequence[str] | None) -> list[str] | None:
     """The texts of a file, or those given."""
     if not isinstance(texts, str | Path):
         return None if texts is None else list(texts)
