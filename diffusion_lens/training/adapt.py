@@ -101,11 +101,13 @@ class Adaptation(Result, Saved):
         """What a user wants to know, in a few lines."""
         numbers, lines = self.numbers, []
         for prefix, facts in (("held_out_", "held-out facts"), ("", "facts of the training")):
-            of_facts = {key: numbers.get(prefix + key, 0.0) for key in ("facts", "known", *_NAMED)}
-            if of_facts["facts"]:
+            if prefix + "facts" in numbers:
+                shares = [
+                    f"{numbers[prefix + key]:.3f} {words}" for key, words in _NAMED.items() if prefix + key in numbers
+                ]
                 lines.append(
-                    f"{of_facts['facts']:.0f} {facts}: the causal model knows {of_facts['known']:.3f}; of these the "
-                    "twin names " + ", ".join(f"{of_facts[key]:.3f} {words}" for key, words in _NAMED.items())
+                    f"{numbers[prefix + 'facts']:.0f} {facts}: the causal model knows {numbers[prefix + 'known']:.3f}; "
+                    f"of these the twin names {', '.join(shares) or 'none'}"
                 )
         said = f"at most {numbers['bound']:.3f} of the twin, {numbers['causal_nll']:.3f} of the causal model"
         return "\n".join([*lines, f"nats per token: {said}", *(f"sample: {text!r}" for text in self.samples)])
@@ -170,7 +172,7 @@ def adapt(
         require_own_folder(home)
         require_same_adaptation(home, identity)
         if (home / RUN / RESULT).exists():
-            return _complete(home, model, twin, settings)
+            return _complete(home, twin, settings)
         write_json(identity, home / RUN / IDENTITY)
 
     # 3. The texts.
@@ -188,14 +190,16 @@ def adapt(
     delta = None
     if factors is not None:
         delta = Delta(factors, twin.cfg.architecture, _base_of(model), _alpha(settings), settings.length)
-        twin = _twin(model, settings, mask, delta)
+        _write(delta, twin)
 
     # 5. What became of it.
     numbers: dict[str, float] = {}
     for prefix, these in questions.items():
         if these:
             of_facts = {"facts": float(len(these)), "known": len(known[prefix]) / len(these)}
-            numbers |= {prefix + key: value for key, value in {**of_facts, **_recall(twin, known[prefix])}.items()}
+            # The loop takes several passes for each fact; with held-out facts, those of the training are left out.
+            recall = _recall(twin, known[prefix], settings.length, by_loop=bool(prefix) or not held_out)
+            numbers |= {prefix + key: value for key, value in {**of_facts, **recall}.items()}
     numbers |= {"bound": _bound(twin, kept, settings.seed), "causal_nll": _causal_nll(model, kept)}
     openings = [prompt for prompt, _ in (known["held_out_"] or known[""])[:_SAMPLES]]
     samples = _samples(twin, openings or kept[:_SAMPLES, : -(-settings.length // 8)].tolist(), settings)
@@ -441,9 +445,7 @@ def _base_of(model: DiffusionTransformer) -> Base:
     return Base(name, base_sha256(model.named_parameters(), n_rows), n_rows, options)
 
 
-def _twin(
-    model: DiffusionTransformer, settings: AdaptSettings, mask: int, delta: Delta | None = None
-) -> DiffusionTransformer:
+def _twin(model: DiffusionTransformer, settings: AdaptSettings, mask: int) -> DiffusionTransformer:
     """The causal model read as the twin, in weights of its own."""
     shape, size = model.cfg.architecture, settings.block_size
     n_rows = max(shape.d_vocab, mask + 1)
@@ -467,18 +469,23 @@ def _twin(
     )
     tokenizer = deepcopy(model.tokenizer)
     read_mask(tokenizer, mask)
-    return type(model)(cfg, tokenizer, tensors=twin_tensors(model.named_parameters(), architecture, delta))
+    return type(model)(cfg, tokenizer, tensors=twin_tensors(model.named_parameters(), architecture))
 
 
-def _complete(
-    home: Path, model: DiffusionTransformer, twin: DiffusionTransformer, settings: AdaptSettings
-) -> Adaptation:
+@torch.no_grad()
+def _write(delta: Delta, twin: DiffusionTransformer) -> None:
+    """Write a delta into the weights for good, as `from_pretrained` does."""
+    for name in delta.factors:
+        weight = twin.get_parameter(name)
+        weight.copy_(weight.cpu().double() + delta.update(name))
+
+
+def _complete(home: Path, twin: DiffusionTransformer, settings: AdaptSettings) -> Adaptation:
     """The result of a complete adaptation."""
     result, delta = Adaptation.load(home / RUN / RESULT), None
     if settings.rank:
         delta = Delta.load(home)
-        assert twin.cfg.mask_token_id is not None
-        twin = _twin(model, settings, twin.cfg.mask_token_id, delta)
+        _write(delta, twin)
     else:
         load_weights(twin, home / WEIGHTS)
     vars(result).update(model=twin, delta=delta)
@@ -533,16 +540,16 @@ def _first_tokens(model: DiffusionTransformer, prompts: Tokens, n_masks: int) ->
     return logits.masked_fill(~model.cfg.writable(names), -torch.inf).argmax(dim=-1).cpu()
 
 
-def _recall(twin: DiffusionTransformer, known: Questions, length: int | None = None) -> dict[str, float]:
-    """The shares of the answers that the twin names; without a `length`, also by the denoising loop."""
+def _recall(twin: DiffusionTransformer, known: Questions, length: int, by_loop: bool = False) -> dict[str, float]:
+    """The shares of the answers whose first token the twin names at the first [MASK], on canvases of one [MASK], of
+    `length` positions, and of these by the denoising loop."""
     found: dict[str, list[bool]] = defaultdict(list)
-    total = length or twin.cfg.trained_length or 0
     for prompts, answers in _by_length(known):
         n_prompt = prompts.shape[1]
-        n_masks = max(1, total - n_prompt)
+        n_masks = max(1, length - n_prompt)
         found["one_mask"] += (_first_tokens(twin, prompts, 1) == answers).tolist()
         found["many_masks"] += (_first_tokens(twin, prompts, n_masks) == answers).tolist()
-        if length is None:
+        if by_loop:
             canvas = lay_out(twin, prompts.to(twin.cfg.device), max_new_tokens=n_masks)
             written = denoise(twin, canvas, DenoiseSettings(steps=_LOOP_STEPS)).tokens[:, n_prompt].cpu()
             found["by_loop"] += (written == answers).tolist()
