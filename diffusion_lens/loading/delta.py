@@ -60,10 +60,10 @@ _OTHER_UPDATES: dict[str, Any] = {
 
 
 class LowRank(NamedTuple):
-    """The factors of an update."""
+    """The factors of an update, A [rank d_in] and B [d_out rank]."""
 
-    a: Float[Tensor, "rank d_in"]
-    b: Float[Tensor, "d_out rank"]
+    a: Float[Tensor, "rank _"]
+    b: Float[Tensor, "_ rank"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Base:
 
 
 @checked_arguments
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Delta:
     """A low-rank update of the projections of a model.
 
@@ -142,7 +142,10 @@ class Delta:
                 digest.update(_bytes(part))
         return digest.hexdigest()
 
-    def update(self, name: str) -> Float[Tensor, "d_out d_in"]:
+    def __repr__(self) -> str:
+        return f"Delta({self.architecture.name!r} of {self.base.name!r}, {len(self.factors)} weights, rank {self.rank})"
+
+    def update(self, name: str) -> Float[Tensor, "_ _"]:
         """What is added to a weight; float64 on the CPU."""
         a, b = (part.detach().cpu().double() for part in self.factors[name])
         return (b @ a) * (self.alpha / self.rank)

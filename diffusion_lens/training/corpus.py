@@ -57,10 +57,10 @@ class Corpus:
         probabilities: Their probabilities.
     """
 
-    tokens: Int[Tensor, "text pos"]
-    starts: Int[Tensor, "text"]
-    likeliest: Int[Tensor, "text pos top_k"]
-    probabilities: Float[Tensor, "text pos top_k"]
+    tokens: Int[Tensor, "batch pos"]
+    starts: Int[Tensor, "batch"]
+    likeliest: Int[Tensor, "batch pos top"]
+    probabilities: Float[Tensor, "batch pos top"]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -191,7 +191,7 @@ def _read(model: DiffusionTransformer, rows: Tokens, top_k: int, never: int | No
 
 def _likeliest(
     logits: Float[Tensor, "*rest d_vocab_out"], kept: int, never: int | None
-) -> tuple[Int[Tensor, "*rest top_k"], Float[Tensor, "*rest top_k"], Float[Tensor, "*rest top_k"]]:
+) -> tuple[Int[Tensor, "*rest top"], Float[Tensor, "*rest top"], Float[Tensor, "*rest top"]]:
     """The likeliest tokens, their probabilities and their logits, on the CPU."""
     wide = logits.float()
     if never is not None and never < wide.shape[-1]:
