@@ -12,11 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.model.edits import Edit, say_layers
+from diffusion_lens.model.edits import Edit
 from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import export
-
-__all__ = ["Factors", "WeightEdit", "before_gate", "require_same_model", "say_layers"]
 
 
 class Factors(NamedTuple):
