@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.loading import catalogue
+from diffusion_lens.hooked_diffusion_transformer import load_source
+from diffusion_lens.loading import Delta, catalogue
 from diffusion_lens.loading.catalogue import BundledDelta, find_pretrained
-from diffusion_lens.loading.delta import Base, Delta, LowRank, base_sha256
+from diffusion_lens.loading.delta import Base, LowRank, base_sha256
 
 RANK, ALPHA = 3, 6.0
 
@@ -148,6 +149,18 @@ def test_a_delta_of_another_base_is_refused(saved, specimen, configs, tmp_path):
         HookedDiffusionTransformer.from_pretrained(saved, device="cpu")
 
 
+def test_the_model_of_a_delta_loads_in_other_ways_too(saved):
+    twin = HookedDiffusionTransformer.from_pretrained(saved, device="cpu")
+    half = HookedDiffusionTransformer.from_pretrained(saved, device="cpu", dtype="bfloat16")
+    assert same(half, {name: weight.bfloat16() for name, weight in copies(twin).items()})
+    assert same(load_source(twin.source, "cpu", mapped=True), copies(twin))
+    folded = HookedDiffusionTransformer.from_pretrained(saved, device="cpu", fold_ln=True)
+    tokens = torch.tensor([[3, 1, 4, twin.cfg.mask_token_id]])
+    assert torch.allclose(folded(tokens), twin(tokens), atol=1e-4)
+    with pytest.raises(ValueError, match="without folded norms"):
+        Delta.load(saved).on(folded)
+
+
 def test_a_delta_says_itself_what_model_it_makes(saved):
     with pytest.raises(ValueError, match="leave out mode=, block_size="):
         HookedDiffusionTransformer.from_pretrained(saved, mode="block", block_size=4)
@@ -166,6 +179,8 @@ def test_unfit_factors_are_refused(llama):
     ):
         with pytest.raises(ValueError, match=message):
             replace(delta, factors=factors)
+    with pytest.raises(TypeError, match="model=3 is an int"):
+        delta.on(3)
     with pytest.raises(ValueError, match="deltas are of models of the families llama, qwen2, qwen3"):
         replace(delta, architecture=replace(delta.architecture, family="lit_gpt"))
 

@@ -37,6 +37,7 @@ from weight_conversion.families.kinds import refuse_unsupported
 
 __all__ = [
     "TOKENIZER_FILES",
+    "Delta",
     "load_tokenizer",
     "open_pretrained",
     "save_pretrained",

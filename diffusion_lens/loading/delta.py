@@ -150,6 +150,7 @@ class Delta:
         a, b = (part.detach().cpu().double() for part in self.factors[name])
         return (b @ a) * (self.alpha / self.rank)
 
+    @checked_arguments
     def on(self, model: DiffusionTransformer) -> "AppliedDelta":
         """The delta as an edit of its base, read as the twin or causally: `with delta.on(model): ...`.
 
@@ -158,6 +159,7 @@ class Delta:
         """
         return AppliedDelta(self, model)
 
+    @checked_arguments
     def save(self, folder: str | Path) -> Path:
         """Write the folder of the delta; a `ValueError` if the folder is a file or contains the weights of a model."""
         target = Path(folder).expanduser()
@@ -182,6 +184,7 @@ class Delta:
         return target
 
     @classmethod
+    @checked_arguments
     def load(cls, folder: str | Path) -> "Delta":
         """Read what `save` wrote, or peft from it.
 

@@ -35,8 +35,7 @@ class LowRankLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """W x + b, and the addition."""
-        added = F.linear(F.linear(x, self.lora_a), self.lora_b)
-        return super().forward(x) + self.scale * added
+        return super().forward(x) + F.linear(self.scale * F.linear(x, self.lora_a), self.lora_b)
 
 
 @restoring
