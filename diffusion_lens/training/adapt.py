@@ -19,10 +19,11 @@ import math
 import shutil
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -200,7 +201,9 @@ def adapt(
             # The loop takes several passes for each fact; with held-out facts, those of the training are left out.
             recall = _recall(twin, known[prefix], settings.length, by_loop=bool(prefix) or not held_out)
             numbers |= {prefix + key: value for key, value in {**of_facts, **recall}.items()}
-    numbers |= {"bound": _bound(twin, kept, settings.seed), "causal_nll": _causal_nll(model, kept)}
+    noise, texts_kept = torch.Generator().manual_seed(settings.seed), kept.to(model.cfg.device)
+    bound = _nats(partial(_masked_loss, twin, generator=noise), texts_kept.repeat(_BOUND_SAMPLES, 1))
+    numbers |= {"bound": bound, "causal_nll": _nats(partial(autoregressive_loss, model), texts_kept)}
     openings = [prompt for prompt, _ in (known["held_out_"] or known[""])[:_SAMPLES]]
     samples = _samples(twin, openings or kept[:_SAMPLES, : -(-settings.length // 8)].tolist(), settings)
     made_of = {"causal_model": model.cfg.model_name, "causal_weights_sha256": identity["weights_sha256"]}
@@ -557,20 +560,9 @@ def _recall(twin: DiffusionTransformer, known: Questions, length: int, by_loop: 
 
 
 @torch.no_grad()
-def _bound(twin: DiffusionTransformer, texts: Tokens, seed: int) -> float:
-    """The bound on the negative log-likelihood of texts, in nats per token."""
-    generator, total = torch.Generator().manual_seed(own_seed(seed, "bound")), 0.0
-    for _ in range(_BOUND_SAMPLES):
-        for rows in texts.split(_TOGETHER):
-            total += len(rows) * float(_masked_loss(twin, rows.to(twin.cfg.device), generator))
-    return total / (_BOUND_SAMPLES * len(texts))
-
-
-@torch.no_grad()
-def _causal_nll(model: DiffusionTransformer, texts: Tokens) -> float:
-    """The negative log-likelihood of texts after their first token, in nats per token."""
-    parts = texts.to(model.cfg.device).split(_TOGETHER)
-    return math.fsum(len(rows) * float(autoregressive_loss(model, rows)) for rows in parts) / len(texts)
+def _nats(loss: Callable[[Tokens], Tensor], texts: Tokens) -> float:
+    """The mean of a loss over texts."""
+    return math.fsum(len(rows) * float(loss(rows)) for rows in texts.split(_TOGETHER)) / len(texts)
 
 
 def _samples(twin: DiffusionTransformer, openings: Sequence[list[int]], settings: AdaptSettings) -> list[str]:
