@@ -424,8 +424,10 @@ class CorpusSettings(Settings):
     length: int = setting(
         32, "Number of tokens of each text, and the default length of the twin's canvas.", partial(at_least, 2)
     )
-    longest_prompt: int = setting(
-        24, "Largest number of tokens of a prompt; longer ones are left out.", partial(at_least, 1)
+    longest_prompt: int | None = setting(
+        None,
+        "Largest number of tokens of a prompt; longer ones are left out. Default: three quarters of the length.",
+        partial(at_least, 1),
     )
     temperature: float = setting(0.8, "Temperature at which texts are sampled.", positive)
     top_p: float = setting(
@@ -437,6 +439,15 @@ class CorpusSettings(Settings):
         partial(at_least, 1),
     )
     seed: int = setting(0, "Seed of the texts, the additions, the order of the rows and the noise.", check_seed)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.longest_prompt is None:
+            vars(self)["longest_prompt"] = self.length * 3 // 4
+        elif self.longest_prompt >= self.length:
+            raise ValueError(
+                f"longest_prompt={self.longest_prompt} leaves nothing to write of length={self.length} tokens"
+            )
 
 
 @dataclass(frozen=True)
@@ -488,8 +499,11 @@ class AdaptSettings(CorpusSettings):
     weight_decay: float = setting(0.0, "Weight decay of AdamW.", not_negative)
     warmup: int = setting(15, "Number of updates of the linear warm-up.", partial(at_least, 0))
     clip: float = setting(1.0, "Largest norm of the gradient.", positive)
-    crop: int = setting(
-        4, "Largest number of tokens by which the rows of an update are shortened at random.", partial(at_least, 0)
+    crop: int | None = setting(
+        None,
+        "Largest number of tokens by which the rows of an update are shortened at random. Default: an eighth of the "
+        "length.",
+        partial(at_least, 0),
     )
     distil: float = setting(
         1.0,
@@ -514,9 +528,7 @@ class AdaptSettings(CorpusSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.longest_prompt >= self.length:
-            raise ValueError(
-                f"longest_prompt={self.longest_prompt} leaves nothing to write of length={self.length} tokens"
-            )
-        if self.crop > self.length - 2:
+        if self.crop is None:
+            vars(self)["crop"] = self.length // 8
+        elif self.crop > self.length - 2:
             raise ValueError(f"crop={self.crop} leaves less than two of length={self.length} tokens")

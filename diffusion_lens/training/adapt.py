@@ -302,7 +302,7 @@ class _Rows(RowSource):
         loss = torch.zeros((), device=tokens.device)
         with self._attention(model):
             if n_distilled < len(tokens):
-                length = s.length - _below(s.crop + 1, generator)
+                length = s.length - _below(1 + (s.crop or 0), generator)
                 loss = loss + _masked_loss(model, tokens[n_distilled:, :length], generator)
             for rows in self.rows[:n_distilled].chunk(s.cuts) if n_distilled else ():
                 loss = loss + s.distil / n_distilled * self._distillation(model, rows, generator)

@@ -102,7 +102,7 @@ def write_corpus(
     check_length(settings.length, model.cfg)
     given = [prompt for prompt in prompts if not any(word in prompt for word in left_out)]
     encoded = encode_all(model, given, None) if given else []
-    rows = [row for row in encoded if 0 < len(row) <= settings.longest_prompt]
+    rows = [row for row in encoded if 0 < len(row) <= (settings.longest_prompt or 0)]
     if prompts and not rows:
         raise ValueError(
             f"none of the {len(prompts)} prompts has 1 to {settings.longest_prompt} tokens (longest_prompt=) and no "

@@ -130,7 +130,12 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("adapt", "tiny-ar", ["--out", "others"], "contains other.safetensors"),
     ("adapt", "tiny-ar", ["--rank", "4"], "deltas are of models of the families llama, qwen2, qwen3"),
     ("adapt", "tiny-mdm", [], "'tiny-mdm' is no causal model"),
-    ("adapt", "tiny-ar", ["--length", "24"], "--longest-prompt 24 leaves nothing to write of --length 24 tokens"),
+    (
+        "adapt",
+        "tiny-ar",
+        ["--length", "24", "--longest-prompt", "24"],
+        "--longest-prompt 24 leaves nothing to write of --length 24 tokens",
+    ),
     *(
         (command, "tiny-mdm", ["--length", "9000"], "do not fit into the context")
         for command in ("denoise", "recall", "trace", "aie", "patch", "lens", "rome", "compare", "signatures")
