@@ -553,7 +553,8 @@ def _recall(twin: DiffusionTransformer, known: Questions, length: int, by_loop: 
         found["one_mask"] += (_first_tokens(twin, prompts, 1) == answers).tolist()
         found["many_masks"] += (_first_tokens(twin, prompts, n_masks) == answers).tolist()
         if by_loop:
-            canvas = lay_out(twin, prompts.to(twin.cfg.device), max_new_tokens=n_masks)
+            tokens = prompts.to(twin.cfg.device)
+            canvas = lay_out(twin, tokens, max_new_tokens=n_masks, attention_mask=torch.ones_like(tokens))
             written = denoise(twin, canvas, DenoiseSettings(steps=_LOOP_STEPS)).tokens[:, n_prompt].cpu()
             found["by_loop"] += (written == answers).tolist()
     return {name: sum(right) / len(right) for name, right in found.items()}
@@ -570,7 +571,8 @@ def _samples(twin: DiffusionTransformer, openings: Sequence[list[int]], settings
     texts = []
     for opening in openings:
         tokens = torch.tensor([opening], device=twin.cfg.device)
-        canvas = lay_out(twin, tokens, max_new_tokens=max(1, settings.length - len(opening)))
+        n_masks = max(1, settings.length - len(opening))
+        canvas = lay_out(twin, tokens, max_new_tokens=n_masks, attention_mask=torch.ones_like(tokens))
         texts += denoise(twin, canvas, DenoiseSettings(seed=settings.seed)).text
     return texts
 

@@ -10,7 +10,7 @@ from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.loading.delta import Delta
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import Adaptation, adapt
-from diffusion_lens.training.adapt import _Rows, mask_token_of
+from diffusion_lens.training.adapt import _Rows, _twin, mask_token_of
 from diffusion_lens.training.corpus import prompts_of, write_corpus
 
 SMALL = dict(n_texts=30, length=10, longest_prompt=7, top_k=6, steps=3, batch_size=8, warmup=1, rank=2, crop=2)
@@ -69,7 +69,7 @@ def test_a_twin_learns_and_its_numbers_are_those_of_public_calls(base, facts, tm
             counts["known"] += int(base.generate(torch.tensor([prompt]), 1).tokens[0, -1] == answer)
             for name, n_masks in (("one_mask", 1), ("many_masks", length - len(prompt))):
                 tokens, rows = twin.canvas(fact.prompt, n_masks)
-                counts[name] += int(twin(tokens)[0, rows[0], :-1].argmax() == answer)  # [MASK] is the last token
+                counts[name] += int(twin(tokens)[0, rows[0]].argmax() == answer)
             if prefix:
                 written = twin.denoise(fact.prompt, length=14, steps=8).tokens[0, len(prompt)]
                 counts["by_loop"] += int(written == answer)
@@ -205,6 +205,52 @@ def test_the_distillation_is_the_divergence_from_the_causal_model(base, facts):
                 q = twin(canvas[None], logits_at=[cut - 1])[0, 0].log_softmax(dim=-1)
             total += float((p.exp() * (p - q[: len(p)])).sum())
     assert float(loss) == pytest.approx(total / 8, rel=2e-2)
+
+
+@pytest.mark.parametrize("more", [{}, {"readout": "in_place"}, {"block_size": 3}], ids=str)
+def test_the_masked_loss_is_the_bound_after_the_first_token(more, base, facts):
+    """A slow version: one text and one position at a time."""
+    settings = AdaptSettings(**{**SMALL, "distil": 0.0, "crop": 0, **more})
+    corpus = write_corpus(base, settings, prompts_of(facts), progress=False)
+    twin = _twin(base, settings, mask_token_of(base))
+    tokens = corpus.tokens[:6]
+    total = 0.0
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(2)
+        torch.randint(1, (), generator=generator)  # by how much the rows are cropped
+        noisy, p = twin.hide(tokens, torch.ones_like(tokens), generator=generator)
+        for row, clean, chance in zip(noisy, tokens, p, strict=True):
+            row[0] = clean[0]
+            clean_blocks = {} if settings.block_size is None else {"clean": clean[None]}
+            logits = twin(row[None], logits_at=list(range(10)), **clean_blocks)[0].log_softmax(dim=-1)
+            for position in (row == twin.cfg.mask_token_id).nonzero()[:, 0].tolist():
+                at = position - (settings.readout == "shifted")
+                total -= float(logits[at, clean[position]] / chance[position])
+        rows = _Rows(corpus, settings)
+        loss = rows(twin, tokens, torch.Generator().manual_seed(2))
+    assert float(loss) == pytest.approx(total / (6 * 9), rel=1e-5)
+
+
+def test_attention_begins_causal_and_opens_to_the_right(base, facts):
+    settings = AdaptSettings(**SMALL, anneal=10)
+    rows = _Rows(write_corpus(base, settings, prompts_of(facts), progress=False), settings)
+    twin, tokens = _twin(base, settings, mask_token_of(base)), rows.corpus.tokens[:3].clone()
+    far = tokens.clone()
+    far[:, 6] = twin.cfg.mask_token_id
+    at = list(range(10))
+    with torch.no_grad():
+        with rows._attention(twin):
+            assert torch.allclose(twin(tokens, logits_at=at), base(tokens), atol=1e-4)
+        rows.step = 3  # three of ten updates: three of the ten positions to the right
+        with rows._attention(twin):
+            begin = twin(tokens, stop_at_layer=1)
+            changed = (twin(far, stop_at_layer=1) != begin).any(dim=-1)
+        assert changed[:, 3:].all()
+        assert not changed[:, :3].any()
+        rows.step = 10
+        with rows._attention(twin):
+            assert not torch.allclose(twin(tokens, stop_at_layer=1), begin)
+    assert not twin.list_hooks()
 
 
 def test_mask_is_an_unused_special_token_or_a_free_row_or_a_new_one(base):
