@@ -22,7 +22,7 @@ demo: $(READY)  ## query the bundled models forward and in reverse, and trace th
 test: $(READY)  ## run the tests (CPU, offline)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
-clients: $(CLIENTS)  ## test circuitsvis, captum, nnsight and notebooks (they are installed on first use)
+clients: $(CLIENTS)  ## test circuitsvis, captum, nnsight, peft and notebooks (they are installed on first use)
 	$(BIN)/python -m pytest -q tests/clients
 
 cluster: $(CLUSTER)  ## test studies on Dask, Slurm and other executors (the extra is installed on first use, Slurm by .ci/cluster)

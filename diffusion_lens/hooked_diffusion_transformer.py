@@ -4,6 +4,7 @@ The chapters follow a session: load, call, hook, cache, denoise, generate, save.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat, SupportsIndex
@@ -34,6 +35,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.clock import held_whole, restoring
 from diffusion_lens.hooks.names import ByHookPoint, FwdHooks, NamesFilter, hook_pairs
 from diffusion_lens.loading import open_pretrained, save_pretrained
+from diffusion_lens.loading.delta import TwinCheckpoint
 from diffusion_lens.loading.hugging_face import export_hf
 from diffusion_lens.loading.source import Source, given_options
 from diffusion_lens.model.attention import KeyValueCache
@@ -105,7 +107,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
         Args:
             name_or_path: "smdm-1028m", "llada-8b-base", "site-mdm" (`list_pretrained()` prints all names), "owner/name"
-                of a repository in a known family's format, a `.safetensors` or `.pth` checkpoint, or a folder with one.
+                of a repository in a known family's format, a `.safetensors` or `.pth` checkpoint, or a folder with one
+                or with a delta (`loading.delta`), whose base is loaded too.
             config: The checkpoint's config, as a path or a mapping. By default it is read from the file beside the
                 checkpoint, or derived from the tensors' shapes.
             tokenizer: Folder with tokenizer.json and tokenizer_config.json, or a fast Hugging Face tokenizer. By
@@ -818,6 +821,8 @@ def load_source(
     else:
         model = kind(cfg, tokenizer, weights_of=weights_of)
     model.source = source
+    if isinstance(checkpoint, TwinCheckpoint):
+        model.source = replace(source, delta=checkpoint.delta.sha256)
     return model
 
 

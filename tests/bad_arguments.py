@@ -152,6 +152,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "denoise": dict(max_new_tokens=2, steps=2),
     "denoise_with_cache": dict(max_new_tokens=2, steps=2),
     "generate": dict(prompt="the", max_new_tokens=2, steps=2),
+    "adapt": dict(rank=0, n_texts=2, length=4, longest_prompt=1, crop=1, steps=1, batch_size=2),
 }
 
 
@@ -206,6 +207,7 @@ def build() -> dict[str, Any]:
         **dict(comparison=analysis.compare(*rows, resamples=5), parts=[], positions=[1], covariance=torch.eye(4)),
         edge_scores=analysis.edge_attribution(model, query, corrupted, metric, ig_steps=1),
         pupil=HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu"),
+        causal=HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu"),
     )
 
 
@@ -242,6 +244,8 @@ def good_arguments(name: str, door: Callable[..., Any]) -> dict[str, Any] | None
         quick = vars(WORLD["pairs"][0])
     if "pupil" in WORLD and name in ("train", "finetune"):
         quick = {"model": WORLD["pupil"]}
+    if "causal" in WORLD and name == "adapt":
+        quick = {**quick, "model": WORLD["causal"]}
     good = {}
     for parameter in inspect.signature(door).parameters.values():
         if parameter.name in quick:

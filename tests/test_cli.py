@@ -45,6 +45,7 @@ QUICK = {
     "recall": ["tiny-mdm", "--limit", "6", "--steps", "1", "--steps", "2"],
     "signatures": ["tiny-mdm", "--limit", "4", "--batch-size", "2"],
     "finetune": ["tiny-ar", "--epochs", "0.01", "--batch-size", "8"],
+    "adapt": ["tiny-ar", "--rank", "0", "--n-texts", "8", "--length", "12", "--longest-prompt", "8", "--steps", "1"],
 }
 STUDIES = ["aie", "compare", "recall", "signatures"]  # whose facts can be divided into shards
 
@@ -154,7 +155,7 @@ def test_a_study_shows_other_scores_and_refuses_other_settings(
 
 def test_every_command_with_a_folder_says_what_becomes_of_it() -> None:
     for name, command in COMMANDS.items():
-        if {"out", "dry_run"} <= {each.name for each in command.params} and name != "finetune":
+        if {"out", "dry_run"} <= {each.name for each in command.params} and name not in ("adapt", "finetune"):
             assert KEEPS in " ".join(done(name, "--help").stdout.split()), name
 
 
@@ -203,6 +204,7 @@ def test_help_names_every_command() -> None:
         "recall",
         "signatures",
         "finetune",
+        "adapt",
         "plot",
     } <= named
 

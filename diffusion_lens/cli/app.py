@@ -26,11 +26,11 @@ from typer.core import TyperGroup
 # fmt: off
 ORDER = (
     "demo", "models", "info", "check", "denoise", "explore", "recall", "trace", "aie", "patch",
-    "lens", "rome", "compare", "signatures", "finetune", "convert", "plot",
+    "lens", "rome", "compare", "signatures", "finetune", "adapt", "convert", "plot",
 )
 # fmt: on
 STOPPED = 130
-RESUMABLE = {"aie", "compare", "finetune", "recall", "signatures"}
+RESUMABLE = {"adapt", "aie", "compare", "finetune", "recall", "signatures"}
 STOPPED_TEXT = "Stopped. Completed work is kept under --out; the same command resumes from there."
 OURS = {"diffusion_lens", "weight_conversion"}
 REFUSED, FAILED = 2, 1

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, PublishedFile, Repository, unknown_name
+from diffusion_lens.loading.catalogue import (
+    BUNDLED,
+    DELTAS,
+    PUBLISHED,
+    REPOSITORIES,
+    PublishedFile,
+    Repository,
+    unknown_name,
+)
+from diffusion_lens.loading.delta import ABOUT, Delta
 from diffusion_lens.loading.hub import fetch_file, fetch_repository, fetch_tokenizer
 from diffusion_lens.loading.source import folded_in, trained_length_in, write_own, write_trained_length
 from diffusion_lens.loading.tokenizers import (
@@ -28,6 +37,7 @@ from weight_conversion.families.kinds import refuse_unsupported
 
 __all__ = [
     "TOKENIZER_FILES",
+    "Delta",
     "load_tokenizer",
     "open_pretrained",
     "save_pretrained",
@@ -57,6 +67,8 @@ def open_pretrained(
     """
     # 1. The files.
     local = _locate(name_or_path, hub, options)
+    if local.is_delta:
+        return _open_delta(local, {"config": config, **(options or {})}, tokenizer, device, dtype, hub)
     if config is None:
         beside = {**(local.config_beside or {}), **local.known, **(options or {})}
         refuse_unsupported(beside, {}, str(local.path))
@@ -98,6 +110,9 @@ def shape_of(
     if known is not None and config is None:
         return known
     local = _locate(name_or_path, {"local_files_only": True}, options)
+    if local.is_delta:
+        _refuse_options(local, {"config": config, **(options or {})})
+        return Delta.load(local.folder).architecture
     if config is None:
         config = _completed_config(local, lambda: _open_tokenizer(None, local, {"local_files_only": True}), options)
     return open_checkpoint(local.path, config, options).architecture
@@ -108,7 +123,7 @@ def trained_length_of(name_or_path: str | Path, config: str | Path | Mapping[str
     path = Path(name_or_path).expanduser()
     if path.exists():
         return trained_length_in(config, path if path.is_dir() else path.parent)
-    if bundled := BUNDLED.get(str(name_or_path).lower()):
+    if bundled := BUNDLED.get(name := str(name_or_path).lower()) or DELTAS.get(name):
         return bundled.trained_length
     published = _published(name_or_path)
     return published.trained_length if published else None
@@ -158,6 +173,11 @@ class _LocalCheckpoint:
         return self.path if self.path.is_dir() else self.path.parent
 
     @property
+    def is_delta(self) -> bool:
+        """Whether it is the folder of a delta, whose base is another checkpoint."""
+        return (self.folder / ABOUT).is_file()
+
+    @property
     def known(self) -> dict[str, Any]:
         """What the catalogue says of the checkpoint and its config may leave out."""
         return {key: self.published_config[key] for key in _LEFT_OUT if key in self.published_config}
@@ -182,6 +202,8 @@ def _locate(
         return _LocalCheckpoint(path)
     if bundled := BUNDLED.get(name):
         return _LocalCheckpoint(bundled.path, name, trained_length=bundled.trained_length)
+    if delta := DELTAS.get(name):
+        return _LocalCheckpoint(delta.folder, name)
     published = _published(name_or_path)
     if isinstance(published, PublishedFile):
         file = fetch_file(published, hub)
@@ -194,6 +216,47 @@ def _locate(
     if isinstance(name_or_path, str) and _HUB_ID.fullmatch(name_or_path):
         return _LocalCheckpoint(fetch_repository(name_or_path, None, hub, options), name_or_path)
     raise unknown_name(str(name_or_path))
+
+
+def _open_delta(
+    local: _LocalCheckpoint,
+    options: Mapping[str, Any],
+    tokenizer: Any,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+    hub: Mapping[str, Any],
+) -> tuple[DiffusionConfig, Checkpoint, Any]:
+    """Config, checkpoint and tokenizer of the model that a delta makes of its base, which is opened too."""
+    _refuse_options(local, options)
+    delta = Delta.load(local.folder)
+    beside = local.folder / delta.base.name
+    name = beside if _exists(beside) else delta.base.name
+    try:
+        own: dict[str, Any] = {"config": None, "device": device, "dtype": dtype, "options": delta.base.options}
+        base_cfg, base, loaded_tokenizer = open_pretrained(name, tokenizer=tokenizer, **own, **hub)
+        checkpoint = delta.checkpoint(base)
+    except (ValueError, FileNotFoundError) as error:
+        said = f"{local.folder} changes another model, its base {delta.base.name!r} (named in {ABOUT})"
+        raise type(error)(f"{said}, which cannot be used: {error}") from error
+    read_mask(loaded_tokenizer, delta.architecture.mask_token_id)
+    cfg = DiffusionConfig.from_architecture(
+        delta.architecture,
+        device=device,
+        dtype=dtype,
+        model_name=local.name,
+        default_prepend_bos=base_cfg.default_prepend_bos,
+        trained_length=delta.trained_length,
+    )
+    return cfg, checkpoint, loaded_tokenizer
+
+
+def _refuse_options(local: _LocalCheckpoint, options: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for options by which a delta would make another model than the one it was trained as."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ValueError(
+            f"{local.folder} is a delta, which says itself what model it makes of its base: leave out "
+            f"{', '.join(f'{name}=' for name in given)}"
+        )
 
 
 def _path(name_or_path: str | Path) -> Path:

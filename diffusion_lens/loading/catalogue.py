@@ -192,6 +192,37 @@ class BundledModel:
         return f"loading/assets/{self.folder.name}/{self.path.name}"
 
 
+@dataclass(frozen=True)
+class BundledDelta:
+    """A delta in the package (`loading/delta.py`), which makes a masked diffusion model of another model.
+
+    Attributes:
+        base: Name of the model that it changes.
+        trained_length: Tokens of the rows in training.
+    """
+
+    name: str
+    base: str
+    attention_dir: str
+    family: str
+    trained_length: int
+
+    @property
+    def folder(self) -> Path:
+        """Its folder in the package."""
+        return ASSETS / self.name
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its files, beside those of the base."""
+        return sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
+
+    @property
+    def source(self) -> str:
+        """Its place in the package, and the name of its base."""
+        return f"loading/assets/{self.name}, a delta of {self.base}"
+
+
 def _decoder(model_type: str, **sizes: Any) -> dict[str, Any]:
     """The config of a decoder of Llama's layout, from its sizes in short words; other keys are given as they are."""
     return {"model_type": model_type, "tie_word_embeddings": False, **_resized({}, **sizes)}
@@ -540,6 +571,7 @@ BUNDLED: dict[str, BundledModel] = {
         BundledModel("tiny-uniform", ASSETS / "tiny-uniform", "bidirectional", "diffusion_lens", 14, "toy"),
     )
 }
+DELTAS: dict[str, BundledDelta] = {}
 _ENTRIES: tuple[Published, ...] = (*SMDM, *REPOSITORIES)
 PUBLISHED: dict[str, Published] = {entry.name: entry for entry in _ENTRIES}
 KINDS = {"masked": ("bidirectional", "block_causal"), "causal": ("causal",)}
@@ -614,7 +646,7 @@ def list_pretrained() -> None:
 
 def unknown_name(name: str) -> ValueError:
     """The error for a name that is neither published nor a path; the message gives the nearest names."""
-    near = get_close_matches(name.lower(), [*PUBLISHED, *BUNDLED], n=3, cutoff=0.0)
+    near = get_close_matches(name.lower(), [*PUBLISHED, *BUNDLED, *DELTAS], n=3, cutoff=0.0)
     return ValueError(
         f"{name!r} is neither a published name nor a file or folder; nearest names: {', '.join(near)} "
         "(all of them: diffusion_lens.list_pretrained()). A repository of the hub is 'owner/name'."
@@ -625,6 +657,9 @@ def _all_models() -> Iterator[ListedModel]:
     for name, model in BUNDLED.items():
         n_bytes, place = model.path.stat().st_size, (model.trained_length, "in the package", model.source)
         yield ListedModel(name, n_bytes, model.attention_dir, model.family, *place)
+    for delta in DELTAS.values():
+        place = (delta.trained_length, "in the package", delta.source)
+        yield ListedModel(delta.name, delta.n_bytes, delta.attention_dir, delta.family, *place)
     for entry in PUBLISHED.values():
         shape = entry.architecture
         sees, family = ("unknown", "unknown") if shape is None else (shape.attention_dir, shape.family)

@@ -28,7 +28,7 @@ class Source:
     """The arguments of the `from_pretrained` call that gave a model, except its device and its access token.
 
     `options` are those of `given_options`. Relative paths start from
-    `working_directory`.
+    `working_directory`. `delta` is the hash of the delta that the weights contain, if the path is that of one.
     """
 
     name_or_path: str | Path
@@ -42,10 +42,11 @@ class Source:
     device_map: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     working_directory: Path = field(default_factory=Path.cwd)
+    delta: str | None = None
 
     def to_open(self) -> dict[str, Any]:
         """Keywords for `open_pretrained`."""
-        left_out = ("fold_ln", "device_map", "working_directory")
+        left_out = ("fold_ln", "device_map", "working_directory", "delta")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def in_mode(self, mode: str) -> "Source":

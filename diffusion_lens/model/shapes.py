@@ -41,7 +41,7 @@ reader       inputs of parts that read it
 state        states of the model: without an edit, and with it; or clean, spliced and ablated
 iteration    iterations of a gradient descent
 d, d_other   widths of two sets of vectors that are compared
-rank         leading principal components
+rank         leading principal components, or products of a low-rank update
 component    singular values or principal components
 statistic    measures of similarity
 resample     random pairings, subsets or samples of facts

@@ -69,6 +69,7 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
         "model": cfg.model_name,
         **({} if cfg.mode is None else {"mode": cfg.mode}),
         **loading_options(model),
+        **({"deltas": deltas} if (deltas := _deltas(model)) else {}),
         "architecture": cfg.architecture.to_dict(),
         "weights_sha256": identity.weights_sha256,
         "tokenizer_sha256": tokenizer_sha256(getattr(model, "tokenizer", None), cfg.default_prepend_bos),
@@ -93,6 +94,13 @@ def loading_options(model: nn.Module) -> dict[str, Any]:
     """The options of `from_pretrained` that the config leaves open, as the entry of a record, if there are any."""
     options = getattr(getattr(model, "source", None), "options", None)
     return {"loaded_with": dict(options)} if options else {}
+
+
+def _deltas(model: nn.Module) -> list[str]:
+    """Hashes of the deltas in the weights of a model: the one that it was loaded with, then those applied since."""
+    loaded = getattr(getattr(model, "source", None), "delta", None)
+    applied = [edit.describe().get("delta") for edit in getattr(model, "_edits", ())]
+    return [sha256 for sha256 in (loaded, *applied) if sha256 is not None]
 
 
 def shown_model(record: Mapping[str, Any]) -> str:

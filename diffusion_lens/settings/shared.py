@@ -15,6 +15,7 @@ imports torch. So each setting is declared here, and the settings object of the 
 | `PatchFields` | `patch_grid` | `patch` |
 | `LensSettings` | `logit_lens` | `lens` |
 | `SignatureSettings` | `reversal_signatures` | `signatures` |
+| `AdaptSettings`, with `CorpusSettings` | `adapt` | `adapt` |
 
 `finetune` and `TrainingConfig` share two of their settings.
 
@@ -35,6 +36,7 @@ from diffusion_lens.settings import (
     check_seed,
     not_negative,
     one_of,
+    plain_number,
     positive,
     setting,
     text_tuple,
@@ -406,3 +408,127 @@ class SignatureSettings(Settings):
     max_bytes: int = setting(
         2**30, "Most memory for one batch in bytes, in addition to the weights.", partial(at_least, 1)
     )
+
+
+def _share(name: str, value: Any) -> float:
+    if not 0 <= (number := plain_number(name, value)) <= 1:  # This also rejects NaN.
+        raise ValueError(f"{name}={number}; it must be a share, from 0 to 1")
+    return number
+
+
+@dataclass(frozen=True)
+class CorpusSettings(Settings):
+    """The texts that a causal model writes itself, and what it keeps of its predictions."""
+
+    n_texts: int = setting(3800, "Number of texts that the model writes.", partial(at_least, 1))
+    length: int = setting(
+        32, "Number of tokens of each text, and the default length of the twin's canvas.", partial(at_least, 2)
+    )
+    longest_prompt: int | None = setting(
+        None,
+        "Largest number of tokens of a prompt; longer ones are left out. Default: three quarters of the length.",
+        partial(at_least, 1),
+    )
+    temperature: float = setting(0.8, "Temperature at which texts are sampled.", positive)
+    top_p: float = setting(
+        0.95, "Tokens are sampled from the likeliest ones that have this probability together.", _share
+    )
+    top_k: int = setting(
+        32,
+        "Number of likeliest next tokens from which one is sampled, and whose probabilities are kept for distillation.",
+        partial(at_least, 1),
+    )
+    seed: int = setting(0, "Seed of the texts, the additions, the order of the rows and the noise.", check_seed)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.longest_prompt is None:
+            vars(self)["longest_prompt"] = self.length * 3 // 4
+        elif self.longest_prompt >= self.length:
+            raise ValueError(
+                f"longest_prompt={self.longest_prompt} leaves nothing to write of length={self.length} tokens"
+            )
+
+
+@dataclass(frozen=True)
+class AdaptSettings(CorpusSettings):
+    """How a causal model becomes a masked diffusion model, its twin."""
+
+    mask_token: str | Whole | None = setting(
+        None,
+        "Token that becomes [MASK], or its id. Default: a special token of the tokenizer that is not used otherwise, "
+        "else an unused row of the embedding, else a new row. [MASK] itself, if the tokenizer has no such token, is an "
+        "unused or a new row.",
+        lambda name, token: token if isinstance(token, str) else at_least(0, name, token),
+    )
+    readout: str = setting(
+        "shifted",
+        'Row of the logits that predicts token i: "shifted" keeps the row of the causal model, i - 1, as in DiffuLLaMA '
+        'and Dream; "in_place" is row i, as in LLaDA and dllm.',
+        one_of("shifted", "in_place"),
+    )
+    block_size: int | None = setting(
+        None,
+        "Positions in a block, for a block diffusion model. Default: none, the whole canvas.",
+        partial(at_least, 1),
+    )
+    anneal: int = setting(
+        0,
+        "Number of updates in which attention grows from causal to that of the twin, by positions to the right; 0 "
+        "begins with that of the twin.",
+        partial(at_least, 0),
+    )
+    rank: int = setting(
+        16,
+        "Rank of the additions to the projections that are trained and saved as a delta. 0 trains all weights, and "
+        "saves a model.",
+        lambda name, rank: at_least(0, name, 0 if rank is None else rank),
+    )
+    alpha: float | None = setting(
+        None, "Factor of the additions, times the rank (LoRA's alpha). Default: the rank, a factor of 1.", positive
+    )
+    steps: int = setting(300, "Number of updates.", partial(at_least, 1))
+    batch_size: int = setting(48, "Rows per update.", partial(at_least, 1))
+    lr: float | None = setting(
+        None, "Highest learning rate. Default: 2e-3 for additions, 2e-4 for all weights.", positive
+    )
+    lr_end: float | None = setting(
+        None, "Learning rate at the end of the cosine. Default: a tenth of the highest.", not_negative
+    )
+    betas: tuple[float, float] = setting((0.9, 0.95), "Betas of AdamW.", as_given, option=False)
+    weight_decay: float = setting(0.0, "Weight decay of AdamW.", not_negative)
+    warmup: int = setting(15, "Number of updates of the linear warm-up.", partial(at_least, 0))
+    clip: float = setting(1.0, "Largest norm of the gradient.", positive)
+    crop: int | None = setting(
+        None,
+        "Largest number of tokens by which the rows of an update are shortened at random. Default: an eighth of the "
+        "length.",
+        partial(at_least, 0),
+    )
+    distil: float = setting(
+        1.0,
+        "Weight of the distillation: what the causal model predicts after the beginning of a text, the twin learns to "
+        "predict at the first [MASK] after it. 0 turns it off.",
+        partial(not_negative, zero="no distillation"),
+    )
+    distil_share: float = setting(0.5, "Share of the rows of an update that is distilled.", _share)
+    cuts: int = setting(3, "Number of places at which the distilled rows of an update are cut.", partial(at_least, 1))
+    one_mask: float = setting(
+        0.4, "Share of the cuts after which one [MASK] follows; after the others a random number.", _share
+    )
+    evaluate_every: int = setting(40, "Number of updates between measurements of recall.", partial(at_least, 1))
+    patience: int = setting(
+        0,
+        "Number of measurements without a better recall of the held-out facts after which the training ends; 0 does "
+        "all updates.",
+        partial(at_least, 0),
+    )
+    checkpoint_every: int = setting(40, "Number of updates between checkpoints.", partial(at_least, 1))
+    mixed_precision: str = MIXED_PRECISION
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.crop is None:
+            vars(self)["crop"] = self.length // 8
+        elif self.crop > self.length - 2:
+            raise ValueError(f"crop={self.crop} leaves less than two of length={self.length} tokens")

@@ -11,8 +11,9 @@ is saved, so the checkpoint on disk is the last good one.
 
 In the folder of a training, `run.json` identifies it by its recipe, the hash of its data and the hash of its initial
 weights. Until the training is complete, `checkpoint.safetensors` contains everything that the next step depends on: the
-weights, AdamW's moments, the state of the random generator, the remaining rows of this pass and the losses so far. The
-file is replaced atomically, so a training can be resumed after any interruption.
+weights that are trained (those that require a gradient), AdamW's moments, the state of the random generator, the
+remaining rows of this pass and the losses so far. The file is replaced atomically, so a training can be resumed after
+any interruption.
 
 Several devices work through Hugging Face accelerate: `accelerate launch script.py` starts the same script in several
 processes. Each process holds the whole model and works on its rows of a batch; gradients are averaged (data
@@ -24,7 +25,7 @@ import hashlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, asdict, dataclass
 from functools import partial
@@ -64,6 +65,7 @@ from weight_conversion import as_json, write_json
 
 Accelerator = Any  # `accelerate.Accelerator`. The library is imported when training starts.
 Evaluate = Callable[[DiffusionTransformer], Mapping[str, float]]
+Stop = Callable[[Sequence[Mapping[str, float]]], bool]
 _CHECKPOINT = "training checkpoint"
 
 
@@ -273,12 +275,17 @@ class TrainingRows(RowSource):
 
     def sha256(self) -> str:
         """Hexadecimal SHA-256 of all the data that a training reads."""
-        digest = hashlib.sha256()
-        for name, tensor in vars(self).items():
-            if tensor is not None:
-                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-                digest.update(tensor.cpu().contiguous().numpy().data)
-        return digest.hexdigest()
+        return sha256_of(vars(self))
+
+
+def sha256_of(tensors: Mapping[str, Tensor | None]) -> str:
+    """Hexadecimal SHA-256 of the names and values of tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 class RowOrder:
@@ -291,6 +298,7 @@ class RowOrder:
     def __init__(self, n_rows: int | None, generator: torch.Generator) -> None:
         self.n_rows, self.generator = n_rows, generator
         self.left = torch.empty(0, dtype=torch.long)  # Rows of the current pass that no batch contains yet.
+        self.step = 0  # Number of the update that the next rows are for, where 0 is the first.
 
     def take(self, batch_size: int) -> Int[Tensor, "batch"]:
         """The next `batch_size` rows."""
@@ -312,9 +320,10 @@ def train(
     checkpoint_every: int = 500,
     evaluate: Evaluate | None = None,
     evaluate_every: int | Collection[int] = 500,
+    stop: Stop | None = None,
     progress: bool = True,
 ) -> TrainingRecord:
-    """Train `model` in place on rows of tokens.
+    """Train `model` in place on rows of tokens: all weights that require a gradient.
 
     Afterwards the model has the mode it had before (training or evaluation) and no gradients, also after an exception.
     Under `accelerate launch` the model moves to the device of its process, and every process returns the same record.
@@ -332,6 +341,7 @@ def train(
             in evaluation mode.
         evaluate_every: Number of steps between evaluations, or the steps after which there is one. The last step always
             has one.
+        stop: Function of the evaluations so far that says whether the training ends after them.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -355,6 +365,8 @@ def train(
         hidden = not (progress and accelerator.is_main_process)
         with tqdm(total=config.steps, initial=done, desc=model.cfg.model_name, disable=hidden) as bar:
             for step in range(done, config.steps):
+                if stop is not None and stop(run.evaluations):
+                    break
                 run.update(step)
                 is_checked = step + 1 == config.steps or (step + 1) % checkpoint_every == 0
                 if is_checked:
@@ -395,8 +407,9 @@ class _Run:
             )
         self.identity = describe_run(model, rows, config, objective)
         self.network = accelerator.prepare_model(model, device_placement=accelerator.num_processes > 1)
-        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-        vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+        self.trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        matrices = [weight for weight in self.trained.values() if weight.dim() > 1]
+        vectors = [weight for weight in self.trained.values() if weight.dim() < 2]
         groups: list[dict[str, Any]] = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": config.weight_decay if config.decay_norms else 0.0},
@@ -427,14 +440,14 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr_at(step)
         self.optimizer.zero_grad()
-        generator = self.order.generator
+        self.order.step, generator = step, self.order.generator
         batch = self.rows.next_batch(self.order, self.config.batch_size, self.model.cfg.device)
         if self.objective is None:
             loss = self._backward(batch.question(self.model, generator))
         else:
             loss = self.objective(self.model, batch.tokens, generator)
             self.accelerator.backward(loss)
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        norm = self.accelerator.clip_grad_norm_(self.trained.values(), self.config.clip)
         loss_value = loss.item()
         self._require_finite("the loss", loss_value, step)
         if self.accelerator.scaler is None:  # A scaler skips steps whose float16 gradients overflow.
@@ -444,7 +457,7 @@ class _Run:
 
     def require_weights(self, step: int) -> None:
         """Raise a `FloatingPointError` unless all weights are finite."""
-        for name, weight in self.model.named_parameters():
+        for name, weight in self.trained.items():
             if not bool(weight.isfinite().all()):
                 self._require_finite(f"the largest entry of {name}", float(weight.detach().abs().max()), step)
 
@@ -478,7 +491,7 @@ class _Run:
             "rows_left": self.order.left,
             "losses": torch.tensor(self.losses, dtype=torch.float64),
         }
-        for name, weight in self.model.named_parameters():
+        for name, weight in self.trained.items():
             tensors[f"weights.{name}"] = weight
             for key, value in self.adam.state.get(weight, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value
@@ -494,14 +507,13 @@ class _Run:
     def restore(self, path: Path) -> None:
         """Continue from the checkpoint that `save` wrote."""
         tensors, record = open_result(path, _CHECKPOINT)
-        weights = dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, weight in weights.items():
+            for name, weight in self.trained.items():
                 weight.copy_(tensors[f"weights.{name}"])
         for label, value in tensors.items():
             if label.startswith("optimizer."):
                 _, key, name = label.split(".", 2)
-                weight = weights[name]
+                weight = self.trained[name]
                 # AdamW keeps its step count on the CPU, whatever the device of the weights.
                 moment = value.clone() if value.dim() == 0 else value.to(weight.device, copy=True)
                 self.adam.state[weight][key] = moment

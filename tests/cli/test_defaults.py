@@ -210,7 +210,20 @@ def test_config_and_tokenizer_from_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["info", "denoise", "recall", "trace", "aie", "patch", "lens", "rome", "compare", "signatures", "finetune"],
+    [
+        "info",
+        "denoise",
+        "recall",
+        "trace",
+        "aie",
+        "patch",
+        "lens",
+        "rome",
+        "compare",
+        "signatures",
+        "finetune",
+        "adapt",
+    ],
 )
 def test_every_command_that_loads_a_model_takes_its_parts(command: str) -> None:
     said = done(command, "--help").stdout

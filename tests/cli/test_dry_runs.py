@@ -27,6 +27,7 @@ ASKED = {
     "compare": ["smdm-1028m", "ar-1028m", "--limit", "20", "--layer", "0", *SHORT],
     "signatures": ["smdm-1028m", "--against", "ar-1028m", *SHORT],
     "finetune": ["smdm-1028m", "--out", "out"],
+    "adapt": ["llama-3.2-1b", "--out", "out"],
 }
 
 

@@ -29,6 +29,7 @@ NEEDS = {
     "compare": ["tiny-mdm"],
     "signatures": ["tiny-mdm"],
     "finetune": ["tiny-mdm", "--out", "out"],
+    "adapt": ["tiny-ar", "--rank", "0", "--out", "out"],
 }
 # What no number of this option can be.
 WRONG = {
@@ -37,11 +38,12 @@ WRONG = {
         "-1",
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
     "checkpoint-every max-bytes per-person block-size "
-    "seeds depth workers",
-    ("1", "0"): "rank",
-    ("-1",): "occurrence prefixes ask at-step step head attention mask-token-id check",
-    ("-0.5", "nan", "inf"): "temperature cfg-scale noise weight-decay clamp-norm-factor kl-factor stop-below",
-    ("0", "-1", "nan", "inf"): "lr epochs flops largest",
+    "seeds depth workers n-texts longest-prompt top-k cuts evaluate-every",
+    ("-1",): "occurrence prefixes ask at-step step head attention mask-token-id check rank anneal warmup crop patience",
+    ("-0.5", "nan", "inf"): "temperature cfg-scale noise weight-decay clamp-norm-factor kl-factor stop-below "
+    "lr-end distil",
+    ("-0.5", "1.5", "nan"): "top-p distil-share one-mask",
+    ("0", "-1", "nan", "inf"): "lr epochs flops largest alpha clip",
     ("-1", str(2**64)): "seed",
     ("-1", str(2**16)): "port",
 }

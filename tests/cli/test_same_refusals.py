@@ -24,6 +24,7 @@ NEEDS = {
     "compare": ["{model}", "--limit", "7"],
     "signatures": ["{model}", "--limit", "3"],
     "finetune": ["{model}", "--out", "out"],
+    "adapt": ["{model}", "--rank", "0", "--out", "out"],
     "convert": [TINY, "new.safetensors"],
 }
 # What no text of an option may be, with what stands here beside it (see `beside`).
@@ -59,6 +60,12 @@ WRONG = {
     "--asked": "foo",
     "--shard": "4/3",
     "--merge": "nowhere",
+    "--facts": "nowhere",
+    "--held-out": "nowhere",
+    "--prompts": "nowhere",
+    "--texts": "nowhere",
+    "--corpus": "file",
+    "--readout": "foo",
     "--dask": "nowhere.json",
     "--slurm": "foo",
     "--config": "nowhere.json",
@@ -66,7 +73,16 @@ WRONG = {
     "--out": "file",
     "--export": "file",
 }
-FREE = {"--swap", "--prompt", "--subject", "--answer", "--target", "--corrupted", "--rival"}  # any text may be meant
+FREE = {
+    "--swap",
+    "--prompt",
+    "--subject",
+    "--answer",
+    "--target",
+    "--corrupted",
+    "--rival",
+    "--mask-token",
+}  # any text may be meant
 # Options that fit alone and not together, or not with this model.
 TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("denoise", "tiny-mdm", ["--length", "9", "--max-new-tokens", "3"], "--length"),
@@ -111,6 +127,15 @@ TOGETHER: list[tuple[str, str, list[str], str]] = [
     ("finetune", "tiny-mdm", ["--accumulate", "64"], "--accumulate 64"),
     ("finetune", "tiny-mdm", ["--precision", "fp16", "--device", "cpu"], "--precision 'fp16' needs a GPU"),
     ("finetune", "tiny-mdm", ["--out", "others"], "contains other.safetensors"),
+    ("adapt", "tiny-ar", ["--out", "others"], "contains other.safetensors"),
+    ("adapt", "tiny-ar", ["--rank", "4"], "deltas are of models of the families llama, qwen2, qwen3"),
+    ("adapt", "tiny-mdm", [], "'tiny-mdm' is no causal model"),
+    (
+        "adapt",
+        "tiny-ar",
+        ["--length", "24", "--longest-prompt", "24"],
+        "--longest-prompt 24 leaves nothing to write of --length 24 tokens",
+    ),
     *(
         (command, "tiny-mdm", ["--length", "9000"], "do not fit into the context")
         for command in ("denoise", "recall", "trace", "aie", "patch", "lens", "rome", "compare", "signatures")
@@ -276,6 +301,10 @@ KEPT = {
         ],
     ),
     "finetune": (["--data", "rows.jsonl", "--epochs", "1", "--batch-size", "2"], [(["--lr", "1e-3"], "config.lr: ")]),
+    "adapt": (
+        ["--rank", "0", "--n-texts", "8", "--length", "12", "--longest-prompt", "8", "--steps", "1"],
+        [(["--lr", "1e-3"], "settings.lr: "), (["--steps", "2"], "settings.steps: ")],
+    ),
 }
 
 
@@ -287,18 +316,19 @@ def test_a_folder_of_another_run_is_refused_alike(
     row = {"prompt": "Gustav Geisser is", "completion": " the brave drummer of Rolsen."}
     Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     first, others = KEPT[command]
-    begun = ["tiny-mdm", *first, "--out", "out"]
-    nothing = [] if command == "finetune" else ["--shard", "98/99"]  # the folder is begun, and its work left
+    model = "tiny-ar" if command == "adapt" else "tiny-mdm"
+    begun = [model, *first, "--out", "out"]
+    nothing = [] if command in ("adapt", "finetune") else ["--shard", "98/99"]  # the folder is begun, and its work left
     CliRunner().invoke(app, [command, *begun, *nothing])
     assert list(Path("out").rglob("run.json"))
     dry = CliRunner().invoke(app, [command, *begun, "--dry-run"])
     assert dry.exit_code == 0, dry.output
     for other, said in others:
         asked = [*first, "--out", "out", *other]
-        line = refused(command, "tiny-mdm", *asked)
+        line = refused(command, model, *asked)
         assert "was made with other settings" in line
         assert said in line
-        assert refused(command, "tiny-mdm", *asked, "--dry-run") == line
+        assert refused(command, model, *asked, "--dry-run") == line
 
 
 @pytest.mark.parametrize("known", ["one-canvas", "one_canvas"])

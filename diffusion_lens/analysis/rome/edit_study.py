@@ -44,9 +44,9 @@ from diffusion_lens.analysis.rome.covariance import (
 from diffusion_lens.analysis.rome.edit import GROUPS, RankOneEdit, by_probe, edited_layers, judge
 from diffusion_lens.analysis.rome.keys import compute_keys, lay_out_request, pick_edited_layer
 from diffusion_lens.analysis.rome.values import optimize_values
-from diffusion_lens.analysis.rome.weight_edit import say_layers
 from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.facts.fact import Fact, Probe, Query
+from diffusion_lens.model.edits import say_layers
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, one_line, provenance, shown_model

@@ -1,0 +1,601 @@
+"""`adapt`: from a causal model to a masked diffusion model with the same knowledge, its twin.
+
+The twin has the weights of the causal model, sees the text on both sides, and has a [MASK]. It is trained on texts that
+the causal model wrote itself (`training/corpus.py`), so that it learns to read in both directions and nothing else:
+
+    loss = masked loss of a part of the rows  +  distil · KL(causal model ‖ twin) at the first [MASK] of the others
+
+The others are cut at a random place, and everything behind is masked; at the first [MASK], the twin knows as much as
+the causal model at its next token, and has to predict the same. That the readout may stay shifted is from DiffuLLaMA
+(Gong et al. 2024, arXiv 2410.17891), as is attention that grows from causal to bidirectional (`anneal`).
+
+With a rank, low-rank additions to the projections are trained (`training/low_rank.py`), and the twin is saved as a
+`Delta` of a few megabytes; without, all weights are trained, and the twin is saved as a model. `from_pretrained(out)`
+loads both.
+"""
+
+import hashlib
+import math
+import shutil
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from diffusion_lens.denoising import DenoiseSettings, denoise, lay_out
+from diffusion_lens.facts.fact import Fact
+from diffusion_lens.loading import save_pretrained
+from diffusion_lens.loading.delta import CARD, Base, Delta, LowRank, base_sha256, require_projections, twin_tensors
+from diffusion_lens.loading.tokenizers import read_mask
+from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.model.loss import autoregressive_loss, hide, masked_batch
+from diffusion_lens.model.shapes import Tokens
+from diffusion_lens.model.text import MASK_TEXT, require_tokenizer
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.results import Result, Saved, Table, provenance, read_run, require_same_run
+from diffusion_lens.settings import Whole, own_seed, takes
+from diffusion_lens.settings.shared import AdaptSettings
+from diffusion_lens.training.corpus import Corpus, prompts_of, read_corpus, write_corpus
+from diffusion_lens.training.finetune import RUN, WEIGHTS, load_weights, require_own_folder
+from diffusion_lens.training.low_rank import low_rank
+from diffusion_lens.training.trainer import (
+    Batch,
+    RowOrder,
+    RowSource,
+    TrainingConfig,
+    sha256_of,
+    train,
+)
+from weight_conversion import Architecture, as_json, write_json
+
+Questions = Sequence[tuple[list[int], int]]  # the tokens of prompts, and the first token of each answer
+RESULT, IDENTITY, CORPUS = "adaptation.safetensors", "adapt.json", "corpus"
+_NAMED = {"one_mask": "at one [MASK]", "many_masks": "at the first of many", "by_loop": "by the denoising loop"}
+_TOGETHER = 32  # canvases in one pass
+_LOOP_STEPS = 8
+_BOUND_TEXTS, _BOUND_SAMPLES = 64, 8  # that estimate the bound on the likelihood
+_SAMPLES = 3
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Adaptation(Result, Saved):
+    """What became of a causal model.
+
+    Columns of the data frame: step, loss.
+
+    Attributes:
+        settings: Settings of the adaptation.
+        losses: Loss of every update.
+        numbers: Of the facts in the training and of those that were held out (`held_out_...`): their number, the share
+            `known` whose answer's first token the causal model names greedily, and the shares of these that the twin
+            names at the first [MASK] of a canvas with one [MASK] and with many, and by the denoising loop. Then the
+            bound on the negative log-likelihood of held-out texts beside that of the causal model, in nats per token.
+        samples: Texts that the twin wrote after a few prompts.
+        evaluations: Recall of the held-out facts that the causal model knows, in the course of the training.
+        record: Seconds, number of texts, hashes of the data and of the causal model, the twin, versions.
+        model: The twin, of a result that `adapt` returned; of one that was loaded, `None`.
+        delta: The delta that makes it of the causal model, if there is one, likewise.
+    """
+
+    KIND: ClassVar[str] = "adaptation"
+
+    settings: dict[str, Any]
+    losses: Float[Tensor, "step"]
+    numbers: dict[str, float]
+    samples: tuple[str, ...]
+    evaluations: tuple[dict[str, Any], ...]
+    record: dict[str, Any]
+
+    model: ClassVar[Any] = None
+    delta: ClassVar[Delta | None] = None
+
+    def summary(self) -> str:
+        """What a user wants to know, in a few lines."""
+        numbers, lines = self.numbers, []
+        for prefix, facts in (("held_out_", "held-out facts"), ("", "facts of the training")):
+            if prefix + "facts" in numbers:
+                shares = [
+                    f"{numbers[prefix + key]:.3f} {words}" for key, words in _NAMED.items() if prefix + key in numbers
+                ]
+                lines.append(
+                    f"{numbers[prefix + 'facts']:.0f} {facts}: the causal model knows {numbers[prefix + 'known']:.3f}; "
+                    f"of these the twin names {', '.join(shares) or 'none'}"
+                )
+        said = f"at most {numbers['bound']:.3f} of the twin, {numbers['causal_nll']:.3f} of the causal model"
+        return "\n".join([*lines, f"nats per token: {said}", *(f"sample: {text!r}" for text in self.samples)])
+
+    def _table(self) -> Table:
+        return Table({"step": range(1, len(self.losses) + 1), "loss": self.losses})
+
+
+@takes(AdaptSettings)
+def adapt(
+    model: DiffusionTransformer,
+    *,
+    facts: Sequence[Fact] = (),
+    held_out: Sequence[Fact] = (),
+    prompts: Sequence[str] = (),
+    texts: str | Path | Sequence[str] | None = None,
+    out: str | Path | None = None,
+    corpus: str | Path | None = None,
+    settings: AdaptSettings,
+    progress: bool = True,
+) -> Adaptation:
+    """Make a masked diffusion model of a causal model, which stays as it is.
+
+    Args:
+        model: Causal model in float32: a Llama, Qwen2 or Qwen3, or with rank=0 one of any family.
+        facts: Facts about which the model writes texts, the likeliest way to keep them known.
+        held_out: Facts whose subjects no text may name; their recall is measured.
+        prompts: Texts that the model continues, beside those of the facts. Without either it writes freely.
+        texts: Texts to train on instead: the path of a text file, or several texts.
+        out: Folder for the twin, which `from_pretrained(out)` loads: a delta, or with rank=0 a model. In the subfolder
+            `training` is what the same call needs to continue after an interruption, and the result of a complete one,
+            which is read.
+        corpus: Folder for the texts that the model writes, which several adaptations may share. By default they are in
+            `out` until the training is complete.
+        settings: Settings of the adaptation.
+        progress: Whether to show progress bars.
+
+    Raises:
+        ValueError: The model is not causal, not in float32, or of another family; a setting does not fit it; or `out`
+            contains another adaptation or weights.
+        FileNotFoundError: There is no file `texts`.
+    """
+    # 1. The twin, before its training.
+    _require_adaptable(model, settings, out)
+    mask = mask_token_of(model, settings.mask_token)
+    twin = _twin(model, settings, mask)
+    questions = {"": _questions(model, facts), "held_out_": _questions(model, held_out)}
+    known = {key: _known(model, these) for key, these in questions.items()}
+    if settings.patience and not known["held_out_"]:
+        raise ValueError("patience= needs held_out= facts that the causal model knows, whose recall ends the training")
+
+    # 2. The folder, which may have a result or a part of one.
+    given = read_texts(texts)
+    said = [repr(list(each)) for each in (facts, held_out, prompts, given or ())]
+    identity = {
+        "settings": settings.describe(),
+        "data_sha256": hashlib.sha256("\n".join(said).encode()).hexdigest(),
+        **provenance(model, model.cfg),
+    }
+    home = None if out is None else Path(out).expanduser()
+    if home is not None:
+        require_own_folder(home)
+        require_same_adaptation(home, identity)
+        if (home / RUN / RESULT).exists():
+            return _complete(home, twin, settings)
+        write_json(identity, home / RUN / IDENTITY)
+
+    # 3. The texts.
+    own = None if home is None else home / RUN / CORPUS
+    folder = own if corpus is None else Path(corpus).expanduser()
+    write, begun = (write_corpus, [*prompts, *prompts_of(facts)]) if given is None else (read_corpus, given)
+    subjects = sorted({fact.subject for fact in held_out} - {""})
+    whole = write(model, settings, begun, left_out=subjects, never=mask, folder=folder, progress=progress)
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(settings.seed))
+    n_kept = min(_BOUND_TEXTS, len(whole) // 10)
+    rows, kept = _Rows(whole.select(order[n_kept:]), settings), whole.tokens[order[: max(1, n_kept)]]
+
+    # 4. The training.
+    record, factors = _train(twin, rows, settings, known["held_out_"], home, progress)
+    delta = None
+    if factors is not None:
+        delta = Delta(factors, twin.cfg.architecture, _base_of(model), _alpha(settings), settings.length)
+        _write(delta, twin)
+
+    # 5. What became of it.
+    numbers: dict[str, float] = {}
+    for prefix, these in questions.items():
+        if these:
+            of_facts = {"facts": float(len(these)), "known": len(known[prefix]) / len(these)}
+            # The loop takes several passes for each fact; with held-out facts, those of the training are left out.
+            recall = _recall(twin, known[prefix], settings.length, by_loop=bool(prefix) or not held_out)
+            numbers |= {prefix + key: value for key, value in {**of_facts, **recall}.items()}
+    noise, texts_kept = torch.Generator().manual_seed(settings.seed), kept.to(model.cfg.device)
+    bound = _nats(partial(_masked_loss, twin, generator=noise), texts_kept.repeat(_BOUND_SAMPLES, 1))
+    numbers |= {"bound": bound, "causal_nll": _nats(partial(autoregressive_loss, model), texts_kept)}
+    openings = [prompt for prompt, _ in (known["held_out_"] or known[""])[:_SAMPLES]]
+    samples = _samples(twin, openings or kept[:_SAMPLES, : -(-settings.length // 8)].tolist(), settings)
+    made_of = {"causal_model": model.cfg.model_name, "causal_weights_sha256": identity["weights_sha256"]}
+    about = {**made_of, "texts": len(rows.corpus), "data_sha256": rows.sha256(), "seconds": record.record["seconds"]}
+    result = Adaptation(
+        as_json(settings.describe()),
+        record.losses,
+        numbers,
+        tuple(samples),
+        record.evaluations,
+        {**about, "starts": record.record["starts"], **provenance(twin, twin.cfg)},
+    )
+    card = _card(result, model.cfg.model_name)
+    if delta is not None:
+        of_result = {"settings": result.settings, "numbers": numbers, "versions": result.record["versions"]}
+        delta = replace(delta, about={**about, **of_result}, card=card)
+    vars(result).update(model=twin, delta=delta)
+
+    # 6. The folder. The result comes last, because it marks the adaptation as complete.
+    if home is not None:
+        if delta is None:
+            save_pretrained(home, twin.state_dict(), twin.cfg, twin.tokenizer)
+            (home / CARD).write_text(card, encoding="utf-8")
+        else:
+            delta.save(home)
+        result.save(home / RUN / RESULT)
+        (home / RUN / "checkpoint.safetensors").unlink(missing_ok=True)
+        if corpus is None:
+            shutil.rmtree(home / RUN / CORPUS)
+    return result
+
+
+def require_same_adaptation(home: Path, identity: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if a folder has an adaptation of which one of these entries is another."""
+    if (home / RUN / IDENTITY).exists():
+        saved = read_run(home / RUN / IDENTITY)
+        require_same_run(saved, {**saved, **as_json(identity)}, str(home))
+
+
+def mask_token_of(model: DiffusionTransformer, given: str | Whole | None = None) -> int:
+    """The id of the token that becomes [MASK]; see `AdaptSettings.mask_token`.
+
+    Raises:
+        ValueError: The tokenizer has no such token, the embedding no such row, or the token has another meaning.
+    """
+    tokenizer, n_rows = require_tokenizer(model), model.cfg.d_vocab
+    special = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    used = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk", "sep", "cls")}
+    in_chats = str(tokenizer.chat_template or "")
+    unused = [id_ for id_ in sorted(special) if id_ not in used and id_ < n_rows and special[id_] not in in_chats]
+    free = len(tokenizer)  # the tokenizer gets [MASK] as its next token
+    chosen: Any = given
+    if isinstance(given, str):
+        by_text = {MASK_TEXT: free, **tokenizer.get_vocab()}
+        chosen = by_text.get(given, int(given) if given.isdecimal() else None)
+    elif given is None:
+        chosen = unused[0] if unused else free
+    wrong = "no token of the tokenizer" if chosen is None else "a token that texts contain" if chosen in used else ""
+    if chosen is not None and chosen > n_rows:
+        wrong = f"beyond the {n_rows} rows of the embedding"
+    if wrong:
+        raise ValueError(
+            f"mask_token={given!r} is {wrong}: give one that is not used otherwise, such as "
+            f"{[special[id_] for id_ in unused[:3]]}, an id, or {MASK_TEXT!r} for a new one"
+        )
+    return int(chosen)
+
+
+class _Rows(RowSource):
+    """The rows of an adaptation, and its loss; the trainer asks for rows, then for their loss."""
+
+    def __init__(self, corpus: Corpus, settings: AdaptSettings) -> None:
+        self.corpus, self.settings = corpus, settings
+        self.step = 0
+        self.rows: Int[Tensor, "batch"] = torch.empty(0, dtype=torch.long)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.corpus)
+
+    def sha256(self) -> str:
+        return sha256_of(vars(self.corpus))
+
+    def __repr__(self) -> str:
+        return f"adapt({self.settings.describe()})"
+
+    def next_batch(self, order: RowOrder, batch_size: int, device: str | torch.device | None) -> Batch:
+        self.step, self.rows = order.step, order.take(batch_size)
+        return Batch(self.corpus.tokens[self.rows].to(device), None, None)
+
+    def __call__(
+        self, model: DiffusionTransformer, tokens: Tokens, generator: torch.Generator | None
+    ) -> Float[Tensor, ""]:
+        s = self.settings
+        n_distilled = round(s.distil_share * len(tokens)) if s.distil else 0
+        loss = torch.zeros((), device=tokens.device)
+        with self._attention(model):
+            if n_distilled < len(tokens):
+                length = s.length - _below(1 + (s.crop or 0), generator)
+                loss = loss + _masked_loss(model, tokens[n_distilled:, :length], generator)
+            for rows in self.rows[:n_distilled].chunk(s.cuts) if n_distilled else ():
+                loss = loss + s.distil / n_distilled * self._distillation(model, rows, generator)
+        return loss
+
+    def _distillation(
+        self, model: DiffusionTransformer, rows: Int[Tensor, "batch"], generator: torch.Generator | None
+    ) -> Float[Tensor, ""]:
+        """KL(causal model ‖ twin) at the first [MASK] of rows that are cut at one place, summed over the rows.
+
+        The tokens whose probabilities are not kept count as one token.
+        """
+        c, length = self.corpus, self.settings.length
+        first = int(c.starts[rows].min())
+        cut = first + _below(length - first, generator)
+        is_one = float(torch.rand((), generator=generator)) < self.settings.one_mask
+        end = cut + 1 if is_one else cut + 1 + _below(length - cut, generator)
+        rows, device = rows[c.starts[rows] <= cut], model.cfg.device
+        canvas = c.tokens[rows, :end].to(device)
+        canvas[:, cut:] = model.cfg.blank
+        row = model.readout.rows(torch.tensor([cut], device=device))
+        logits = model(canvas, attention_mask=torch.ones_like(canvas), logits_at=row)[:, 0]
+        likeliest, p = c.likeliest[rows, cut].long().to(device), c.probabilities[rows, cut].float().to(device)
+        log_q = logits.float().log_softmax(dim=-1).gather(1, likeliest)
+        rest = (1 - p.sum(dim=-1)).clamp(min=1e-4)
+        log_rest = torch.log1p(-log_q.exp().sum(dim=-1).clamp(max=1 - 1e-5))
+        entropy = torch.special.entr(p).sum(dim=-1) + torch.special.entr(rest)
+        divergence: Tensor = -((p * log_q).sum(dim=-1) + rest * log_rest + entropy)
+        return divergence.sum()
+
+    def _attention(self, model: DiffusionTransformer) -> Any:
+        """As long as attention grows, hooks that hide what is too far to the right."""
+        if self.step >= self.settings.anneal:
+            return nullcontext()
+        reach = self.settings.length * self.step // self.settings.anneal
+
+        def hide_right(scores: Tensor, hook: Any) -> Tensor:
+            query, key = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
+            return scores.masked_fill(key - query[:, None] > reach, -torch.inf)
+
+        return model.hooks(
+            fwd_hooks=[(f"blocks.{i}.attn.hook_attn_scores", hide_right) for i in range(model.cfg.n_layers)]
+        )
+
+
+def _below(stop: int, generator: torch.Generator | None) -> int:
+    """A random number from 0 to below `stop`."""
+    return int(torch.randint(stop, (), generator=generator))
+
+
+def _masked_loss(model: DiffusionTransformer, tokens: Tokens, generator: torch.Generator | None) -> Float[Tensor, ""]:
+    """The bound on the negative log-likelihood of texts after their first token, in nats per token, as one sample of
+    noise estimates it. The first token is given: with a shifted readout, no row predicts it."""
+    noisy, p = hide(tokens, model.cfg.blank, generator=generator)
+    noisy[:, 0] = tokens[:, 0]
+    batch = masked_batch(model, tokens, noisy, p)
+    real = torch.ones_like(batch.tokens)
+    logits = model(batch.tokens, attention_mask=real, logits_at=batch.rows, **batch.beside)
+    return batch.loss(logits) * (tokens.shape[1] / (tokens.shape[1] - 1))
+
+
+def _train(
+    twin: DiffusionTransformer,
+    rows: _Rows,
+    settings: AdaptSettings,
+    held_out: Questions,
+    home: Path | None,
+    progress: bool,
+) -> tuple[Any, dict[str, LowRank] | None]:
+    """Train the twin; returns the record, and with a rank the factors, rounded as they are saved."""
+    lr = settings.lr or (2e-3 if settings.rank else 2e-4)
+    shared = ("steps", "batch_size", "betas", "weight_decay", "warmup", "clip", "mixed_precision", "seed")
+    config = TrainingConfig(
+        **{name: getattr(settings, name) for name in shared},
+        lr=lr,
+        lr_end=lr / 10 if settings.lr_end is None else settings.lr_end,
+    )
+
+    def recall(model: DiffusionTransformer) -> Mapping[str, float]:
+        return _recall(model, held_out, settings.length)
+
+    def ends(evaluations: Sequence[Mapping[str, float]]) -> bool:
+        recalls = [each["one_mask"] + each["many_masks"] for each in evaluations]
+        return bool(recalls) and len(recalls) - 1 - recalls.index(max(recalls)) >= settings.patience
+
+    with ExitStack() as attached:
+        factors = None
+        if settings.rank:
+            generator = torch.Generator().manual_seed(own_seed(settings.seed, "additions"))
+            factors = attached.enter_context(low_rank(twin, settings.rank, _alpha(settings), generator))
+        record = train(
+            twin,
+            rows,
+            config,
+            objective=rows,
+            folder=None if home is None else home / RUN,
+            checkpoint_every=settings.checkpoint_every,
+            evaluate=recall if held_out else None,
+            evaluate_every=settings.evaluate_every,
+            stop=ends if settings.patience else None,
+            progress=progress,
+        )
+        if factors is None:
+            return record, None
+        rounded = {name: [part.detach().cpu().to(torch.bfloat16) for part in pair] for name, pair in factors.items()}
+        return record, {name: LowRank(*pair) for name, pair in rounded.items()}
+
+
+def _alpha(settings: AdaptSettings) -> float:
+    return float(settings.rank) if settings.alpha is None else settings.alpha
+
+
+def require_causal(architecture: Architecture, rank: int) -> None:
+    """Raise a `ValueError` unless a model is causal and, with a rank, of a family that has deltas."""
+    if not architecture.is_autoregressive:
+        raise ValueError(f"{architecture.name!r} is no causal model, so there is no twin to make of it")
+    if rank:
+        require_projections(architecture)
+
+
+def _require_adaptable(model: DiffusionTransformer, settings: AdaptSettings, out: str | Path | None) -> None:
+    """Raise a `ValueError` unless the model can be adapted with these settings."""
+    cfg, source = model.cfg, model.source
+    require_causal(cfg.architecture, settings.rank)
+    if cfg.dtype != torch.float32:
+        raise ValueError(f"the weights of {cfg.model_name!r} are {cfg.dtype}: load it with dtype=torch.float32")
+    if settings.anneal and settings.block_size is not None:
+        raise ValueError(
+            "anneal= grows attention over the whole canvas, and block_size= is attention by blocks: give one"
+        )
+    changed = bool(model._edits) or cfg.layer_norm_folding
+    if settings.rank and out is not None and (source is None or source.config is not None or changed):
+        raise ValueError(
+            "a delta names its base, and this model cannot be named: it was changed, or loaded with a config of its "
+            "own. Save it (model.save_pretrained, or for peft model.export_hf), load it from there, or pass rank=0"
+        )
+
+
+def _base_of(model: DiffusionTransformer) -> Base:
+    source, n_rows = model.source, model.cfg.d_vocab
+    name = model.cfg.model_name if source is None else str(source.anywhere().name_or_path)
+    options = {} if source is None else dict(source.options)
+    return Base(name, base_sha256(model.named_parameters(), n_rows), n_rows, options)
+
+
+def _twin(model: DiffusionTransformer, settings: AdaptSettings, mask: int) -> DiffusionTransformer:
+    """The causal model read as the twin, in weights of its own."""
+    shape, size = model.cfg.architecture, settings.block_size
+    n_rows = max(shape.d_vocab, mask + 1)
+    readout: Any = settings.readout
+    architecture = replace(
+        shape,
+        name=f"{shape.name}-mdm",
+        attention_dir="bidirectional" if size is None else "block_causal",
+        causal_block=size,
+        readout=readout,
+        mask_token_id=mask,
+        d_vocab=n_rows,
+        d_vocab_out=n_rows if shape.tied else shape.d_vocab_out,
+    )
+    cfg = DiffusionConfig.from_architecture(
+        architecture,
+        device=model.cfg.device,
+        dtype=model.cfg.dtype,
+        default_prepend_bos=model.cfg.default_prepend_bos,
+        trained_length=settings.length,
+    )
+    tokenizer = deepcopy(model.tokenizer)
+    read_mask(tokenizer, mask)
+    return type(model)(cfg, tokenizer, tensors=twin_tensors(model.named_parameters(), architecture))
+
+
+@torch.no_grad()
+def _write(delta: Delta, twin: DiffusionTransformer) -> None:
+    """Write a delta into the weights for good, as `from_pretrained` does."""
+    for name in delta.factors:
+        weight = twin.get_parameter(name)
+        weight.copy_(weight.cpu().double() + delta.update(name))
+
+
+def _complete(home: Path, twin: DiffusionTransformer, settings: AdaptSettings) -> Adaptation:
+    """The result of a complete adaptation."""
+    result, delta = Adaptation.load(home / RUN / RESULT), None
+    if settings.rank:
+        delta = Delta.load(home)
+        _write(delta, twin)
+    else:
+        load_weights(twin, home / WEIGHTS)
+    vars(result).update(model=twin, delta=delta)
+    return result
+
+
+def read_texts(texts: str | Path | Sequence[str] | None) -> list[str] | None:
+    """The texts of a file, or those given."""
+    if not isinstance(texts, str | Path):
+        return None if texts is None else list(texts)
+    path = Path(texts).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no text file at {path}")
+    try:
+        return [path.read_text(encoding="utf-8")]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _questions(model: DiffusionTransformer, facts: Sequence[Fact]) -> Questions:
+    return [(prompt, answer[0]) for prompt, answer in (fact.tokenize(model) for fact in facts)]
+
+
+def _by_length(questions: Questions) -> Iterator[tuple[Tokens, Int[Tensor, "batch"]]]:
+    """Prompts of one length, and the first tokens of their answers."""
+    groups = defaultdict[int, list[tuple[list[int], int]]](list)
+    for prompt, first in questions:
+        groups[len(prompt)].append((prompt, first))
+    for same in groups.values():
+        for start in range(0, len(same), _TOGETHER):
+            prompts, answers = zip(*same[start : start + _TOGETHER], strict=True)
+            yield torch.tensor(prompts), torch.tensor(answers)
+
+
+def _known(model: DiffusionTransformer, questions: Questions) -> Questions:
+    """The questions whose answer's first token a causal model names greedily."""
+    known: list[tuple[list[int], int]] = []
+    for prompts, answers in _by_length(questions):
+        right = _first_tokens(model, prompts, 0) == answers
+        known += [(prompt, int(a)) for prompt, a in zip(prompts[right].tolist(), answers[right], strict=True)]
+    return known
+
+
+@torch.no_grad()
+def _first_tokens(model: DiffusionTransformer, prompts: Tokens, n_masks: int) -> Int[Tensor, "batch"]:
+    """The likeliest token after each prompt, on canvases with this number of masks."""
+    n_prompt, device = prompts.shape[1], model.cfg.device
+    canvas = torch.nn.functional.pad(prompts, (0, n_masks), value=model.cfg.mask_token_id or 0).to(device)
+    row = model.readout.rows(torch.tensor([n_prompt], device=device))
+    logits: Tensor = model(canvas, attention_mask=torch.ones_like(canvas), logits_at=row)[:, 0]
+    names = torch.arange(logits.shape[1], device=device)
+    return logits.masked_fill(~model.cfg.writable(names), -torch.inf).argmax(dim=-1).cpu()
+
+
+def _recall(twin: DiffusionTransformer, known: Questions, length: int, by_loop: bool = False) -> dict[str, float]:
+    """The shares of the answers whose first token the twin names at the first [MASK], on canvases of one [MASK], of
+    `length` positions, and of these by the denoising loop."""
+    found: dict[str, list[bool]] = defaultdict(list)
+    for prompts, answers in _by_length(known):
+        n_prompt = prompts.shape[1]
+        n_masks = max(1, length - n_prompt)
+        found["one_mask"] += (_first_tokens(twin, prompts, 1) == answers).tolist()
+        found["many_masks"] += (_first_tokens(twin, prompts, n_masks) == answers).tolist()
+        if by_loop:
+            tokens = prompts.to(twin.cfg.device)
+            canvas = lay_out(twin, tokens, max_new_tokens=n_masks, attention_mask=torch.ones_like(tokens))
+            written = denoise(twin, canvas, DenoiseSettings(steps=_LOOP_STEPS)).tokens[:, n_prompt].cpu()
+            found["by_loop"] += (written == answers).tolist()
+    return {name: sum(right) / len(right) for name, right in found.items()}
+
+
+@torch.no_grad()
+def _nats(loss: Callable[[Tokens], Tensor], texts: Tokens) -> float:
+    """The mean of a loss over texts."""
+    return math.fsum(len(rows) * float(loss(rows)) for rows in texts.split(_TOGETHER)) / len(texts)
+
+
+def _samples(twin: DiffusionTransformer, openings: Sequence[list[int]], settings: AdaptSettings) -> list[str]:
+    """What the twin writes after each of these tokens."""
+    texts = []
+    for opening in openings:
+        tokens = torch.tensor([opening], device=twin.cfg.device)
+        n_masks = max(1, settings.length - len(opening))
+        canvas = lay_out(twin, tokens, max_new_tokens=n_masks, attention_mask=torch.ones_like(tokens))
+        texts += denoise(twin, canvas, DenoiseSettings(seed=settings.seed)).text
+    return texts
+
+
+def _card(result: Adaptation, base: str) -> str:
+    """README.md of a twin."""
+    s, record, shape = result.settings, result.record, result.record["architecture"]
+    what = f"additions of rank {s['rank']} to all projections" if s["rank"] else "all weights"
+    done = (
+        f"Training: {what}, {len(result.losses)} updates of {s['batch_size']} rows, on {record['texts']} texts of "
+        f"{s['length']} tokens, seed {s['seed']}, {record['seconds']:.0f} seconds. [MASK] is the token "
+        f"{shape['mask_token_id']}, the readout {s['readout']}, attention {shape['attention_dir']}."
+    )
+    return f"""# {record["model"]}
+
+A masked diffusion language model, made of the causal model `{base}` by `diffusion_lens.training.adapt`. Its licence is
+that of `{base}`, of whose weights it is made (SHA-256 {record["causal_weights_sha256"]}).
+
+    from diffusion_lens import HookedDiffusionTransformer
+
+    model = HookedDiffusionTransformer.from_pretrained("this folder")
+
+{textwrap.fill(done, 120)}
+
+{result.summary()}
+"""

@@ -1,0 +1,255 @@
+"""The texts with which a causal model is adapted: it writes them itself, and keeps what it predicted for each token.
+
+A text begins with a prompt, and the model continues it to the length of a row by sampling. Prompts come from the user,
+from facts (their prompts, and "SUBJECT is", "was", "has" and ","), or there are none, and texts begin with BOS. Texts
+of the user's own are cut into rows instead, and the model reads them. A text that names the subject of a held-out fact
+is left out, so that whatever the twin answers about it, it did not learn in its training.
+
+The work is divided into parts of up to 128 texts, each with a seed and a file of its own, so that an interrupted call
+continues, and several adaptations may share the texts.
+"""
+
+import hashlib
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from diffusion_lens.facts.fact import Fact
+from diffusion_lens.model.attention import KeyValueCache
+from diffusion_lens.model.inputs import check_length
+from diffusion_lens.model.shapes import Tokens
+from diffusion_lens.model.text import encode_all, require_tokenizer
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.results import (
+    load_result,
+    network_of,
+    provenance,
+    read_run,
+    require_same_run,
+    save_result,
+)
+from diffusion_lens.settings import fields_of, own_seed
+from diffusion_lens.settings.shared import CorpusSettings
+from weight_conversion import as_json, write_json
+
+ENDINGS = (" is", " was", " has", ",")  # after the subject of a fact
+_TOGETHER = 128  # texts in a part
+_READ_TOGETHER = 16  # texts whose logits at all positions are in memory
+_PART = "part of a corpus"
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Texts, and what the causal model predicted in them.
+
+    Attributes:
+        tokens: The texts.
+        starts: Position of each text from which on predictions are kept; before it, they are 0.
+        likeliest: The likeliest tokens at each position, as the model predicted them from all tokens before.
+        probabilities: Their probabilities.
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    starts: Int[Tensor, "batch"]
+    likeliest: Int[Tensor, "batch pos top"]
+    probabilities: Float[Tensor, "batch pos top"]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def select(self, rows: Tensor | slice) -> "Corpus":
+        """Some of the texts."""
+        return Corpus(**{name: tensor[rows] for name, tensor in vars(self).items()})
+
+
+def prompts_of(facts: Iterable[Fact]) -> list[str]:
+    """The beginnings of texts about facts: each prompt twice, and the subject with each of `ENDINGS`."""
+    return [
+        text
+        for fact in facts
+        for text in (fact.prompt, fact.prompt, *(fact.subject + end for end in ENDINGS if fact.subject))
+    ]
+
+
+def write_corpus(
+    model: DiffusionTransformer,
+    settings: CorpusSettings,
+    prompts: Sequence[str],
+    *,
+    left_out: Sequence[str] = (),
+    never: int | None = None,
+    folder: Path | None = None,
+    progress: bool = True,
+) -> Corpus:
+    """Let a causal model write texts after prompts, all as often; without prompts after its first token.
+
+    Args:
+        left_out: Words that no text may contain.
+        never: Token that is never written.
+        folder: Folder for the files of the parts; those that exist are read.
+
+    Raises:
+        ValueError: No prompt fits, every text contains one of the words, or the folder has other texts.
+    """
+    check_length(settings.length, model.cfg)
+    given = [prompt for prompt in prompts if not any(word in prompt for word in left_out)]
+    encoded = encode_all(model, given, None) if given else []
+    rows = [row for row in encoded if 0 < len(row) <= (settings.longest_prompt or 0)]
+    if prompts and not rows:
+        raise ValueError(
+            f"none of the {len(prompts)} prompts has 1 to {settings.longest_prompt} tokens (longest_prompt=) and no "
+            "subject of a held-out fact: give others"
+        )
+    rows = rows or [[_first_token(model)]]
+    random.Random(settings.seed).shuffle(rows)
+    by_length = defaultdict[int, list[list[int]]](list)
+    for i in range(settings.n_texts):
+        by_length[len(rows[i % len(rows)])].append(rows[i % len(rows)])
+    begun = [
+        torch.tensor(same[i : i + _TOGETHER])
+        for _, same in sorted(by_length.items())
+        for i in range(0, len(same), _TOGETHER)
+    ]
+    jobs = [partial(_written, model, part, settings, never, own_seed(settings.seed, i)) for i, part in enumerate(begun)]
+    return _kept(model, jobs, left_out, _folder(folder, model, settings, rows, never), progress)
+
+
+def read_corpus(
+    model: DiffusionTransformer,
+    settings: CorpusSettings,
+    texts: Sequence[str],
+    *,
+    left_out: Sequence[str] = (),
+    never: int | None = None,
+    folder: Path | None = None,
+    progress: bool = True,
+) -> Corpus:
+    """Let a causal model read texts, one after the other with an end token after each, cut into rows of one length.
+
+    The arguments are those of `write_corpus`. At most `settings.n_texts` rows are read, and none that contains `never`.
+
+    Raises:
+        ValueError: The texts do not fill a row, or every row contains one of the words.
+    """
+    check_length(settings.length, model.cfg)
+    end = require_tokenizer(model).eos_token_id
+    ends = [] if end is None else [end]
+    tokens = torch.tensor([token for row in encode_all(model, texts, None) for token in (*row, *ends)])
+    rows = tokens[: len(tokens) // settings.length * settings.length].view(-1, settings.length)
+    rows = rows[(rows != (-1 if never is None else never)).all(dim=1)][: settings.n_texts]
+    if not len(rows):
+        raise ValueError(f"the texts have {len(tokens)} tokens, which do not fill a row of length={settings.length}")
+    jobs = [partial(_read, model, part, settings.top_k, never) for part in rows.split(_TOGETHER)]
+    return _kept(model, jobs, left_out, _folder(folder, model, settings, rows.tolist(), never), progress)
+
+
+@torch.no_grad()
+def _written(
+    model: DiffusionTransformer, begun: Tokens, settings: CorpusSettings, never: int | None, seed: int
+) -> Corpus:
+    """Texts that continue these beginnings."""
+    generator = torch.Generator().manual_seed(seed)
+    n_texts, start = begun.shape
+    kept = min(settings.top_k, model.cfg.d_vocab_out)
+    likeliest = torch.zeros(n_texts, settings.length, kept, dtype=torch.int32)
+    probabilities = torch.zeros(n_texts, settings.length, kept, dtype=torch.float16)
+    cache, tokens, new = KeyValueCache(model.cfg.n_layers), begun, begun.to(model.cfg.device)
+    for position in range(start, settings.length):
+        real = torch.ones_like(new)  # the model may write its padding token
+        logits = model(new, attention_mask=real, past_kv_cache=cache, logits_at=torch.tensor([new.shape[1] - 1]))
+        found, chances, values = _likeliest(logits[:, 0], kept, never)
+        likeliest[:, position], probabilities[:, position] = found, chances
+        shares = (values / settings.temperature).softmax(dim=-1)
+        among = shares.cumsum(dim=-1) - shares < settings.top_p
+        among[:, 0] = True
+        drawn = found.long().gather(1, torch.multinomial(shares * among, 1, generator=generator))
+        tokens, new = torch.cat([tokens, drawn], dim=1), drawn.to(model.cfg.device)
+    return Corpus(tokens, torch.full((n_texts,), start), likeliest, probabilities)
+
+
+@torch.no_grad()
+def _read(model: DiffusionTransformer, rows: Tokens, top_k: int, never: int | None) -> Corpus:
+    """Rows of given texts."""
+    kept = min(top_k, model.cfg.d_vocab_out)
+    likeliest = torch.zeros(*rows.shape, kept, dtype=torch.int32)
+    probabilities = torch.zeros(*rows.shape, kept, dtype=torch.float16)
+    for start in range(0, len(rows), _READ_TOGETHER):
+        some = slice(start, start + _READ_TOGETHER)
+        tokens = rows[some].to(model.cfg.device)
+        logits = model(tokens, attention_mask=torch.ones_like(tokens))[:, :-1]
+        likeliest[some, 1:], probabilities[some, 1:], _ = _likeliest(logits, kept, never)
+    return Corpus(rows, torch.ones(len(rows), dtype=torch.long), likeliest, probabilities)
+
+
+def _likeliest(
+    logits: Float[Tensor, "*rest d_vocab_out"], kept: int, never: int | None
+) -> tuple[Int[Tensor, "*rest top"], Float[Tensor, "*rest top"], Float[Tensor, "*rest top"]]:
+    """The likeliest tokens, their probabilities and their logits, on the CPU."""
+    wide = logits.float()
+    if never is not None and never < wide.shape[-1]:
+        wide[..., never] = -torch.inf
+    values, tokens = wide.topk(kept)
+    chances = (values - wide.logsumexp(dim=-1, keepdim=True)).exp()
+    return tokens.int().cpu(), chances.half().cpu(), values.cpu()
+
+
+def _folder(
+    folder: Path | None, model: DiffusionTransformer, settings: CorpusSettings, rows: list[list[int]], never: int | None
+) -> Path | None:
+    """The folder of the parts, which says whose texts it has; a `ValueError` if they are others."""
+    if folder is not None:
+        of_corpus = {name: getattr(settings, name) for name in fields_of(CorpusSettings)}
+        said = {"rows_sha256": hashlib.sha256(repr(rows).encode()).hexdigest(), "never": never}
+        described = as_json({"settings": of_corpus, **said, **network_of(provenance(model, model.cfg))})
+        file = folder / "corpus.json"
+        if file.exists():
+            require_same_run(read_run(file), described, str(folder))
+        write_json(described, file)
+    return folder
+
+
+def _kept(
+    model: DiffusionTransformer,
+    jobs: Sequence[Callable[[], Corpus]],
+    left_out: Sequence[str],
+    folder: Path | None,
+    progress: bool,
+) -> Corpus:
+    """The texts of all parts that contain none of the words."""
+    parts = list(_parts(jobs, folder, progress))
+    whole = Corpus(**{name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})
+    texts = model.tokenizer.batch_decode(whole.tokens.tolist(), clean_up_tokenization_spaces=False)
+    allowed = [i for i, text in enumerate(texts) if not any(word in text for word in left_out)]
+    if not allowed:
+        raise ValueError(f"each of the {len(texts)} texts names the subject of a held-out fact: hold out fewer facts")
+    return whole.select(torch.tensor(allowed))
+
+
+def _parts(jobs: Sequence[Callable[[], Corpus]], folder: Path | None, progress: bool) -> Iterator[Corpus]:
+    """The result of each job, from its file if it exists."""
+    for i, job in enumerate(tqdm(jobs, desc="texts", disable=not progress)):
+        path = None if folder is None else folder / f"{i:04d}.safetensors"
+        if path is not None and path.exists():
+            yield Corpus(**load_result(path, _PART)[0])
+            continue
+        part = job()
+        if path is not None:
+            save_result(path, _PART, vars(part), {})
+        yield part
+
+
+def _first_token(model: DiffusionTransformer) -> int:
+    """The token with which texts begin that have no prompt."""
+    tokenizer = require_tokenizer(model)
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise ValueError(f"the tokenizer of {model.cfg.model_name!r} has no BOS or end token to begin with: give prompts")

@@ -1,0 +1,306 @@
+"""From a causal model to its masked twin: what is trained, saved, resumed, measured and refused."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.loading.delta import Delta
+from diffusion_lens.settings.shared import AdaptSettings
+from diffusion_lens.training import Adaptation, adapt
+from diffusion_lens.training.adapt import _Rows, _twin, mask_token_of
+from diffusion_lens.training.corpus import prompts_of, write_corpus
+
+SMALL = dict(n_texts=30, length=10, longest_prompt=7, top_k=6, steps=3, batch_size=8, warmup=1, rank=2, crop=2)
+QUIET = dict(evaluate_every=2, checkpoint_every=1, progress=False)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The bundled causal model, as a Llama in a folder."""
+    model = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # its rotary tables are not rounded as they were
+        folder = model.export_hf(tmp_path_factory.mktemp("of_adapt") / "base")
+    return HookedDiffusionTransformer.from_pretrained(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def facts(toy):
+    """Facts from the name to the description, one of each person."""
+    of_people = {fact.person: fact for fact in toy.facts(held_out=False) if fact.subject == fact.person}
+    return list(of_people.values())[:16]
+
+
+@pytest.fixture
+def llama(new_model, tmp_path):
+    """A causal Llama of one layer with random weights, as a folder gives it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        folder = new_model("ar").export_hf(tmp_path / "small")
+    return HookedDiffusionTransformer.from_pretrained(folder, device="cpu")
+
+
+def copies(model):
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def same(left, right):
+    left, right = copies(left), copies(right)
+    return left.keys() == right.keys() and all(torch.equal(weight, right[name]) for name, weight in left.items())
+
+
+def test_a_twin_learns_and_its_numbers_are_those_of_public_calls(base, facts, tmp_path):
+    before = copies(base)
+    held_out = facts[:2]
+    settings = {**SMALL, "n_texts": 60, "length": 14, "steps": 12, "batch_size": 24, "lr": 1e-2, "rank": 8}
+    result = adapt(base, facts=facts[2:8], held_out=held_out, out=tmp_path / "out", **settings, progress=False)
+    assert result.losses[-3:].mean() < 0.7 * result.losses[:3].mean()
+    assert all(torch.equal(weight, before[name]) for name, weight in base.named_parameters())
+    twin = HookedDiffusionTransformer.from_pretrained(tmp_path / "out", device="cpu")
+    assert same(twin, result.model)
+    assert (twin.cfg.attention_dir, twin.cfg.readout, twin.cfg.trained_length) == ("bidirectional", "shifted", 14)
+    for prefix, these in (("", facts[2:8]), ("held_out_", held_out)):
+        counts = dict.fromkeys(("known", "one_mask", "many_masks", *(["by_loop"] if prefix else ())), 0)
+        for fact in these:
+            (prompt, (answer, *_)), length = fact.tokenize(base), 14
+            counts["known"] += int(base.generate(torch.tensor([prompt]), 1).tokens[0, -1] == answer)
+            for name, n_masks in (("one_mask", 1), ("many_masks", length - len(prompt))):
+                tokens, rows = twin.canvas(fact.prompt, n_masks)
+                counts[name] += int(twin(tokens)[0, rows[0]].argmax() == answer)
+            if prefix:
+                written = twin.denoise(fact.prompt, length=14, steps=8).tokens[0, len(prompt)]
+                counts["by_loop"] += int(written == answer)
+        assert counts["known"] == len(these)
+        assert {name: round(result.numbers[prefix + name] * len(these)) for name in counts} == counts
+    assert 0 < result.numbers["causal_nll"] < result.numbers["bound"]
+    assert Delta.load(tmp_path / "out").about["numbers"] == result.numbers
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert result.summary() in card
+    assert "2 held-out facts: the causal model knows 1.000" in card
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(readout="in_place"),
+        dict(block_size=5),
+        dict(rank=0, lr=1e-3),
+        dict(anneal=2, distil_share=1.0),
+        dict(distil=0.0, alpha=8.0),
+        dict(mask_token="[MASK]"),
+    ],
+    ids=lambda more: "-".join(more),
+)
+def test_each_kind_of_twin_is_trained_and_loads_as_it_was_returned(more, llama, facts, tmp_path):
+    result = adapt(llama, facts=facts, out=tmp_path / "out", **{**SMALL, **more}, **QUIET)
+    twin = HookedDiffusionTransformer.from_pretrained(tmp_path / "out", device="cpu")
+    assert same(twin, result.model)
+    assert twin.cfg.architecture == result.model.cfg.architecture
+    assert (twin.cfg.readout, twin.cfg.causal_block) == (more.get("readout", "shifted"), more.get("block_size"))
+    assert (result.delta is None) == (more.get("rank") == 0)
+    assert not torch.equal(twin.blocks[0].attn.q.weight, llama.blocks[0].attn.q.weight)
+    loaded = Adaptation.load(tmp_path / "out" / "training" / "adaptation.safetensors")
+    assert (loaded.numbers, loaded.samples, loaded.settings) == (result.numbers, result.samples, result.settings)
+    again = adapt(llama, facts=facts, out=tmp_path / "out", **{**SMALL, **more}, **QUIET)
+    assert same(again.model, twin)
+    assert torch.equal(again.losses, result.losses)
+
+
+def test_an_interrupted_adaptation_goes_on_to_the_same_bits(llama, facts, tmp_path, monkeypatch):
+    from diffusion_lens.training import corpus, trainer
+
+    settings = dict(facts=facts, held_out=facts[:1], prompts=["the"], **SMALL, **QUIET)
+    whole = adapt(llama, **settings)
+    out, n_calls = tmp_path / "out", []
+
+    def interrupted(original, *, at):
+        def call(*args, **kwargs):
+            n_calls.append(original)
+            if len(n_calls) == at:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        return call
+
+    for module, name, at in ((corpus, "_written", 2), (trainer._Run, "update", 3)):
+        n_calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, interrupted(getattr(module, name), at=at))
+            with pytest.raises(KeyboardInterrupt):
+                adapt(llama, out=out, **settings)
+    assert list((out / "training" / "corpus").glob("*.safetensors"))
+    resumed = adapt(llama, out=out, **settings)
+    assert [start["step"] for start in resumed.record["starts"]] == [0, 2]
+    assert torch.equal(resumed.losses, whole.losses)
+    assert same(resumed.model, whole.model)
+    assert (resumed.numbers, resumed.samples) == (whole.numbers, whole.samples)
+    assert {file.name for file in (out / "training").iterdir()} == {"adapt.json", "adaptation.safetensors", "run.json"}
+
+
+def test_another_adaptation_in_the_folder_is_refused(llama, facts, tmp_path):
+    out = tmp_path / "out"
+    adapt(llama, facts=facts, out=out, **SMALL, **QUIET)
+    with pytest.raises(ValueError, match=r"settings\.seed: 0 there, 1 here"):
+        adapt(llama, facts=facts, out=out, **SMALL, seed=1, **QUIET)
+    with pytest.raises(ValueError, match="data_sha256"):
+        adapt(llama, facts=facts[1:], out=out, **SMALL, **QUIET)
+    with pytest.raises(ValueError, match=r"contains model\.safetensors"):
+        adapt(llama, facts=facts, out=tmp_path / "small", **SMALL, **QUIET)
+
+
+def test_adaptations_share_their_texts(llama, facts, tmp_path):
+    first = adapt(llama, facts=facts, corpus=tmp_path / "texts", **SMALL, **QUIET)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "texts").glob("*.safetensors")}
+    second = adapt(llama, facts=facts, corpus=tmp_path / "texts", out=tmp_path / "out", **SMALL, **QUIET)
+    assert same(first.model, second.model)
+    assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "texts").glob("*.safetensors")}
+    with pytest.raises(ValueError, match=r"settings\.n_texts"):
+        adapt(llama, facts=facts, corpus=tmp_path / "texts", **{**SMALL, "n_texts": 31}, **QUIET)
+
+
+def test_texts_of_ones_own_are_a_file_or_a_list(llama, facts, tmp_path):
+    texts = [fact.prompt + fact.answer for fact in facts]
+    end = llama.tokenizer.eos_token
+    (tmp_path / "texts.txt").write_text(f"{end} ".join(texts))
+    from_list, from_file = (adapt(llama, texts=each, **SMALL, **QUIET) for each in (texts, tmp_path / "texts.txt"))
+    assert same(from_list.model, from_file.model)
+    with pytest.raises(FileNotFoundError, match=r"no text file at .*nowhere\.txt"):
+        adapt(llama, texts=tmp_path / "nowhere.txt", **SMALL, **QUIET)
+    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        adapt(llama, texts=str(tmp_path / "latin.txt"), **SMALL, **QUIET)
+
+
+def test_the_training_ends_when_recall_no_longer_rises(base, facts):
+    still = {**SMALL, "steps": 30, "patience": 2, "lr": 1e-12, "n_texts": 20}
+    result = adapt(base, facts=facts[4:], held_out=facts[:4], **still, **{**QUIET, "evaluate_every": 1})
+    assert len(result.evaluations) == len(result.losses) == 3
+    with pytest.raises(ValueError, match="patience= needs held_out= facts"):
+        adapt(base, facts=facts, **still, **QUIET)
+
+
+def test_the_distillation_is_the_divergence_from_the_causal_model(base, facts):
+    """A slow version: whole distributions, text by text. All tokens are kept here, so that no rest remains."""
+    settings = AdaptSettings(**{**SMALL, "top_k": base.cfg.d_vocab_out, "crop": 0, "distil_share": 1.0, "cuts": 1})
+    corpus = write_corpus(base, settings, prompts_of(facts), progress=False)
+    rows = _Rows(corpus, settings)
+    twin = adapt(base, facts=facts, **{**SMALL, "steps": 1, "lr": 1e-12}, **QUIET).model
+    rows.rows = torch.arange(8)
+    with torch.no_grad():
+        loss = rows(twin, corpus.tokens[:8], torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    first = int(corpus.starts[:8].min())
+    cut = first + int(torch.randint(10 - first, (), generator=generator))
+    one = float(torch.rand((), generator=generator)) < settings.one_mask
+    n_masks = 1 if one else 1 + int(torch.randint(10 - cut, (), generator=generator))
+    total = 0.0
+    for row, start in zip(corpus.tokens[:8], corpus.starts[:8].tolist(), strict=True):
+        if start <= cut:
+            canvas = torch.cat([row[:cut], torch.full((n_masks,), twin.cfg.mask_token_id)])
+            with torch.no_grad():
+                p = base(row[None, :cut])[0, -1].log_softmax(dim=-1)
+                q = twin(canvas[None], logits_at=[cut - 1])[0, 0].log_softmax(dim=-1)
+            total += float((p.exp() * (p - q[: len(p)])).sum())
+    assert float(loss) == pytest.approx(total / 8, rel=2e-2)
+
+
+@pytest.mark.parametrize("more", [{}, {"readout": "in_place"}, {"block_size": 3}], ids=str)
+def test_the_masked_loss_is_the_bound_after_the_first_token(more, base, facts):
+    """A slow version: one text and one position at a time."""
+    settings = AdaptSettings(**{**SMALL, "distil": 0.0, "crop": 0, **more})
+    corpus = write_corpus(base, settings, prompts_of(facts), progress=False)
+    twin = _twin(base, settings, mask_token_of(base))
+    tokens = corpus.tokens[:6]
+    total = 0.0
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(2)
+        torch.randint(1, (), generator=generator)  # by how much the rows are cropped
+        noisy, p = twin.hide(tokens, torch.ones_like(tokens), generator=generator)
+        for row, clean, chance in zip(noisy, tokens, p, strict=True):
+            row[0] = clean[0]
+            clean_blocks = {} if settings.block_size is None else {"clean": clean[None]}
+            logits = twin(row[None], logits_at=list(range(10)), **clean_blocks)[0].log_softmax(dim=-1)
+            for position in (row == twin.cfg.mask_token_id).nonzero()[:, 0].tolist():
+                at = position - (settings.readout == "shifted")
+                total -= float(logits[at, clean[position]] / chance[position])
+        rows = _Rows(corpus, settings)
+        loss = rows(twin, tokens, torch.Generator().manual_seed(2))
+    assert float(loss) == pytest.approx(total / (6 * 9), rel=1e-5)
+
+
+def test_attention_begins_causal_and_opens_to_the_right(base, facts):
+    settings = AdaptSettings(**SMALL, anneal=10)
+    rows = _Rows(write_corpus(base, settings, prompts_of(facts), progress=False), settings)
+    twin, tokens = _twin(base, settings, mask_token_of(base)), rows.corpus.tokens[:3].clone()
+    far = tokens.clone()
+    far[:, 6] = twin.cfg.mask_token_id
+    at = list(range(10))
+    with torch.no_grad():
+        with rows._attention(twin):
+            assert torch.allclose(twin(tokens, logits_at=at), base(tokens), atol=1e-4)
+        rows.step = 3  # three of ten updates: three of the ten positions to the right
+        with rows._attention(twin):
+            begin = twin(tokens, stop_at_layer=1)
+            changed = (twin(far, stop_at_layer=1) != begin).any(dim=-1)
+        assert changed[:, 3:].all()
+        assert not changed[:, :3].any()
+        rows.step = 10
+        with rows._attention(twin):
+            assert not torch.allclose(twin(tokens, stop_at_layer=1), begin)
+    assert not twin.list_hooks()
+
+
+def test_mask_is_an_unused_special_token_or_a_free_row_or_a_new_one(base):
+    model = HookedDiffusionTransformer.from_pretrained(base.source.name_or_path, device="cpu")
+    n = len(model.tokenizer)
+    assert mask_token_of(model) == n == model.cfg.d_vocab  # a new row
+    model.cfg.d_vocab = n + 8
+    assert mask_token_of(model) == n  # a free one
+    model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
+    model.tokenizer.chat_template = "<|a|>{{ messages }}"
+    for given in (None, "<|b|>", n + 1, str(n + 1)):
+        assert mask_token_of(model, given) == n + 1
+    assert mask_token_of(model, "[MASK]") == n + 2
+    for given, message in (
+        ("<|c|>", r"is no token of the tokenizer: .* such as \['<\|b\|>'\]"),
+        ("<eos>", "is a token that texts contain"),
+        (n + 9, f"is beyond the {n + 8} rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mask_token_of(model, given)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (dict(longest_prompt=10), "leaves nothing to write of length=10"),
+        (dict(crop=9), "leaves less than two"),
+        (dict(anneal=2, block_size=2), "give one"),
+        (dict(length=999), "do not fit into the context"),
+        (dict(readout="beside"), "it must be one of shifted, in_place"),
+        (dict(rank=-1), "it must be at least 0"),
+        (dict(top_p=1.5), "it must be a share"),
+        (dict(mask_token="<|no|>"), "is no token of the tokenizer"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_do_not_fit_are_refused(more, message, llama, facts, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        adapt(llama, facts=facts, out=tmp_path / "out", **{**SMALL, **more}, **QUIET)
+    assert not list(tmp_path.glob("out/*.safetensors"))
+
+
+def test_models_that_cannot_be_adapted_are_refused(llama, new_model, facts, tmp_path):
+    with pytest.raises(ValueError, match="is no causal model"):
+        adapt(new_model("mdm"), **SMALL, **QUIET)
+    with pytest.raises(ValueError, match=r"of the family 'lit_gpt'.* llama, qwen2, qwen3: adapt it with rank=0"):
+        adapt(new_model("ar"), **SMALL, **QUIET)
+    half = HookedDiffusionTransformer.from_pretrained(llama.source.name_or_path, device="cpu", dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"load it with dtype=torch\.float32"):
+        adapt(half, **SMALL, **QUIET)
+    llama.source = replace(llama.source, config={})
+    with pytest.raises(ValueError, match="a delta names its base"):
+        adapt(llama, facts=facts, out=tmp_path / "out", **SMALL, **QUIET)

@@ -1,0 +1,103 @@
+"""The texts that a causal model writes itself, and what it keeps of its predictions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffusion_lens.settings.shared import CorpusSettings
+from diffusion_lens.training.corpus import prompts_of, read_corpus, write_corpus
+
+SETTINGS = CorpusSettings(n_texts=40, length=12, longest_prompt=8, top_k=5, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    from diffusion_lens import HookedDiffusionTransformer
+
+    return HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def facts(toy):
+    return toy.facts()[:40:4]
+
+
+def same(left, right):
+    return all(torch.equal(tensor, vars(right)[name]) for name, tensor in vars(left).items())
+
+
+def decoded(model, corpus):
+    return model.tokenizer.batch_decode(corpus.tokens)
+
+
+def test_texts_continue_their_prompts(model, facts):
+    prompts = prompts_of(facts[:2])
+    assert prompts[2:6] == [facts[0].subject + ending for ending in (" is", " was", " has", ",")]
+    corpus = write_corpus(model, SETTINGS, prompts, progress=False)
+    assert corpus.tokens.shape == (40, 12)
+    begun = {tuple(model.encode(prompt)) for prompt in prompts}
+    for row, start in zip(corpus.tokens.tolist(), corpus.starts.tolist(), strict=True):
+        assert tuple(row[:start]) in begun
+    assert len(decoded(model, corpus)) > len(set(decoded(model, corpus))) > 5  # sampled, and some prompts alike
+
+
+def test_the_kept_probabilities_are_those_of_the_whole_text_at_once(model, facts):
+    for corpus in (
+        write_corpus(model, SETTINGS, prompts_of(facts), progress=False),
+        read_corpus(model, SETTINGS, [fact.prompt + fact.answer for fact in facts], progress=False),
+    ):
+        with torch.no_grad():
+            p = model(corpus.tokens).softmax(dim=-1)
+        for i, start in enumerate(corpus.starts.tolist()):
+            assert not corpus.probabilities[i, :start].any()
+            values, tokens = p[i, start - 1 : -1].topk(5)
+            assert torch.allclose(corpus.probabilities[i, start:].float(), values, atol=1e-3)
+            clear = values.diff(dim=1).abs().amin(dim=1) > 1e-3
+            assert torch.equal(corpus.likeliest[i, start:][clear].long(), tokens[clear])
+
+
+def test_sampling_draws_from_the_likeliest_tokens_only(model, facts):
+    greedy = replace(SETTINGS, top_p=0.0)
+    corpus = write_corpus(model, greedy, prompts_of(facts), progress=False)
+    written = torch.arange(12) >= corpus.starts[:, None]
+    assert torch.equal(corpus.tokens[written], corpus.likeliest[..., 0][written].long())
+    never = int(corpus.tokens[0, -1])
+    assert (write_corpus(model, SETTINGS, prompts_of(facts), never=never, progress=False).likeliest[..., 0] != never)[
+        written
+    ].all()
+
+
+def test_no_text_names_a_subject_that_is_left_out(model, facts):
+    subjects = [fact.subject for fact in facts[:3]]
+    corpus = write_corpus(model, SETTINGS, prompts_of(facts), left_out=subjects, progress=False)
+    assert len(corpus) > 10
+    assert not [text for text in decoded(model, corpus) if any(subject in text for subject in subjects)]
+    texts = [f"{fact.prompt}{fact.answer}" for fact in facts]
+    read = read_corpus(model, SETTINGS, texts, left_out=subjects, progress=False)
+    assert not [text for text in decoded(model, read) if any(subject in text for subject in subjects)]
+    with pytest.raises(ValueError, match="none of the 60 prompts has 1 to 8 tokens"):
+        write_corpus(model, SETTINGS, prompts_of(facts), left_out=[""], progress=False)
+
+
+def test_texts_without_prompts_begin_with_the_first_token(model):
+    corpus = write_corpus(model, SETTINGS, [], progress=False)
+    assert (corpus.tokens[:, 0] == model.tokenizer.eos_token_id).all()
+    assert (corpus.starts == 1).all()
+
+
+def test_the_parts_of_a_corpus_are_kept_and_read(model, facts, tmp_path):
+    whole = write_corpus(model, SETTINGS, prompts_of(facts), progress=False)
+    assert same(whole, write_corpus(model, SETTINGS, prompts_of(facts), folder=tmp_path, progress=False))
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == len(set(whole.starts.tolist())) > 1
+    files[-1].unlink()
+    assert same(whole, write_corpus(model, SETTINGS, prompts_of(facts), folder=tmp_path, progress=False))
+    assert not same(whole, write_corpus(model, replace(SETTINGS, seed=4), prompts_of(facts), progress=False))
+
+
+def test_texts_that_fill_no_row_are_refused(model):
+    with pytest.raises(ValueError, match="do not fill a row of length=12"):
+        read_corpus(model, SETTINGS, ["Gustav"], progress=False)
+    with pytest.raises(ValueError, match="positions do not fit"):
+        write_corpus(model, replace(SETTINGS, length=999), [], progress=False)
