@@ -19,7 +19,7 @@ from diffusion_lens.loading.gguf import installed_file
 from weight_conversion import renamed_when_whole, sha256_of_file
 
 logging.disable_progress_bar()
-torch.set_num_threads(os.cpu_count() or 1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 
 load = partial(HookedDiffusionTransformer.from_pretrained, device="cpu")
 WEIGHTS = Path(os.environ.get("REAL_WEIGHTS", "~/.cache/diffusion_lens")).expanduser()

@@ -1,4 +1,4 @@
-"""`diffusion-lens check` on real models: right ones pass, and each planted mistake is flagged and named."""
+"""`diffusion-lens check` on real models: right ones pass, and each planted mistake is flagged."""
 
 import json
 
@@ -20,7 +20,7 @@ def reference_of(real):
     text = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want"
     tokens = torch.tensor(real.words(text)["input_ids"][:20]).view(2, 10)
     after = tokens[:1]
-    for _ in range(4):
+    for _ in range(2):
         after = torch.cat([after, real.network(after).logits[:, -1:].argmax(-1)], dim=1)
     before = after.clone()
     before[:, tokens.shape[1] :] = -1
@@ -43,10 +43,16 @@ def test_the_command_passes_a_right_model(smollm, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ON_SMOLLM)
-def test_each_fault_is_flagged_and_named(smollm, reference, fault):
-    report = check_model(faulty(smollm.model, fault), reference=reference, only=("reference", "diagnosis"))
-    assert not report.passed
-    assert any(FAULTS[fault][1] in cause for cause in report.likely), report.to_text()
+def test_each_fault_is_flagged(smollm, reference, fault):
+    report = check_model(faulty(smollm.model, fault), reference=reference, only=("reference",))
+    assert not report.passed, report.to_text()
+
+
+def test_a_fault_is_named(smollm, reference):
+    """One, because the search takes a minute; `tests/checks` names all of them on small models."""
+    wrong = faulty(smollm.model, "query heads permuted")
+    report = check_model(wrong, reference=reference, only=("reference", "diagnosis"))
+    assert any(FAULTS["query heads permuted"][1] in cause for cause in report.likely), report.to_text()
 
 
 def test_a_fault_shows_on_the_page_alone(smollm):
@@ -58,7 +64,6 @@ def test_an_untied_model_with_biases(qwen):
     reference = reference_of(qwen)
     right = check_model(qwen.model, reference=reference, only=("reference", "padding"))
     assert right.passed, right.to_text()
-    wrong = check_model(
-        faulty(qwen.model, "head rows off by one"), reference=reference, only=("reference", "diagnosis")
-    )
-    assert any(FAULTS["head rows off by one"][1] in cause for cause in wrong.likely), wrong.to_text()
+    for fault in ("head rows off by one", "query and key heads swapped"):
+        wrong = check_model(faulty(qwen.model, fault), reference=reference, only=("reference",))
+        assert not wrong.passed, wrong.to_text()

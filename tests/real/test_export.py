@@ -1,5 +1,6 @@
 """Out again: transformers and peft go on from what `export_hf` writes."""
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -7,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 TEXT = "The Rhine belongs to the continent of Europe"
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads what transformers renames
 def test_transformers_and_peft_go_on(smollm, tmp_path):
     folder = smollm.model.export_hf(tmp_path / "exported")
     network, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
