@@ -11,6 +11,7 @@ from bad_arguments import doors, tried
 
 from diffusion_lens import Fact, HookedDiffusionTransformer
 from diffusion_lens.analysis import causal_trace, logit_lens, noise_scale, patch_grid
+from diffusion_lens.analysis.signatures import correlation_of_frequencies
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising import lay_out
 from diffusion_lens.denoising.samplers import sdar
@@ -63,6 +64,7 @@ def test_bad_arguments_are_refused_and_leave_no_trace():
         (lambda m, q: causal_trace(m, q, noise=0.5, positions=1j), "positions=1j is a complex; it must be a sequence"),
         (lambda m, q: causal_trace(m, q, noise=0.5, positions=slice(2)), "positions=slice.* is a slice; it must be a"),
         (lambda m, q: causal_trace(m, q, seed=2**32), "seed=4294967296; numpy.random.RandomState takes seeds below"),
+        (lambda m, q: correlation_of_frequencies(torch.empty(0), 1, 2), "frequencies is empty; give model.positions"),
         (lambda m, q: sdar(eb_threshold=math.nan), "eb_threshold=nan; it must be a finite number above 0"),
         (lambda m, q: m.run_with_hooks(q.tokens, reset_hooks_end="no"), "reset_hooks_end='no' is a str"),
         (lambda m, q: m.run_with_cache(q.tokens, incl_bwd="no"), "incl_bwd='no' is a str; it must be True or False"),
