@@ -48,16 +48,11 @@ def test_each_fault_is_flagged(smollm, reference, fault):
     assert not report.passed, report.to_text()
 
 
-def test_a_fault_is_named(smollm, reference):
-    """One, because the search takes a minute; `tests/checks` names all of them on small models."""
-    wrong = faulty(smollm.model, "query heads permuted")
-    report = check_model(wrong, reference=reference, only=("reference", "diagnosis"))
-    assert any(FAULTS["query heads permuted"][1] in cause for cause in report.likely), report.to_text()
-
-
-def test_a_fault_shows_on_the_page_alone(smollm):
-    report = check_model(faulty(smollm.model, "query heads permuted"), only=("page loss",))
-    assert not report.passed, report.to_text()
+@pytest.mark.parametrize("fault", ["query heads permuted", "rotary interleaved", "readout shifted"])
+def test_a_fault_is_named(smollm, reference, fault):
+    """Three, because each search takes a while; `tests/checks` names all of them on small models."""
+    report = check_model(faulty(smollm.model, fault), reference=reference, only=("reference", "diagnosis"))
+    assert any(FAULTS[fault][1] in cause for cause in report.likely), report.to_text()
 
 
 def test_an_untied_model_with_biases(qwen):
