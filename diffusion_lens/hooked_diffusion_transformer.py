@@ -107,8 +107,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
 
         Args:
             name_or_path: "smdm-1028m", "llada-8b-base", "site-mdm" (`list_pretrained()` prints all names), "owner/name"
-                of a repository in a known family's format, a `.safetensors` or `.pth` checkpoint, or a folder with one
-                or with a delta (`loading.delta`), whose base is loaded too.
+                of a repository in a known family's format, a `.safetensors` or `.pth` checkpoint, a folder with one or
+                with a delta (`loading.delta`), whose base is loaded too, or a `.gguf` file (`loading.gguf`).
             config: The checkpoint's config, as a path or a mapping. By default it is read from the file beside the
                 checkpoint, or derived from the tensors' shapes.
             tokenizer: Folder with tokenizer.json and tokenizer_config.json, or a fast Hugging Face tokenizer. By
@@ -117,7 +117,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 `model.tokenizer.apply_chat_template` works.
             device: Device of the model; by default the GPU if there is one.
             dtype: Precision of the weights, torch.bfloat16 or "bfloat16"; they are converted piece by piece.
-            revision, cache_dir, token, local_files_only: Arguments of `huggingface_hub.snapshot_download`.
+            revision, cache_dir, token, local_files_only: Arguments of `huggingface_hub.snapshot_download`. Weights of a
+                `.gguf` file are kept in `cache_dir` too, by default in `HF_ASSETS_CACHE`.
             fold_ln: Whether the norms' weights are folded into the projections that read them, as by
                 `enable_compatibility_mode`. A model that was saved folded stays folded (`cfg.layer_norm_folding`).
             block_size: Positions in a block of a block diffusion model whose config does not say it.

@@ -690,7 +690,7 @@ def test_every_repository_has_one_name_and_a_family():
     assert len({entry.repo for entry in REPOSITORIES}) == len(REPOSITORIES)
     for entry in REPOSITORIES:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", entry.repo)
-        assert entry.evidence in ("config seen", "name seen")
+        assert entry.evidence in ("weights run", "config seen", "name seen")
         if entry.config:
             shape = entry.architecture
             diffusion = entry.name.startswith(DIFFUSION) or entry.name.endswith(("-mdlm", "-bd3lm"))

@@ -48,6 +48,7 @@ from diffusion_lens.data.fact_files import FactSource
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.loading import TOKENIZER_FILES
 from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, PublishedFile, Repository
+from diffusion_lens.loading.gguf import GGUF, installed_file
 from diffusion_lens.loading.hub import fetch_file, fetch_tokenizer
 from diffusion_lens.loading.source import given_options
 from diffusion_lens.model.config import as_device
@@ -313,7 +314,7 @@ def _peak_memory(model: HookedDiffusionTransformer) -> int | None:
 def _missing_parts(path: Path, expected: Expected | None) -> tuple[Any, Path | None]:
     """Config and tokenizer of the claimed model for a local checkpoint that has none beside it. The config is that of a
     `Repository` in the catalogue, and the tokenizer one that is on this machine."""
-    if expected is None or not path.exists():
+    if expected is None or not path.exists() or path.suffix == GGUF:
         return None, None
     folder = path if path.is_dir() else path.parent
     entry, bundled = PUBLISHED.get(expected.name), BUNDLED.get(expected.name)
@@ -339,6 +340,8 @@ def _file(name: str, path: Path) -> Path | None:
     if bundled := BUNDLED.get(name.lower()):
         return bundled.path
     entry = PUBLISHED.get(name.lower())
+    if isinstance(entry, Repository) and entry.packaged is not None:
+        return installed_file(entry.packaged)
     try:
         return fetch_file(entry, {"local_files_only": True}) if isinstance(entry, PublishedFile) else None
     except (FileNotFoundError, ValueError):

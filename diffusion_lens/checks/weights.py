@@ -30,7 +30,7 @@ from weight_conversion import Architecture, n_params, open_checkpoint, read_json
 NAMES = ("family", "name")
 # Evidence that makes the catalogue's numbers reliable. With "name seen" they are those of the family, so a
 # difference may be an error of the catalogue.
-SEEN = ("in the package", "safetensors seen", "pth seen", "config seen")
+SEEN = ("in the package", "weights run", "safetensors seen", "pth seen", "config seen")
 SHOWN = 4
 # Excess of both scores together over 2. Parts of the bundled models have 0.33 to 4.4; parts of another seed up to 0.1,
 # and trained parts of the other model up to 0.23; parts of the random golden checkpoints are within 0.03 of 0.
@@ -50,7 +50,7 @@ class Expected:
         name: Name in the catalogue.
         architecture: Architecture, `None` if unknown.
         evidence: How the entry was verified.
-        sha256: SHA-256 of the published safetensors file, `None` if unknown.
+        sha256: SHA-256 of the published safetensors file, or of the packaged copy; `None` if unknown.
         n_bytes: Size of that file in bytes.
         tuned_on_reversals: Whether the model was fine-tuned on the facts of the reversal curse.
     """
@@ -86,7 +86,9 @@ class Expected:
         if isinstance(entry, PublishedFile):
             tuned = entry.tuned_on == "reverse"
             return cls(lower, entry.read(options), entry.evidence, entry.sha256, entry.n_bytes, tuned)
-        return cls(lower, entry.read(options), entry.evidence)
+        copy = entry.packaged
+        known = (copy.sha256, copy.n_bytes) if copy else (None, None)
+        return cls(lower, entry.read(options), entry.evidence, *known)
 
 
 @dataclass(frozen=True)

