@@ -306,7 +306,7 @@ def _attribute(
     graph, written_by = Graph.of(model.cfg), inputs.canvas_provenances()
     sides = inputs.sides(reading)
     # The passes begin behind the embedding, where the network no longer sees whether a token is [MASK].
-    if reading.rows is None and model.cfg.has_mask:
+    if reading.rows is None and model.cfg.has_mask and model.tokenizer is not None:
         for side in (side for pair in sides for side in pair if side.step is None):
             warn_unless_masked(side.tokens, model.cfg.blank, model.cfg)
     passes = [kind(graph, *pair, max_bytes) for pair in sides]

@@ -119,6 +119,7 @@ def test_scores_of_another_network_are_refused(specimen, configs, scores, pair):
         faithfulness(model, *pair, logit, scores, [1])
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 def test_inputs_with_padding_at_other_positions_are_refused(tiny):
     clean, corrupted = ["Gustav Geisser is the", "Tilda is"], ["Tilda Drusser is the", "Gustav is"]
     metric = lambda logits: logits[0, -1, 7] + logits[1, -1, 7]  # noqa: E731

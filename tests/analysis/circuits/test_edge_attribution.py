@@ -145,6 +145,7 @@ def test_a_small_budget_splits_the_runs_of_the_nodes_and_changes_no_score(either
     assert_close(edge_attribution(model, clean, corrupted, logit, max_bytes=least, **settings).scores, whole.scores)
 
 
+@pytest.mark.filterwarnings("ignore:no position of these tokens is")
 @pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar", "tiny-block", "tiny-uniform"], indirect=True)
 def test_steps_of_trajectories_are_attributed_one_by_one(tiny):
     assert_steps_are_attributed_alone(tiny)
