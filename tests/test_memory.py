@@ -146,4 +146,5 @@ def test_a_trace_takes_at_most_its_budget():
     traces = [partial(memory_of_tracing, shape, BUDGET, cells) for shape in shapes]
     for measured in measured_afresh(partial(measured_apart, *traces)):
         assert measured["weights"] > 1.5 * BUDGET
-        assert BUDGET / 8 < measured["growth"] <= 1.1 * BUDGET, measured
+        # Beside other processes, the heap takes up to 3 MB more pages.
+        assert BUDGET / 8 < measured["growth"] <= 1.2 * BUDGET, measured
