@@ -536,12 +536,10 @@ class HookedDiffusionTransformer(DiffusionTransformer):
     ) -> None:
         """As in TransformerLens."""
         one_of("fwd", "bwd", "both")("direction", direction)
-        clears, all_hooks = (
-            check_bool("clear_contexts", clear_contexts),
-            check_bool("including_permanent", including_permanent),
-        )
+        clear_contexts = check_bool("clear_contexts", clear_contexts)
+        including_permanent = check_bool("including_permanent", including_permanent)
         with self.clock.held():
-            super().reset_hooks(clears, direction, all_hooks, level)
+            super().reset_hooks(clear_contexts, direction, including_permanent, level)
 
     def _check_keywords(self, method: str, given: Mapping[str, Any]) -> None:
         forward = vars(self).get("forward") or type(self).forward

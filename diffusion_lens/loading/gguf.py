@@ -124,7 +124,7 @@ def _convert(file: Path, folder: Path) -> None:
         except NotImplementedError as error:
             raise ValueError(f"{tensor.name} of {file} is stored in a way that is not read: {error}") from error
         heads = {"q": "num_attention_heads", "k": "num_key_value_heads"}.get(tensor.name.partition(".attn_")[2][:1])
-        if config["model_type"] == "llama" and heads is not None and ".attn_norm" not in tensor.name:
+        if config["model_type"] == "llama" and heads is not None:
             halves = values.reshape(config[heads], -1, 2, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
         tensors[theirs[tensor.name]] = torch.from_numpy(np.array(values, dtype=np.float32))

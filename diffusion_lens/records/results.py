@@ -322,14 +322,13 @@ def require_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], where
         )
 
 
-def require_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+def require_same_settings(folder: Path, settings: Mapping[str, Any], record: str = "run.json") -> None:
     """Like `require_same_run`, but before the model is loaded: compares only `settings` with what the folder records.
 
-    A folder without `run.json` passes.
+    A folder without the file `record` passes.
     """
-    record = folder / "run.json"
-    if record.exists():
-        saved = read_run(record)
+    if (folder / record).exists():
+        saved = read_run(folder / record)
         require_same_run(saved, {**saved, **as_json(settings)}, str(folder))
 
 

@@ -41,7 +41,7 @@ from diffusion_lens.model.loss import autoregressive_loss, hide, masked_batch
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.text import MASK_TEXT, require_tokenizer
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.results import Result, Saved, Table, provenance, read_run, require_same_run
+from diffusion_lens.records.results import Result, Saved, Table, provenance, require_same_settings
 from diffusion_lens.settings import Whole, own_seed, takes
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training.corpus import Corpus, prompts_of, read_corpus, write_corpus
@@ -238,9 +238,7 @@ def adapt(
 
 def require_same_adaptation(home: Path, identity: Mapping[str, Any]) -> None:
     """Raise a `ValueError` if a folder has an adaptation of which one of these entries is another."""
-    if (home / RUN / IDENTITY).exists():
-        saved = read_run(home / RUN / IDENTITY)
-        require_same_run(saved, {**saved, **as_json(identity)}, str(home))
+    require_same_settings(home, identity, f"{RUN}/{IDENTITY}")
 
 
 def mask_token_of(model: DiffusionTransformer, given: str | Whole | None = None) -> int:
