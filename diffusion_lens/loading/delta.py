@@ -297,13 +297,14 @@ def twin_tensors(
     """The tensors of a twin, from those of its base: with the delta, and with a row for [MASK] if the base has none.
 
     The row is the mean of all others, which needs no training (Hewitt 2021, "Initializing New Word Embeddings for
-    Pretrained Language Models").
+    Pretrained Language Models"). It is float32, also beside rows that are stored in half precision, as it was when the
+    twin was trained.
     """
     shapes = tensor_shapes(twin)
     for name, tensor in tensors:
         if name in shapes and shapes[name][0] == len(tensor) + 1:
             mean = tensor.detach().mean(dim=0, keepdim=True, dtype=torch.float64)
-            tensor = torch.cat([tensor.detach(), mean.to(tensor.dtype)])
+            tensor = torch.cat([tensor.detach().float(), mean.float()])
         if delta is not None and name in delta.factors:
             tensor = tensor.detach().cpu().double() + delta.update(name)
         yield name, tensor

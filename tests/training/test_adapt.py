@@ -109,6 +109,14 @@ def test_each_kind_of_twin_is_trained_and_loads_as_it_was_returned(more, llama, 
     assert torch.equal(again.losses, result.losses)
 
 
+def test_a_new_row_beside_half_precision_weights_loads_as_it_was_measured(llama, facts, tmp_path):
+    half = HookedDiffusionTransformer.from_pretrained(llama.source.name_or_path, device="cpu", dtype="bfloat16")
+    stored = HookedDiffusionTransformer.from_pretrained(half.export_hf(tmp_path / "half"), device="cpu")
+    result = adapt(stored, facts=facts, out=tmp_path / "out", mask_token="[MASK]", **SMALL, **QUIET)
+    assert result.model.cfg.d_vocab == stored.cfg.d_vocab + 1
+    assert same(HookedDiffusionTransformer.from_pretrained(tmp_path / "out", device="cpu"), result.model)
+
+
 def test_an_interrupted_adaptation_goes_on_to_the_same_bits(llama, facts, tmp_path, monkeypatch):
     from diffusion_lens.training import corpus, trainer
 
