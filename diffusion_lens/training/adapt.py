@@ -33,7 +33,7 @@ from torch import Tensor
 
 from diffusion_lens.denoising import DenoiseSettings, denoise, lay_out
 from diffusion_lens.facts.fact import Fact
-from diffusion_lens.loading import save_pretrained
+from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.loading.delta import CARD, Base, Delta, LowRank, base_sha256, require_projections, twin_tensors
 from diffusion_lens.loading.tokenizers import read_mask
 from diffusion_lens.model.config import DiffusionConfig
@@ -147,12 +147,13 @@ def adapt(
         progress: Whether to show progress bars.
 
     Raises:
-        ValueError: The model is not causal, not in float32, or of another family; a setting does not fit it; or `out`
-            contains another adaptation or weights.
+        ValueError: The model is not causal, not in float32, or of another family; for a delta, its name does not give
+            it again; a setting does not fit it; or `out` contains another adaptation or weights.
         FileNotFoundError: There is no file `texts`.
     """
     # 1. The twin, before its training.
-    _require_adaptable(model, settings, out)
+    _require_adaptable(model, settings)
+    base = _base_of(model) if settings.rank else None
     mask = mask_token_of(model, settings.mask_token)
     twin = _twin(model, settings, mask)
     questions = {"": _questions(model, facts), "held_out_": _questions(model, held_out)}
@@ -189,8 +190,8 @@ def adapt(
     # 4. The training.
     record, factors = _train(twin, rows, settings, known["held_out_"], home, progress)
     delta = None
-    if factors is not None:
-        delta = Delta(factors, twin.cfg.architecture, _base_of(model), _alpha(settings), settings.length)
+    if base is not None:
+        delta = Delta(factors, twin.cfg.architecture, base, _alpha(settings), settings.length)
         _write(delta, twin)
 
     # 5. What became of it.
@@ -421,9 +422,9 @@ def require_causal(architecture: Architecture, rank: int) -> None:
         require_projections(architecture)
 
 
-def _require_adaptable(model: DiffusionTransformer, settings: AdaptSettings, out: str | Path | None) -> None:
+def _require_adaptable(model: DiffusionTransformer, settings: AdaptSettings) -> None:
     """Raise a `ValueError` unless the model can be adapted with these settings."""
-    cfg, source = model.cfg, model.source
+    cfg = model.cfg
     require_causal(cfg.architecture, settings.rank)
     if cfg.dtype != torch.float32:
         raise ValueError(f"the weights of {cfg.model_name!r} are {cfg.dtype}: load it with dtype=torch.float32")
@@ -431,19 +432,33 @@ def _require_adaptable(model: DiffusionTransformer, settings: AdaptSettings, out
         raise ValueError(
             "anneal= grows attention over the whole canvas, and block_size= is attention by blocks: give one"
         )
-    changed = bool(model._edits) or cfg.layer_norm_folding
-    if settings.rank and out is not None and (source is None or source.config is not None or changed):
-        raise ValueError(
-            "a delta names its base, and this model cannot be named: it was changed, or loaded with a config of its "
-            "own. Save it (model.save_pretrained, or for peft model.export_hf), load it from there, or pass rank=0"
-        )
 
 
 def _base_of(model: DiffusionTransformer) -> Base:
-    source, n_rows = model.source, model.cfg.d_vocab
-    name = model.cfg.model_name if source is None else str(source.anywhere().name_or_path)
-    options = {} if source is None else dict(source.options)
-    return Base(name, base_sha256(model.named_parameters(), n_rows), n_rows, options)
+    """The model as the base of a delta; a `ValueError` if its name alone would give another one."""
+    n_rows = model.cfg.d_vocab
+    sha256 = base_sha256(model.named_parameters(), n_rows)
+    if reason := _unlike_its_files(model, sha256):
+        raise ValueError(
+            f"a delta names its base, and {model.cfg.model_name!r} cannot be named: it {reason}. Save it (with "
+            "model.save_pretrained, or for peft model.export_hf) and load it from there, or pass rank=0"
+        )
+    return Base(str(model.source.anywhere().name_or_path), sha256, n_rows, dict(model.source.options))
+
+
+def _unlike_its_files(model: DiffusionTransformer, sha256: str) -> str | None:
+    """Why `from_pretrained` with the name and the options alone would not give this model again."""
+    if model.source is None:
+        return "was not loaded from a file"
+    source = model.source.anywhere()
+    if given := [f"{name}=" for name in ("config", "tokenizer", "revision") if getattr(source, name) is not None]:
+        return f"was loaded with {' and '.join(given)}"
+    cfg, files, tokenizer = open_pretrained(**{**source.to_open(), "local_files_only": True}, device=model.cfg.device)
+    if base_sha256(files.tensors(), cfg.d_vocab) != sha256:
+        return "has other weights than its files, because it was changed, or its norms are folded"
+    if require_tokenizer(model).get_vocab() != (tokenizer and tokenizer.get_vocab()):
+        return "has another tokenizer than its files"
+    return None
 
 
 def _twin(model: DiffusionTransformer, settings: AdaptSettings, mask: int) -> DiffusionTransformer:

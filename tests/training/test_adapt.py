@@ -1,7 +1,6 @@
 """From a causal model to its masked twin: what is trained, saved, resumed, measured and refused."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -309,6 +308,41 @@ def test_models_that_cannot_be_adapted_are_refused(llama, new_model, facts, tmp_
     half = HookedDiffusionTransformer.from_pretrained(llama.source.name_or_path, device="cpu", dtype="bfloat16")
     with pytest.raises(ValueError, match=r"load it with dtype=torch\.float32"):
         adapt(half, **SMALL, **QUIET)
-    llama.source = replace(llama.source, config={})
-    with pytest.raises(ValueError, match="a delta names its base"):
-        adapt(llama, facts=facts, out=tmp_path / "out", **SMALL, **QUIET)
+
+
+def test_a_model_that_its_name_does_not_give_again_is_no_base_of_a_delta(base, facts, tmp_path, monkeypatch):
+    folder = base.source.name_or_path
+    monkeypatch.setattr("diffusion_lens.training.corpus._written", lambda *_: pytest.fail("it was begun"))
+
+    def load(**given):
+        return HookedDiffusionTransformer.from_pretrained(folder, device="cpu", **given)
+
+    def changed():
+        model = load()
+        with torch.no_grad():
+            model.blocks[0].mlp.up.weight[0, 0] += 1
+        return model
+
+    def of_another_tokenizer():
+        model = load()
+        model.tokenizer.add_tokens(["a token of its own"])
+        return model
+
+    def unnamed():
+        model = load()
+        model.source = None
+        return model
+
+    for make, reason in (
+        (changed, "other weights than its files"),
+        (lambda: load(fold_ln=True), "its norms are folded"),
+        (lambda: load(tokenizer=folder), "loaded with tokenizer="),
+        (lambda: load(config=folder / "config.json"), "loaded with config="),
+        (lambda: load(revision="main"), "loaded with revision="),
+        (of_another_tokenizer, "another tokenizer than its files"),
+        (unnamed, "was not loaded from a file"),
+    ):
+        for out in (None, tmp_path / "out"):
+            with pytest.raises(ValueError, match=rf"a delta names its base.*{reason}.*Save it.* or pass rank=0"):
+                adapt(make(), facts=facts, out=out, **SMALL, **QUIET)
+    assert not (tmp_path / "out").exists()
