@@ -183,9 +183,8 @@ def adapt(
     write, begun = (write_corpus, [*prompts, *prompts_of(facts)]) if given is None else (read_corpus, given)
     subjects = sorted({fact.subject for fact in held_out} - {""})
     whole = write(model, settings, begun, left_out=subjects, never=mask, folder=folder, progress=progress)
-    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(settings.seed))
-    n_kept = min(_BOUND_TEXTS, len(whole) // 10)
-    rows, kept = _Rows(whole.select(order[n_kept:]), settings), whole.tokens[order[: max(1, n_kept)]]
+    trained, kept = _divided(whole, settings.seed)
+    rows = _Rows(trained, settings)
 
     # 4. The training.
     record, factors = _train(twin, rows, settings, known["held_out_"], home, progress)
@@ -269,6 +268,21 @@ def mask_token_of(model: DiffusionTransformer, given: str | Whole | None = None)
             f"{[special[id_] for id_ in unused[:3]]}, an id, or {MASK_TEXT!r} for a new one"
         )
     return int(chosen)
+
+
+def _divided(corpus: Corpus, seed: int) -> tuple[Corpus, Tokens]:
+    """The texts of the training, and up to 64 that are none of these, which estimate the bound."""
+    order = torch.randperm(len(corpus), generator=torch.Generator().manual_seed(seed))
+    n_kept = max(1, min(_BOUND_TEXTS, len(corpus) // 10))
+    kept = corpus.tokens[order[:n_kept]]
+    without = set(map(tuple, kept.tolist()))
+    others = [i for i in order[n_kept:].tolist() if tuple(corpus.tokens[i].tolist()) not in without]
+    if not others:
+        raise ValueError(
+            f"the {len(corpus)} texts are alike, or too few to train on some and measure others: raise n_texts=, or "
+            "give more prompts or texts"
+        )
+    return corpus.select(torch.tensor(others)), kept
 
 
 class _Rows(RowSource):

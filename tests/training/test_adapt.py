@@ -1,5 +1,6 @@
 """From a causal model to its masked twin: what is trained, saved, resumed, measured and refused."""
 
+import sys
 import warnings
 
 import pytest
@@ -40,6 +41,14 @@ def llama(new_model, tmp_path):
         warnings.simplefilter("ignore", UserWarning)
         folder = new_model("ar").export_hf(tmp_path / "small")
     return HookedDiffusionTransformer.from_pretrained(folder, device="cpu")
+
+
+def recording(function, record):
+    def call(*args):
+        record(*args)
+        return function(*args)
+
+    return call
 
 
 def copies(model):
@@ -179,6 +188,23 @@ def test_texts_of_ones_own_are_a_file_or_a_list(llama, facts, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ValueError, match="is not UTF-8 text"):
         adapt(llama, texts=str(tmp_path / "latin.txt"), **SMALL, **QUIET)
+
+
+def test_no_text_of_the_bound_is_trained_on(base, facts, monkeypatch):
+    trained, measured = [], []
+    monkeypatch.setattr(_Rows, "__init__", recording(_Rows.__init__, lambda rows, corpus, _: trained.append(corpus)))
+    nats = sys.modules["diffusion_lens.training.adapt"]._nats
+    recorded = recording(nats, lambda _, texts: measured.append(texts))
+    monkeypatch.setattr(sys.modules["diffusion_lens.training.adapt"], "_nats", recorded)
+    for n_texts, top_p in ((8, 0.0), (200, 0.1)):  # few texts, and many alike
+        few = {**SMALL, "n_texts": n_texts, "top_p": top_p, "steps": 1}
+        adapt(base, facts=facts, **few, **QUIET)
+        kept = set(map(tuple, measured[-1].tolist()))
+        assert kept
+        assert not kept & set(map(tuple, trained[-1].tokens.tolist()))
+    for alone in ({"n_texts": 1}, {"n_texts": 9, "top_p": 0.0, "prompts": ["the"]}):
+        with pytest.raises(ValueError, match="are alike, or too few"):
+            adapt(base, **{**SMALL, **alone}, **QUIET)
 
 
 def test_the_training_ends_when_recall_no_longer_rises(base, facts):
