@@ -519,8 +519,8 @@ class AdaptSettings(CorpusSettings):
     evaluate_every: int = setting(40, "Number of updates between measurements of recall.", partial(at_least, 1))
     patience: int = setting(
         0,
-        "Number of measurements without a better recall of the held-out facts after which the training ends; 0 does "
-        "all updates.",
+        "Number of measurements without a better recall of the held-out facts that the causal model knows, after which "
+        "the training ends, with the weights of the last measurement and not of the best. 0 does all updates.",
         partial(at_least, 0),
     )
     checkpoint_every: int = setting(40, "Number of updates between checkpoints.", partial(at_least, 1))

@@ -79,6 +79,8 @@ class Adaptation(Result, Saved):
             `known` whose answer's first token the causal model names greedily, and the shares of these that the twin
             names at the first [MASK] of a canvas with one [MASK] and with many, and by the denoising loop. Then the
             bound on the negative log-likelihood of held-out texts beside that of the causal model, in nats per token.
+            All are of the weights after the last update. If `patience` ended the training, it did so by the recall of
+            the same held-out facts, which then is no estimate of the recall of others.
         samples: Texts that the twin wrote after a few prompts.
         evaluations: Recall of the held-out facts that the causal model knows, in the course of the training.
         record: Seconds, number of texts, hashes of the data and of the causal model, the twin, versions.
@@ -110,6 +112,11 @@ class Adaptation(Result, Saved):
                     f"{numbers[prefix + 'facts']:.0f} {facts}: the causal model knows {numbers[prefix + 'known']:.3f}; "
                     f"of these the twin names {', '.join(shares) or 'none'}"
                 )
+        if len(self.losses) < self.settings["steps"]:
+            lines.append(
+                f"the training ended after {len(self.losses)} of {self.settings['steps']} updates by the recall of "
+                "these held-out facts, which is therefore no estimate of that of others"
+            )
         said = f"at most {numbers['bound']:.3f} of the twin, {numbers['causal_nll']:.3f} of the causal model"
         return "\n".join([*lines, f"nats per token: {said}", *(f"sample: {text!r}" for text in self.samples)])
 

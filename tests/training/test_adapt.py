@@ -211,6 +211,11 @@ def test_the_training_ends_when_recall_no_longer_rises(base, facts):
     still = {**SMALL, "steps": 30, "patience": 2, "lr": 1e-12, "n_texts": 20}
     result = adapt(base, facts=facts[4:], held_out=facts[:4], **still, **{**QUIET, "evaluate_every": 1})
     assert len(result.evaluations) == len(result.losses) == 3
+    assert "ended after 3 of 30 updates by the recall of these held-out facts" in result.summary()
+    measured = result.evaluations[-1]
+    assert (measured["one_mask"], measured["many_masks"]) == tuple(
+        result.numbers[f"held_out_{name}"] for name in ("one_mask", "many_masks")
+    )
     with pytest.raises(ValueError, match="patience= needs held_out= facts"):
         adapt(base, facts=facts, **still, **QUIET)
 
