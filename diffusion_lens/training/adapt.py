@@ -188,7 +188,7 @@ def adapt(
     own = None if home is None else home / RUN / CORPUS
     folder = own if corpus is None else Path(corpus).expanduser()
     write, begun = (write_corpus, [*prompts, *prompts_of(facts)]) if given is None else (read_corpus, given)
-    subjects = sorted({fact.subject for fact in held_out} - {""})
+    subjects = sorted({fact.subject for fact in held_out if fact.subject.strip()})
     whole = write(model, settings, begun, left_out=subjects, never=mask, folder=folder, progress=progress)
     trained, kept = _divided(whole, settings.seed)
     rows = _Rows(trained, settings)

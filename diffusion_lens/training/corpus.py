@@ -2,8 +2,9 @@
 
 A text begins with a prompt, and the model continues it to the length of a row by sampling. Prompts come from the user,
 from facts (their prompts, and "SUBJECT is", "was", "has" and ","), or there are none, and texts begin with BOS. Texts
-of the user's own are cut into rows instead, and the model reads them. A text that names the subject of a held-out fact
-is left out, so that whatever the twin answers about it, it did not learn in its training.
+of the user's own are cut into rows instead, and the model reads them. A text that names the subject of a held-out fact,
+in whatever case, spacing and form of Unicode, is left out, so that whatever the twin answers about it, it did not learn
+in its training.
 
 The work is divided into parts of up to 128 texts, each with a seed and a file of its own, so that an interrupted call
 continues, and several adaptations may share the texts.
@@ -11,14 +12,16 @@ continues, and several adaptations may share the texts.
 
 import hashlib
 import random
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -44,6 +47,7 @@ ENDINGS = (" is", " was", " has", ",")  # after the subject of a fact
 _TOGETHER = 128  # texts in a part
 _READ_TOGETHER = 16  # texts whose logits at all positions are in memory
 _PART = "part of a corpus"
+_NAMES = "names the subject of a held-out fact: hold out fewer facts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +96,7 @@ def write_corpus(
     """Let a causal model write texts after prompts, all as often; without prompts after its first token.
 
     Args:
-        left_out: Words that no text may contain.
+        left_out: Words that no text may contain, in whatever case, spacing and form of Unicode.
         never: Token that is never written.
         folder: Folder for the files of the parts; those that exist are read.
 
@@ -100,7 +104,8 @@ def write_corpus(
         ValueError: No prompt fits, every text contains one of the words, or the folder has other texts.
     """
     check_length(settings.length, model.cfg)
-    given = [prompt for prompt in prompts if not any(word in prompt for word in left_out)]
+    words = list(map(_plain, left_out))
+    given = [prompt for prompt in prompts if not any(word in _plain(prompt) for word in words)]
     encoded = encode_all(model, given, None) if given else []
     rows = [row for row in encoded if 0 < len(row) <= (settings.longest_prompt or 0)]
     if prompts and not rows:
@@ -119,7 +124,11 @@ def write_corpus(
         for i in range(0, len(same), _TOGETHER)
     ]
     jobs = [partial(_written, model, part, settings, never, own_seed(settings.seed, i)) for i, part in enumerate(begun)]
-    return _kept(model, jobs, left_out, _folder(folder, model, settings, rows, never), progress)
+    whole = _whole(jobs, _folder(folder, model, settings, rows, never), progress)
+    allowed = ~_naming(model, whole.tokens, words)
+    if not bool(allowed.any()):
+        raise ValueError(f"each of the {len(allowed)} texts {_NAMES}")
+    return whole.select(allowed)
 
 
 def read_corpus(
@@ -134,21 +143,27 @@ def read_corpus(
 ) -> Corpus:
     """Let a causal model read texts, one after the other with an end token after each, cut into rows of one length.
 
-    The arguments are those of `write_corpus`. At most `settings.n_texts` rows are read, and none that contains `never`.
+    The arguments are those of `write_corpus`. At most `settings.n_texts` rows are read, and none that contains `never`
+    or a part of one of the words, which may go on in the next row.
 
     Raises:
-        ValueError: The texts do not fill a row, or every row contains one of the words.
+        ValueError: The texts do not fill a row, or every row is left out.
     """
     check_length(settings.length, model.cfg)
     end = require_tokenizer(model).eos_token_id
     ends = [] if end is None else [end]
     tokens = torch.tensor([token for row in encode_all(model, texts, None) for token in (*row, *ends)])
     rows = tokens[: len(tokens) // settings.length * settings.length].view(-1, settings.length)
-    rows = rows[(rows != (-1 if never is None else never)).all(dim=1)][: settings.n_texts]
     if not len(rows):
         raise ValueError(f"the texts have {len(tokens)} tokens, which do not fill a row of length={settings.length}")
+    words = list(map(_plain, left_out))
+    most = max((1 + -(-len(word.encode()) // settings.length) for word in words), default=0)
+    allowed = (rows != (-1 if never is None else never)).all(dim=1) & ~_naming(model, rows, words, most)
+    if not bool(allowed.any()):
+        raise ValueError(f"each of the {len(rows)} rows of the texts contains [MASK], or {_NAMES}")
+    rows = rows[allowed][: settings.n_texts]
     jobs = [partial(_read, model, part, settings.top_k, never) for part in rows.split(_TOGETHER)]
-    return _kept(model, jobs, left_out, _folder(folder, model, settings, rows.tolist(), never), progress)
+    return _whole(jobs, _folder(folder, model, settings, rows.tolist(), never), progress)
 
 
 @torch.no_grad()
@@ -216,21 +231,31 @@ def _folder(
     return folder
 
 
-def _kept(
-    model: DiffusionTransformer,
-    jobs: Sequence[Callable[[], Corpus]],
-    left_out: Sequence[str],
-    folder: Path | None,
-    progress: bool,
-) -> Corpus:
-    """The texts of all parts that contain none of the words."""
+def _whole(jobs: Sequence[Callable[[], Corpus]], folder: Path | None, progress: bool) -> Corpus:
+    """The texts of all parts."""
     parts = list(_parts(jobs, folder, progress))
-    whole = Corpus(**{name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})
-    texts = model.tokenizer.batch_decode(whole.tokens.tolist(), clean_up_tokenization_spaces=False)
-    allowed = [i for i, text in enumerate(texts) if not any(word in text for word in left_out)]
-    if not allowed:
-        raise ValueError(f"each of the {len(texts)} texts names the subject of a held-out fact: hold out fewer facts")
-    return whole.select(torch.tensor(allowed))
+    return Corpus(**{name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})
+
+
+def _plain(text: str) -> str:
+    """A text as it is searched for names: without differences of case, spacing and form of Unicode."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(unicodedata.normalize("NFKC", folded).split())
+
+
+def _naming(model: DiffusionTransformer, rows: Tokens, words: Sequence[str], most: int = 1) -> Bool[Tensor, "batch"]:
+    """The rows that contain one of these plain words, or a part of one that goes on over up to `most` rows."""
+    named = torch.zeros(len(rows), dtype=torch.bool)
+    found: list[Any] = [0]  # how often each word is in the text of so many rows from each row on
+    for size in range(1, min(most, len(rows)) + 1):
+        together = rows.unfold(0, size, 1).transpose(1, 2).flatten(1)
+        texts = map(_plain, model.tokenizer.batch_decode(together.tolist(), clean_up_tokenization_spaces=False))
+        found.append(torch.tensor([[text.count(word) for word in words] for text in texts]))
+        less = found[-2][:-1] + found[-2][1:] - (found[-3][1:-1] if size > 2 else 0) if size > 1 else 0
+        whole = (found[-1] > less).any(dim=1)  # what all these rows contain, and fewer do not
+        for i in range(size):
+            named[i : i + len(whole)] |= whole
+    return named
 
 
 def _parts(jobs: Sequence[Callable[[], Corpus]], folder: Path | None, progress: bool) -> Iterator[Corpus]:

@@ -1,5 +1,6 @@
 """The texts that a causal model writes itself, and what it keeps of its predictions."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,49 @@ def test_no_text_names_a_subject_that_is_left_out(model, facts):
     assert not [text for text in decoded(model, read) if any(subject in text for subject in subjects)]
     with pytest.raises(ValueError, match="none of the 60 prompts has 1 to 8 tokens"):
         write_corpus(model, SETTINGS, prompts_of(facts), left_out=[""], progress=False)
+
+
+@pytest.mark.parametrize("length", [3, 5, 12])
+def test_a_row_with_a_part_of_a_name_is_left_out(length, model, facts):
+    """A slow version: the names in the whole text, and the rows of their tokens."""
+    subjects = sorted({fact.subject for fact in facts[:3]})
+    texts = ["".join(f"{fact.prompt}{fact.answer} " for fact in facts)]
+    settings = replace(SETTINGS, length=length, longest_prompt=1, n_texts=999)
+    every = read_corpus(model, settings, texts, progress=False).tokens.flatten().tolist()
+    text, spans = "", []
+    for stop in range(1, len(every) + 1):
+        now = model.tokenizer.decode(every[:stop], clean_up_tokenization_spaces=False)
+        spans.append((len(text), len(now)))
+        text = now
+    inside = {
+        i // length
+        for subject in subjects
+        for match in re.finditer(re.escape(subject), text)
+        for i, (start, stop) in enumerate(spans)
+        if start < match.end() and stop > match.start() and text[start:stop].strip()
+    }
+    assert len(inside) > 2
+    kept = read_corpus(model, settings, texts, left_out=subjects, progress=False).tokens.tolist()
+    assert kept == [every[i * length : (i + 1) * length] for i in range(len(every) // length) if i not in inside]
+
+
+def test_names_are_found_in_other_spellings(model, facts):
+    subject = "Zoë  van Dijk"
+    for text in ("ZOË VAN DIJK was", "zoe\u0308 van dijk was", "Zoë\nvan\u00a0Dijk was", "\uff3aoë van Dijk was"):
+        with pytest.raises(ValueError, match="no subject of a held-out fact"):
+            write_corpus(model, SETTINGS, [text], left_out=[subject], progress=False)
+    prompts, called = [facts[0].prompt, facts[8].prompt], facts[0].subject.upper().replace(" ", "  ")
+    assert not [
+        text
+        for corpus in (
+            write_corpus(model, SETTINGS, prompts, left_out=[called], progress=False),
+            read_corpus(model, SETTINGS, [fact.prompt for fact in facts] * 3, left_out=[called], progress=False),
+        )
+        for text in decoded(model, corpus)
+        if facts[0].subject in text
+    ]
+    with pytest.raises(ValueError, match=r"each of the \d+ rows .* names the subject of a held-out fact"):
+        read_corpus(model, SETTINGS, prompts[:1] * 12, left_out=[called], progress=False)
 
 
 def test_texts_without_prompts_begin_with_the_first_token(model):
