@@ -45,7 +45,7 @@ QUICK = {
     "recall": ["tiny-mdm", "--limit", "6", "--steps", "1", "--steps", "2"],
     "signatures": ["tiny-mdm", "--limit", "4", "--batch-size", "2"],
     "finetune": ["tiny-ar", "--epochs", "0.01", "--batch-size", "8"],
-    "adapt": ["tiny-ar", "--rank", "0", "--n-texts", "8", "--length", "12", "--longest-prompt", "8", "--steps", "1"],
+    "adapt": ["tiny-ar", "--rank", "0", "--n-texts", "8", "--temperature", "3", "--length", "12", "--steps", "1"],
 }
 STUDIES = ["aie", "compare", "recall", "signatures"]  # whose facts can be divided into shards
 

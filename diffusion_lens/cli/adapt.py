@@ -46,7 +46,7 @@ def adapt(
     The causal model writes its own texts, and the twin learns from them to read in both directions. Llama, Qwen2 and
     Qwen3 give a delta of a few megabytes, any other causal model with --rank 0 a model. Every command accepts OUT.
 
-    Example: diffusion-lens adapt tiny-ar --rank 0 --n-texts 40 --length 14 --steps 4 --out twin
+    Example: diffusion-lens adapt tiny-ar --rank 0 --n-texts 40 --temperature 3 --length 14 --steps 4 --out twin
     """
     from diffusion_lens.data.fact_files import read_facts
     from diffusion_lens.model.config import kind_of_device
@@ -57,6 +57,8 @@ def adapt(
     from diffusion_lens.training.trainer import require_gpu
 
     # 1. Check the folders and the device, read the files, and check the model.
+    if isinstance(token := given.mask_token, str) and token.isdecimal():  # a number is an id
+        given = replace(given, mask_token=int(token))
     require_own_folder(out.expanduser())
     require_same_adaptation(out.expanduser(), {"settings": given.describe()})
     if corpus is not None:

@@ -456,9 +456,9 @@ class AdaptSettings(CorpusSettings):
 
     mask_token: str | Whole | None = setting(
         None,
-        "Token that becomes [MASK], or its id. Default: a special token of the tokenizer that is not used otherwise, "
-        "else an unused row of the embedding, else a new row. [MASK] itself, if the tokenizer has no such token, is an "
-        "unused or a new row.",
+        "Token that becomes [MASK], or the number that is its id; not one that texts contain. Default: a special token "
+        "named mask, reserved, unused, fim or repo that is not used otherwise, else an unused row of the embedding, "
+        "else a new row. [MASK] itself, if the tokenizer has no such token, is an unused or a new row.",
         lambda name, token: token if isinstance(token, str) else at_least(0, name, token),
     )
     readout: str = setting(

@@ -16,6 +16,7 @@ loads both.
 
 import hashlib
 import math
+import re
 import shutil
 import textwrap
 from collections import defaultdict
@@ -59,6 +60,8 @@ from weight_conversion import Architecture, as_json, write_json
 
 Questions = Sequence[tuple[list[int], int]]  # the tokens of prompts, and the first token of each answer
 RESULT, IDENTITY, CORPUS = "adaptation.safetensors", "adapt.json", "corpus"
+# Names of tokens that a tokenizer keeps in reserve or that only texts of code contain, the likeliest first.
+_SPARE = ("mask", "reserved|unused", "fim", "repo")
 _NAMED = {"one_mask": "at one [MASK]", "many_masks": "at the first of many", "by_loop": "by the denoising loop"}
 _TOGETHER = 32  # canvases in one pass
 _LOOP_STEPS = 8
@@ -255,24 +258,26 @@ def mask_token_of(model: DiffusionTransformer, given: str | Whole | None = None)
         ValueError: The tokenizer has no such token, the embedding no such row, or the token has another meaning.
     """
     tokenizer, n_rows = require_tokenizer(model), model.cfg.d_vocab
-    special = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
     used = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk", "sep", "cls")}
-    in_chats = str(tokenizer.chat_template or "")
-    unused = [id_ for id_ in sorted(special) if id_ not in used and id_ < n_rows and special[id_] not in in_chats]
+    used |= {id_ for id_, token in added.items() if token in str(tokenizer.chat_template or "")}
     free = len(tokenizer)  # the tokenizer gets [MASK] as its next token
-    chosen: Any = given
+    named = [id_ for name in _SPARE for id_ in sorted(added) if re.search(name, added[id_], re.IGNORECASE)]
+    spare = [id_ for id_ in dict.fromkeys(named) if id_ not in used and id_ < n_rows]
+    chosen: Any = [*spare, free][0] if given is None else given
     if isinstance(given, str):
-        by_text = {MASK_TEXT: free, **tokenizer.get_vocab()}
-        chosen = by_text.get(given, int(given) if given.isdecimal() else None)
-    elif given is None:
-        chosen = unused[0] if unused else free
-    wrong = "no token of the tokenizer" if chosen is None else "a token that texts contain" if chosen in used else ""
-    if chosen is not None and chosen > n_rows:
+        chosen = {MASK_TEXT: free, **tokenizer.get_vocab()}.get(given)
+    wrong = ""
+    if chosen is None:
+        wrong = "no token of the tokenizer"
+    elif chosen in used or (chosen < free and chosen not in added):
+        wrong = "a token that texts contain"
+    elif chosen > n_rows:
         wrong = f"beyond the {n_rows} rows of the embedding"
     if wrong:
         raise ValueError(
-            f"mask_token={given!r} is {wrong}: give one that is not used otherwise, such as "
-            f"{[special[id_] for id_ in unused[:3]]}, an id, or {MASK_TEXT!r} for a new one"
+            f"mask_token={given!r} is {wrong}: give a special token that is not used otherwise, such as "
+            f"{[added[id_] for id_ in spare[:3]]}, the id of one or of an unused row, or {MASK_TEXT!r} for a new one"
         )
     return int(chosen)
 

@@ -302,7 +302,7 @@ KEPT = {
     ),
     "finetune": (["--data", "rows.jsonl", "--epochs", "1", "--batch-size", "2"], [(["--lr", "1e-3"], "config.lr: ")]),
     "adapt": (
-        ["--rank", "0", "--n-texts", "8", "--length", "12", "--longest-prompt", "8", "--steps", "1"],
+        ["--rank", "0", "--n-texts", "8", "--temperature", "3", "--length", "12", "--steps", "1"],
         [(["--lr", "1e-3"], "settings.lr: "), (["--steps", "2"], "settings.steps: ")],
     ),
 }

@@ -5,8 +5,10 @@ import warnings
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.cli import app
 from diffusion_lens.loading.delta import Delta
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import Adaptation, adapt
@@ -291,24 +293,42 @@ def test_attention_begins_causal_and_opens_to_the_right(base, facts):
     assert not twin.list_hooks()
 
 
-def test_mask_is_an_unused_special_token_or_a_free_row_or_a_new_one(base):
+def test_mask_is_a_spare_token_or_a_free_row_or_a_new_one(base):
     model = HookedDiffusionTransformer.from_pretrained(base.source.name_or_path, device="cpu")
     n = len(model.tokenizer)
     assert mask_token_of(model) == n == model.cfg.d_vocab  # a new row
-    model.cfg.d_vocab = n + 8
+    model.cfg.d_vocab = n + 9
     assert mask_token_of(model) == n  # a free one
-    model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
-    model.tokenizer.chat_template = "<|a|>{{ messages }}"
-    for given in (None, "<|b|>", n + 1, str(n + 1)):
+    model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|endoftext|>", "<|fim_a|>", "<|reserved_0|>"]})
+    model.tokenizer.add_tokens(["<repo>", "<fim_b>", "3"])  # those of Qwen's are not special
+    model.tokenizer.chat_template = "<|reserved_0|>{{ messages }}"
+    for given in (None, "<|fim_a|>", n + 1):
         assert mask_token_of(model, given) == n + 1
-    assert mask_token_of(model, "[MASK]") == n + 2
+    model.tokenizer.chat_template = None
+    assert mask_token_of(model) == n + 2
+    assert (mask_token_of(model, "3"), mask_token_of(model, "[MASK]"), mask_token_of(model, n + 8)) == (
+        n + 5,
+        n + 6,
+        n + 8,
+    )
+    model.tokenizer.pad_token = "<|reserved_0|>"
     for given, message in (
-        ("<|c|>", r"is no token of the tokenizer: .* such as \['<\|b\|>'\]"),
+        ("<|c|>", r"is no token of the tokenizer: .* such as \['<\|fim_a\|>', '<fim_b>', '<repo>'\]"),
+        (str(n + 1), "is no token of the tokenizer"),
         ("<eos>", "is a token that texts contain"),
-        (n + 9, f"is beyond the {n + 8} rows"),
+        ("<|reserved_0|>", "is a token that texts contain"),
+        (model.tokenizer.convert_ids_to_tokens(3), "is a token that texts contain"),
+        (3, "is a token that texts contain"),
+        (n + 10, f"is beyond the {n + 9} rows"),
     ):
         with pytest.raises(ValueError, match=message):
             mask_token_of(model, given)
+
+
+def test_a_number_on_the_command_line_is_an_id(tmp_path):
+    asked = ["adapt", "tiny-ar", "--rank", "0", "--mask-token", "3", "--out", str(tmp_path / "out")]
+    refused = CliRunner(env={"COLUMNS": "400"}).invoke(app, asked)
+    assert "--mask-token 3 is a token that texts contain" in refused.stderr
 
 
 @pytest.mark.parametrize(
