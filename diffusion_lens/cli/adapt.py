@@ -52,21 +52,19 @@ def adapt(
     from diffusion_lens.model.config import kind_of_device
     from diffusion_lens.model.transformer import DiffusionTransformer
     from diffusion_lens.training import adapt as adapted
-    from diffusion_lens.training.adapt import read_texts, require_causal, require_same_adaptation
-    from diffusion_lens.training.finetune import require_own_folder
+    from diffusion_lens.training.adapt import described, read_texts, require_causal, require_same_adaptation
     from diffusion_lens.training.trainer import require_gpu
 
     # 1. Check the folders and the device, read the files, and check the model.
     if isinstance(token := given.mask_token, str) and token.isdecimal():  # a number is an id
         given = replace(given, mask_token=int(token))
-    require_own_folder(out.expanduser())
-    require_same_adaptation(out.expanduser(), {"settings": given.describe()})
+    require_same_adaptation(out.expanduser(), described(given))
     if corpus is not None:
         require_folder(corpus, "--corpus")
     require_gpu(given.mixed_precision, kind_of_device(chosen.device) == "cpu")
     said = {name: read_facts(path) if path else [] for name, path in (("facts", facts), ("held_out", held_out))}
-    lines = "".join(read_texts(prompts) or ()).splitlines()
-    of_texts = read_texts(texts)
+    lines = [line for line in "".join(read_texts(prompts) or ()).splitlines() if line]
+    of_texts = read_texts(texts, lines)
     if (shape := chosen.known_shape()) is not None:
         require_causal(replace(shape, name=chosen.name), given.rank)
         chosen.check_length(given.length)
@@ -92,7 +90,7 @@ def adapt(
     result = adapted(
         chosen.load(),
         **said,
-        prompts=[line for line in lines if line],
+        prompts=lines,
         texts=of_texts,
         out=out,
         corpus=corpus,

@@ -420,7 +420,9 @@ def _share(name: str, value: Any) -> float:
 class CorpusSettings(Settings):
     """The texts that a causal model writes itself, and what it keeps of its predictions."""
 
-    n_texts: int = setting(3800, "Number of texts that the model writes.", partial(at_least, 1))
+    n_texts: int = setting(
+        3800, "Number of texts that the model writes, or of rows that it reads at most.", partial(at_least, 1)
+    )
     length: int = setting(
         32, "Number of tokens of each text, and the default length of the twin's canvas.", partial(at_least, 2)
     )

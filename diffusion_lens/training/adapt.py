@@ -16,6 +16,7 @@ loads both.
 
 import hashlib
 import math
+import os
 import re
 import shutil
 import textwrap
@@ -45,13 +46,14 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import Result, Saved, Table, provenance, require_same_settings
 from diffusion_lens.settings import Whole, own_seed, takes
 from diffusion_lens.settings.shared import AdaptSettings
-from diffusion_lens.training.corpus import Corpus, prompts_of, read_corpus, write_corpus
+from diffusion_lens.training.corpus import HAS_MASK, Corpus, prompts_of, read_corpus, write_corpus
 from diffusion_lens.training.finetune import RUN, WEIGHTS, load_weights, require_own_folder
 from diffusion_lens.training.low_rank import low_rank
 from diffusion_lens.training.trainer import (
     Batch,
     RowOrder,
     RowSource,
+    RunFolder,
     TrainingConfig,
     sha256_of,
     train,
@@ -144,10 +146,11 @@ def adapt(
 
     Args:
         model: Causal model in float32: a Llama, Qwen2 or Qwen3, or with rank=0 one of any family.
-        facts: Facts about which the model writes texts, the likeliest way to keep them known.
+        facts: Facts about which the model writes texts, the likeliest way to keep them known. Beside `texts` they are
+            only measured.
         held_out: Facts whose subjects no text may name; their recall is measured.
         prompts: Texts that the model continues, beside those of the facts. Without either it writes freely.
-        texts: Texts to train on instead: the path of a text file, or several texts.
+        texts: Texts to train on instead: the path of a text file, or several texts. The first `n_texts` rows are read.
         out: Folder for the twin, which `from_pretrained(out)` loads: a delta, or with rank=0 a model. In the subfolder
             `training` is what the same call needs to continue after an interruption, and the result of a complete one,
             which is read.
@@ -157,35 +160,34 @@ def adapt(
         progress: Whether to show progress bars.
 
     Raises:
-        ValueError: The model is not causal, not in float32, or of another family; for a delta, its name does not give
-            it again; a setting does not fit it; or `out` contains another adaptation or weights.
+        ValueError: There are several processes; the model is not causal, not in float32, or of another family; for a
+            delta, its name does not give it again; a setting, text or fact does not fit it; or `out` contains another
+            adaptation or weights.
         FileNotFoundError: There is no file `texts`.
     """
     # 1. The twin, before its training.
     _require_adaptable(model, settings)
+    given = read_texts(texts, prompts)
     base = _base_of(model) if settings.rank else None
     mask = mask_token_of(model, settings.mask_token)
     twin = _twin(model, settings, mask)
-    questions = {"": _questions(model, facts), "held_out_": _questions(model, held_out)}
+    questions = {prefix: _questions(model, these, mask) for prefix, these in (("", facts), ("held_out_", held_out))}
     known = {key: _known(model, these) for key, these in questions.items()}
     if settings.patience and not known["held_out_"]:
         raise ValueError("patience= needs held_out= facts that the causal model knows, whose recall ends the training")
 
     # 2. The folder, which may have a result or a part of one.
-    given = read_texts(texts)
     said = [repr(list(each)) for each in (facts, held_out, prompts, given or ())]
     identity = {
-        "settings": settings.describe(),
-        "data_sha256": hashlib.sha256("\n".join(said).encode()).hexdigest(),
+        **described(settings),
+        "given_sha256": hashlib.sha256("\n".join(said).encode()).hexdigest(),
         **provenance(model, model.cfg),
     }
     home = None if out is None else Path(out).expanduser()
     if home is not None:
-        require_own_folder(home)
         require_same_adaptation(home, identity)
         if (home / RUN / RESULT).exists():
-            return _complete(home, twin, settings)
-        write_json(identity, home / RUN / IDENTITY)
+            return _complete(home, twin, settings, corpus)
 
     # 3. The texts.
     own = None if home is None else home / RUN / CORPUS
@@ -196,7 +198,9 @@ def adapt(
     trained, kept = _divided(whole, settings.seed)
     rows = _Rows(trained, settings)
 
-    # 4. The training.
+    # 4. The training. From here on the folder is that of this adaptation; the texts depend on some settings only.
+    if home is not None:
+        write_json(identity, home / RUN / IDENTITY)
     record, factors = _train(twin, rows, settings, known["held_out_"], home, progress)
     delta = None
     if base is not None:
@@ -240,14 +244,20 @@ def adapt(
         else:
             delta.save(home)
         result.save(home / RUN / RESULT)
-        (home / RUN / "checkpoint.safetensors").unlink(missing_ok=True)
-        if corpus is None:
-            shutil.rmtree(home / RUN / CORPUS)
+        _tidy(home, corpus)
     return result
 
 
+def described(settings: AdaptSettings) -> dict[str, Any]:
+    """The settings in the identity of an adaptation: all but how often it is saved."""
+    return {"settings": {name: value for name, value in settings.describe().items() if name != "checkpoint_every"}}
+
+
 def require_same_adaptation(home: Path, identity: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if a folder has an adaptation of which one of these entries is another."""
+    """Raise a `ValueError` if a folder has other weights, another training, or an adaptation with other entries."""
+    require_own_folder(home)
+    if RunFolder(home / RUN).run.exists() and not (home / RUN / IDENTITY).exists():
+        raise ValueError(f"{home / RUN} contains a training that is no adaptation; pass another folder as out=")
     require_same_settings(home, identity, f"{RUN}/{IDENTITY}")
 
 
@@ -450,7 +460,12 @@ def require_causal(architecture: Architecture, rank: int) -> None:
 
 def _require_adaptable(model: DiffusionTransformer, settings: AdaptSettings) -> None:
     """Raise a `ValueError` unless the model can be adapted with these settings."""
-    cfg = model.cfg
+    cfg, n_processes = model.cfg, int(os.environ.get("WORLD_SIZE", 1))
+    if n_processes > 1:
+        raise ValueError(
+            f"adapt works in one process, and this is one of {n_processes}: start it without `accelerate launch` or "
+            "torchrun"
+        )
     require_causal(cfg.architecture, settings.rank)
     if cfg.dtype != torch.float32:
         raise ValueError(f"the weights of {cfg.model_name!r} are {cfg.dtype}: load it with dtype=torch.float32")
@@ -522,8 +537,16 @@ def _write(delta: Delta, twin: DiffusionTransformer) -> None:
         weight.copy_(weight.cpu().double() + delta.update(name))
 
 
-def _complete(home: Path, twin: DiffusionTransformer, settings: AdaptSettings) -> Adaptation:
+def _tidy(home: Path, corpus: str | Path | None) -> None:
+    """Delete what a complete adaptation no longer needs."""
+    RunFolder(home / RUN).checkpoint.unlink(missing_ok=True)
+    if corpus is None:
+        shutil.rmtree(home / RUN / CORPUS, ignore_errors=True)
+
+
+def _complete(home: Path, twin: DiffusionTransformer, settings: AdaptSettings, corpus: str | Path | None) -> Adaptation:
     """The result of a complete adaptation."""
+    _tidy(home, corpus)  # the process may have ended before it did
     result, delta = Adaptation.load(home / RUN / RESULT), None
     if settings.rank:
         delta = Delta.load(home)
@@ -534,10 +557,16 @@ def _complete(home: Path, twin: DiffusionTransformer, settings: AdaptSettings) -
     return result
 
 
-def read_texts(texts: str | Path | Sequence[str] | None) -> list[str] | None:
-    """The texts of a file, or those given."""
+def read_texts(texts: str | Path | Sequence[str] | None, prompts: Sequence[str] = ()) -> list[str] | None:
+    """The texts of a file, or those given; a `ValueError` if there are none, or prompts too."""
+    if texts is None:
+        return None
+    if prompts:
+        raise ValueError("prompts= are continued by the model, and texts= are read instead: give one of them")
     if not isinstance(texts, str | Path):
-        return None if texts is None else list(texts)
+        if not texts:
+            raise ValueError("texts= has no text: give one, or leave it out")
+        return list(texts)
     path = Path(texts).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"there is no text file at {path}")
@@ -547,8 +576,12 @@ def read_texts(texts: str | Path | Sequence[str] | None) -> list[str] | None:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def _questions(model: DiffusionTransformer, facts: Sequence[Fact]) -> Questions:
-    return [(prompt, answer[0]) for prompt, answer in (fact.tokenize(model) for fact in facts)]
+def _questions(model: DiffusionTransformer, facts: Sequence[Fact], mask: int) -> Questions:
+    tokens = [fact.tokenize(model) for fact in facts]
+    for fact, (prompt, answer) in zip(facts, tokens, strict=True):
+        if mask in (*prompt, *answer):
+            raise ValueError(f"the fact {fact.prompt + fact.answer!r} {HAS_MASK}")
+    return [(prompt, answer[0]) for prompt, answer in tokens]
 
 
 def _by_length(questions: Questions) -> Iterator[tuple[Tokens, Int[Tensor, "batch"]]]:

@@ -39,13 +39,14 @@ from diffusion_lens.records.results import (
     require_same_run,
     save_result,
 )
-from diffusion_lens.settings import fields_of, own_seed
+from diffusion_lens.settings import fields_of, own_seed, warn_user
 from diffusion_lens.settings.shared import CorpusSettings
 from weight_conversion import as_json, write_json
 
 ENDINGS = (" is", " was", " has", ",")  # after the subject of a fact
 _TOGETHER = 128  # texts in a part
 _READ_TOGETHER = 16  # texts whose logits at all positions are in memory
+HAS_MASK = "contains the token that becomes [MASK]: write it otherwise, or choose another mask_token="
 _PART = "part of a corpus"
 _NAMES = "names the subject of a held-out fact: hold out fewer facts"
 
@@ -101,12 +102,16 @@ def write_corpus(
         folder: Folder for the files of the parts; those that exist are read.
 
     Raises:
-        ValueError: No prompt fits, every text contains one of the words, or the folder has other texts.
+        ValueError: A prompt contains `never`, no prompt fits, every text contains one of the words, or the folder has
+            other texts.
     """
     check_length(settings.length, model.cfg)
     words = list(map(_plain, left_out))
     given = [prompt for prompt in prompts if not any(word in _plain(prompt) for word in words)]
     encoded = encode_all(model, given, None) if given else []
+    for prompt, row in zip(given, encoded, strict=True):
+        if never in row:
+            raise ValueError(f"the prompt {prompt!r} {HAS_MASK}")
     rows = [row for row in encoded if 0 < len(row) <= (settings.longest_prompt or 0)]
     if prompts and not rows:
         raise ValueError(
@@ -148,6 +153,9 @@ def read_corpus(
 
     Raises:
         ValueError: The texts do not fill a row, or every row is left out.
+
+    Warns:
+        UserWarning: There are more rows.
     """
     check_length(settings.length, model.cfg)
     end = require_tokenizer(model).eos_token_id
@@ -161,7 +169,13 @@ def read_corpus(
     allowed = (rows != (-1 if never is None else never)).all(dim=1) & ~_naming(model, rows, words, most)
     if not bool(allowed.any()):
         raise ValueError(f"each of the {len(rows)} rows of the texts contains [MASK], or {_NAMES}")
-    rows = rows[allowed][: settings.n_texts]
+    rows = rows[allowed]
+    if len(rows) > settings.n_texts:
+        warn_user(
+            f"the texts have {len(rows)} rows of {settings.length} tokens, of which the first {settings.n_texts} are "
+            f"read: pass n_texts={len(rows)} for all"
+        )
+        rows = rows[: settings.n_texts]
     jobs = [partial(_read, model, part, settings.top_k, never) for part in rows.split(_TOGETHER)]
     return _whole(jobs, _folder(folder, model, settings, rows.tolist(), never), progress)
 

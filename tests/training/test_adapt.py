@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import Adaptation, adapt
 from diffusion_lens.training.adapt import _Rows, _twin, mask_token_of
 from diffusion_lens.training.corpus import prompts_of, write_corpus
+from diffusion_lens.training.trainer import RunFolder
 
 SMALL = dict(n_texts=30, length=10, longest_prompt=7, top_k=6, steps=3, batch_size=8, warmup=1, rank=2, crop=2)
 QUIET = dict(evaluate_every=2, checkpoint_every=1, progress=False)
@@ -163,10 +165,48 @@ def test_another_adaptation_in_the_folder_is_refused(llama, facts, tmp_path):
     adapt(llama, facts=facts, out=out, **SMALL, **QUIET)
     with pytest.raises(ValueError, match=r"settings\.seed: 0 there, 1 here"):
         adapt(llama, facts=facts, out=out, **SMALL, seed=1, **QUIET)
-    with pytest.raises(ValueError, match="data_sha256"):
+    with pytest.raises(ValueError, match="given_sha256"):
         adapt(llama, facts=facts[1:], out=out, **SMALL, **QUIET)
     with pytest.raises(ValueError, match=r"contains model\.safetensors"):
         adapt(llama, facts=facts, out=tmp_path / "small", **SMALL, **QUIET)
+    RunFolder(tmp_path / "other" / "training").start({}, write=True)
+    with pytest.raises(ValueError, match="contains a training that is no adaptation"):
+        adapt(llama, facts=facts, out=tmp_path / "other", **SMALL, **QUIET)
+    assert [file.name for file in (tmp_path / "other").rglob("*.*")] == ["run.json"]
+
+
+def test_how_often_an_adaptation_is_saved_may_change_and_it_is_tidied_after_its_end(
+    llama, facts, tmp_path, monkeypatch
+):
+    settings, out = {"facts": facts, "out": tmp_path / "out", **SMALL, "progress": False}, tmp_path / "out" / "training"
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            adapt(llama, checkpoint_every=1, **settings)
+    assert (out / "corpus").exists()
+    again = adapt(llama, checkpoint_every=2, **settings)
+    assert {file.name for file in out.iterdir()} == {"adapt.json", "adaptation.safetensors", "run.json"}
+    assert len(again.losses) == SMALL["steps"]
+
+
+def test_prompts_that_were_refused_leave_the_folder_free(llama, facts, tmp_path):
+    given = {"out": tmp_path / "out", "mask_token": "<spare>", **SMALL, **QUIET}
+    llama.tokenizer.add_special_tokens({"additional_special_tokens": ["<spare>"]})
+    llama.source = replace(llama.source, name_or_path=llama.export_hf(tmp_path / "with_spare"))
+    for more in (
+        {"prompts": ["the <spare>"]},
+        {"facts": [replace(facts[0], prompt=f"<spare> {facts[0].prompt}", subject_start=None)]},
+        {"held_out": [replace(facts[0], answer=" <spare>")]},
+    ):
+        with pytest.raises(ValueError, match=r"<spare>.* contains the token that becomes \[MASK\]"):
+            adapt(llama, **more, **given)
+    adapt(llama, facts=facts, **given)
+
+
+def test_an_adaptation_is_the_work_of_one_process(llama, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="adapt works in one process, and this is one of 2"):
+        adapt(llama, **SMALL, **QUIET)
 
 
 def test_adaptations_share_their_texts(llama, facts, tmp_path):
@@ -185,6 +225,12 @@ def test_texts_of_ones_own_are_a_file_or_a_list(llama, facts, tmp_path):
     (tmp_path / "texts.txt").write_text(f"{end} ".join(texts))
     from_list, from_file = (adapt(llama, texts=each, **SMALL, **QUIET) for each in (texts, tmp_path / "texts.txt"))
     assert same(from_list.model, from_file.model)
+    with pytest.warns(UserWarning, match=r"have \d\d rows of 10 tokens, of which the first 4 are read: pass n_texts="):
+        adapt(llama, texts=texts, **{**SMALL, "n_texts": 4, "steps": 1}, **QUIET)
+    with pytest.raises(ValueError, match="prompts= are continued by the model, and texts= are read instead"):
+        adapt(llama, texts=texts, prompts=["the"], **SMALL, **QUIET)
+    with pytest.raises(ValueError, match="texts= has no text"):
+        adapt(llama, texts=[], **SMALL, **QUIET)
     with pytest.raises(FileNotFoundError, match=r"no text file at .*nowhere\.txt"):
         adapt(llama, texts=tmp_path / "nowhere.txt", **SMALL, **QUIET)
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfa")
