@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens.cli import app
 from diffusion_lens.hooked_diffusion_transformer import load_source
 from diffusion_lens.loading import Delta, catalogue
 from diffusion_lens.loading.catalogue import BundledDelta, find_pretrained
@@ -129,15 +131,33 @@ def test_deltas_nest_with_edits_of_the_same_weights(llama, saved):
     with pytest.raises(ValueError, match="is applied already"):
         edit.apply()
     with pytest.raises(ValueError, match="take other edits and deltas out of it first"):
-        Delta.load(saved).on(model)
+        Delta.load(saved).on(model).apply()
     model.restore_edits()
     assert same(model, before)
+    once, twice = (Delta.load(saved).on(model) for _ in range(2))
+    with once:
+        changed = copies(model)
+        with pytest.raises(ValueError, match="take other edits and deltas out of it first"), twice:
+            pytest.fail("the same delta was applied twice")
+        assert same(model, changed)
+    assert same(model, before)
+    with twice:
+        assert same(model, changed)
+
+
+def test_a_delta_is_applied_to_its_base_in_half_precision(llama, saved):
+    delta, (_, folder) = Delta.load(saved), llama
+    half = HookedDiffusionTransformer.from_pretrained(folder, device="cpu", dtype="bfloat16")
+    with delta.on(half):
+        pass
+    with pytest.raises(ValueError, match="load that model in float32 or bfloat16"):
+        delta.on(HookedDiffusionTransformer.from_pretrained(folder, device="cpu", dtype="float16")).apply()
 
 
 def test_a_delta_of_another_base_is_refused(saved, specimen, configs, tmp_path):
     delta = Delta.load(saved)
     with pytest.raises(ValueError, match="the weights are not those of"):
-        delta.on(specimen(configs["llama"], seed=1).model)
+        delta.on(specimen(configs["llama"], seed=1).model).apply()
     with pytest.raises(ValueError, match="is another architecture than"):
         delta.on(specimen({**configs["llama"], "num_hidden_layers": 2}).model)
     other = specimen(configs["llama"], seed=1).model.export_hf(tmp_path / "other")
@@ -158,7 +178,33 @@ def test_the_model_of_a_delta_loads_in_other_ways_too(saved):
     tokens = torch.tensor([[3, 1, 4, twin.cfg.mask_token_id]])
     assert torch.allclose(folded(tokens), twin(tokens), atol=1e-4)
     with pytest.raises(ValueError, match="without folded norms"):
-        Delta.load(saved).on(folded)
+        Delta.load(saved).on(folded).apply()
+
+
+def test_another_checkpoint_beside_a_delta_is_loaded_by_its_own_name(llama, saved, tmp_path):
+    model, folder = llama
+    for name in ("model.safetensors", "config.json"):
+        (saved / name).write_bytes((folder / name).read_bytes())
+    beside = HookedDiffusionTransformer.from_pretrained(saved / "model.safetensors", device="cpu")
+    assert beside.cfg.architecture.attention_dir == "causal"
+    assert same(beside, copies(model))
+    twin = HookedDiffusionTransformer.from_pretrained(saved / "adapter_model.safetensors", device="cpu")
+    assert twin.cfg.architecture.attention_dir == "bidirectional"
+
+
+def test_a_delta_is_not_converted(saved, tmp_path):
+    done = CliRunner(env={"COLUMNS": "999"}).invoke(app, ["convert", str(saved), str(tmp_path / "new.safetensors")])
+    assert "is a delta, which has no weights of its own: the model that it makes of its base is written" in done.stderr
+
+
+def test_a_base_beside_a_delta_comes_before_one_where_the_program_runs(llama, saved, tmp_path, monkeypatch):
+    _, folder = llama
+    folder.rename(saved / "a_base")
+    (tmp_path / "a_base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    delta = Delta.load(saved)
+    replace(delta, base=replace(delta.base, name="a_base")).save(saved)
+    assert HookedDiffusionTransformer.from_pretrained(saved, device="cpu").cfg.model_name == "a twin"
 
 
 def test_a_delta_says_itself_what_model_it_makes(saved):

@@ -127,9 +127,15 @@ def convert(
     Example: diffusion-lens convert checkpoint.safetensors ours.safetensors --config lit_config.json --to diffusion_lens
     """
     from diffusion_lens.loading import trained_length_of, write_trained_length
+    from diffusion_lens.loading.delta import ABOUT
     from diffusion_lens.loading.gguf import GGUF, converted
     from weight_conversion import check_export, export, n_params, open_checkpoint
 
+    if (source / ABOUT).is_file():
+        raise ValueError(
+            f"{source} is a delta, which has no weights of its own: the model that it makes of its base is written by "
+            f"HookedDiffusionTransformer.from_pretrained({str(source)!r}).save_pretrained('folder')"
+        )
     weights = converted(source) if source.suffix == GGUF and source.is_file() else source
     checkpoint = open_checkpoint(weights, loading.config, loading.options)
     shape = checkpoint.architecture

@@ -18,7 +18,7 @@ from diffusion_lens.loading.catalogue import (
     Repository,
     unknown_name,
 )
-from diffusion_lens.loading.delta import ABOUT, Delta
+from diffusion_lens.loading.delta import ABOUT, ADAPTER, Delta
 from diffusion_lens.loading.gguf import GGUF, converted, installed_file
 from diffusion_lens.loading.hub import fetch_file, fetch_repository, fetch_tokenizer
 from diffusion_lens.loading.source import folded_in, trained_length_in, write_own, write_trained_length
@@ -175,8 +175,8 @@ class _LocalCheckpoint:
 
     @property
     def is_delta(self) -> bool:
-        """Whether it is the folder of a delta, whose base is another checkpoint."""
-        return (self.folder / ABOUT).is_file()
+        """Whether it is the folder of a delta, or the file in it, whose base is another checkpoint."""
+        return (self.folder / ABOUT).is_file() and (self.path.is_dir() or self.path.name == ADAPTER)
 
     @property
     def known(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Base:
     """The model that a delta changes.
 
     Attributes:
-        name: Its name or path. A path that does not exist is looked for in the folder of the delta.
+        name: Its name or path. A relative path is looked for in the folder of the delta first.
         sha256: Hash of its weights (`base_sha256`).
         d_vocab: Rows of its embedding. A twin may have one more, for [MASK]: the mean of the others.
         options: Options of `from_pretrained` with which it was loaded.
@@ -155,7 +155,8 @@ class Delta:
         """The delta as an edit of its base, read as the twin or causally: `with delta.on(model): ...`.
 
         Raises:
-            ValueError: The model is another one than the base of this delta, or its weights have changed.
+            ValueError: The model has another architecture than the base of this delta, or, when the edit is applied,
+                other weights.
         """
         return AppliedDelta(self, model)
 
@@ -257,7 +258,6 @@ class AppliedDelta(Edit):
     def __init__(self, delta: Delta, model: DiffusionTransformer) -> None:
         self.delta, self.model = delta, model
         _require_same_sizes(delta, model.cfg.architecture)
-        _require_base(delta, base_sha256(model.named_parameters(), delta.base.d_vocab))
 
     @property
     def layers(self) -> list[int]:
@@ -269,6 +269,9 @@ class AppliedDelta(Edit):
 
     def update_of(self, name: str) -> Tensor:
         return self.delta.update(name)
+
+    def require_fit(self) -> None:
+        _require_base(self.delta, base_sha256(self.model.named_parameters(), self.delta.base.d_vocab))
 
     def describe(self) -> dict[str, Any]:
         """The hash of the delta, and the name of its base."""
@@ -370,8 +373,8 @@ def _require_base(delta: Delta, sha256: str) -> None:
     if sha256 != delta.base.sha256:
         raise ValueError(
             f"the weights are not those of {delta.base.name!r}, the base of the delta {delta.architecture.name!r} "
-            f"(SHA-256 {sha256[:12]} here, {delta.base.sha256[:12]} there): load that model, without folded norms, and "
-            "take other edits and deltas out of it first"
+            f"(SHA-256 {sha256[:12]} here, {delta.base.sha256[:12]} there): load that model in float32 or bfloat16, "
+            "without folded norms, and take other edits and deltas out of it first"
         )
 
 

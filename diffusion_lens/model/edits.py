@@ -51,6 +51,9 @@ class Edit(Restoring, ABC):
     def describe(self) -> dict[str, Any]:
         """The edit, for the record of a result."""
 
+    def require_fit(self) -> None:
+        """Raise a `ValueError` if the weights as they are now are not those that the edit may be added to."""
+
     @property
     def is_applied(self) -> bool:
         """Whether the edit is in the weights."""
@@ -95,6 +98,7 @@ class Edit(Restoring, ABC):
 
     @interruptible
     def _computed(self) -> _Weights:
+        self.require_fit()
         applied: _Weights = {}
         for name in self.weights:
             before = self.weight_named(name).detach().clone()

@@ -43,7 +43,8 @@ RECORD = "diffusion_lens"
 PART = "diffusion_lens.part"
 CHECKSUM = "diffusion_lens.checksum"
 _ROOMS = ("denoising", "training", "analysis", "evaluation", "checks")  # that have results
-NOT_COMPARED = ("device", "versions", "failed", "loaded_with")  # the architecture is compared
+# Architecture and weights are compared, whatever options and deltas gave them.
+NOT_COMPARED = ("device", "versions", "failed", "loaded_with", "deltas")
 NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
 SHOWN_ROWS = 10
 LONGEST = 60  # characters of a text in the excerpt of a notebook

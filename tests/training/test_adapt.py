@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.cli import app
 from diffusion_lens.loading.delta import Delta
+from diffusion_lens.records.results import provenance, require_same_run
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import Adaptation, adapt
 from diffusion_lens.training.adapt import _Rows, _twin, mask_token_of
@@ -111,6 +112,7 @@ def test_each_kind_of_twin_is_trained_and_loads_as_it_was_returned(more, llama, 
     twin = HookedDiffusionTransformer.from_pretrained(tmp_path / "out", device="cpu")
     assert same(twin, result.model)
     assert twin.cfg.architecture == result.model.cfg.architecture
+    require_same_run(*(provenance(model, model.cfg) for model in (twin, result.model)), "a study")
     assert (twin.cfg.readout, twin.cfg.causal_block) == (more.get("readout", "shifted"), more.get("block_size"))
     assert (result.delta is None) == (more.get("rank") == 0)
     assert not torch.equal(twin.blocks[0].attn.q.weight, llama.blocks[0].attn.q.weight)
