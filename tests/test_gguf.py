@@ -41,6 +41,7 @@ SIZES = dict(
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM, dict(tie_word_embeddings=True)),
     "llama-biased": (LlamaConfig, LlamaForCausalLM, dict(attention_bias=True)),
+    "llama-no-groups": (LlamaConfig, LlamaForCausalLM, dict(num_key_value_heads=4)),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict(tie_word_embeddings=True)),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=16)),
 }
@@ -56,13 +57,13 @@ def load(name, **given):
 def cache(tmp_path, monkeypatch):
     """A cache of its own for every test."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets"))
-    return tmp_path / "assets" / "diffusion_lens" / "gguf" / "float32"
+    return tmp_path / "assets" / "diffusion_lens" / "gguf" / "float32-1"
 
 
 def theirs(kind):
     config, model, more = MODELS[kind]
     torch.manual_seed(0)
-    network = model(config(**SIZES, **more)).eval()
+    network = model(config(**{**SIZES, **more})).eval()
     with torch.no_grad():
         for weight in network.parameters():  # norms and biases other than those of an untrained network
             weight.add_(0.2 * torch.randn_like(weight))
@@ -85,7 +86,8 @@ def write(path, network, *, split="gpt-2", kind=None, change=None, without=(), m
     writer.add_embedding_length(c.hidden_size)
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
+    if c.num_key_value_heads != c.num_attention_heads:
+        writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
     if name == "llama":
@@ -173,6 +175,9 @@ def test_a_file_is_converted_once_and_again_when_it_has_changed(tmp_path, cache,
     load(file, cache_dir=elsewhere)
     assert [path.name for path in elsewhere.rglob("model.safetensors")] == ["model.safetensors"]
     assert len(list(cache.iterdir())) == 2
+    monkeypatch.setattr("diffusion_lens.loading.gguf.CONVERSION", "float32-2")
+    load(file)
+    assert [path.name for path in (cache.parent / "float32-2").iterdir()] == [sha256_of_file(file)]
 
 
 def test_a_file_without_a_vocabulary_takes_token_ids(tmp_path):

@@ -2,8 +2,8 @@
 
 A file of a Llama, Qwen2 or Qwen3 is converted once, into a folder of float32 safetensors, config.json and tokenizer,
 which is then loaded like any other. The folders are in a cache beside the hub's (`HF_ASSETS_CACHE`, or `cache_dir`),
-each named by the SHA-256 of its file, so that a changed file is converted again. The package `gguf` reads and
-dequantises, and transformers builds the tokenizer.
+under the version of the conversion and the SHA-256 of the file, so that a changed file is converted again. The package
+`gguf` reads and dequantises, and transformers builds the tokenizer.
 
 What a file says and this module does not read is an error: scaled rotary frequencies (Llama 3.1 and later have a tensor
 `rope_freqs.weight`), sliding windows, experts, another rule by which text is split before the merges. llama.cpp
@@ -47,6 +47,7 @@ KEYS = {
 }
 # Keys that have to repeat the length of a head, and one that counts the rows of the embedding, whose shape is known.
 HEAD_LENGTHS, COUNTED = ("attention.value_length", "rope.dimension_count"), "vocab_size"
+CONVERSION = "float32-1"  # folder of the cache; its number rises when files are converted otherwise
 ARCHITECTURE, TOKENIZER, SPLIT = "general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"
 
 
@@ -73,7 +74,7 @@ def converted(file: Path, cache_dir: str | Path | None = None, sha256: str | Non
     found = sha256_of_file(file)
     if sha256 not in (None, found):
         raise ValueError(f"the SHA-256 of {file} is {found}, expected {sha256}: install its package again")
-    folder = cached_assets_path("diffusion_lens", "gguf", "float32", assets_dir=cache_dir) / found
+    folder = cached_assets_path("diffusion_lens", "gguf", CONVERSION, assets_dir=cache_dir) / found
     if not folder.exists():
         with TemporaryDirectory(dir=folder.parent, prefix=".part.") as part:
             whole = Path(part) / "whole"
@@ -154,6 +155,7 @@ def _config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], fi
     if said["block_count"] > len(shapes):
         raise ValueError(f"{file} contains {len(shapes)} tensors, too few for its {said['block_count']} blocks")
     config = {theirs: said[key] for key, theirs in KEYS.items() if key in said}
+    config.setdefault("num_key_value_heads", said["attention.head_count"])
     config.setdefault("head_dim", said["embedding_length"] // said["attention.head_count"])
     if other := [key for key in HEAD_LENGTHS if said.get(key, config["head_dim"]) != config["head_dim"]]:
         raise ValueError(
