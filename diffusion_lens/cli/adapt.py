@@ -38,7 +38,9 @@ def adapt(
     prompts: Path | None = setting(None, "A text file of prompts that the model continues, one per line."),
     texts: Path | None = setting(None, "A text file to train on, instead of texts that the model writes."),
     corpus: Path | None = setting(
-        None, "Folder for the texts that the model writes, which several runs may share. Default: in OUT until the end."
+        None,
+        "Folder for the texts that the model writes, which runs with the same facts, prompts, [MASK] and settings of "
+        "texts, --seed included, may share. Default: in OUT until the end.",
     ),
 ) -> None:
     """Make a masked diffusion model, the twin, of a causal model, and write it to OUT.

@@ -88,7 +88,8 @@ class Adaptation(Result, Saved):
             the same held-out facts, which then is no estimate of the recall of others.
         samples: Texts that the twin wrote after a few prompts.
         evaluations: Recall of the held-out facts that the causal model knows, in the course of the training.
-        record: Seconds, number of texts, hashes of the data and of the causal model, the twin, versions.
+        record: Seconds of the training (without those of the texts and of the measurements after it), number and hash
+            of the texts that were trained on, hash of the causal model, the twin, versions.
         model: The twin, of a result that `adapt` returned; of one that was loaded, `None`.
         delta: The delta that makes it of the causal model, if there is one, likewise.
     """
@@ -154,8 +155,9 @@ def adapt(
         out: Folder for the twin, which `from_pretrained(out)` loads: a delta, or with rank=0 a model. In the subfolder
             `training` is what the same call needs to continue after an interruption, and the result of a complete one,
             which is read.
-        corpus: Folder for the texts that the model writes, which several adaptations may share. By default they are in
-            `out` until the training is complete.
+        corpus: Folder for the texts that the model writes or has read. Adaptations may share it that give the same
+            facts, prompts, [MASK] and settings of texts, `n_texts` to `seed`. By default the texts are in `out` until
+            the training is complete.
         settings: Settings of the adaptation.
         progress: Whether to show progress bars.
 
@@ -221,7 +223,7 @@ def adapt(
     openings = [prompt for prompt, _ in (known["held_out_"] or known[""])[:_SAMPLES]]
     samples = _samples(twin, openings or kept[:_SAMPLES, : -(-settings.length // 8)].tolist(), settings)
     made_of = {"causal_model": model.cfg.model_name, "causal_weights_sha256": identity["weights_sha256"]}
-    about = {**made_of, "texts": len(rows.corpus), "data_sha256": rows.sha256(), "seconds": record.record["seconds"]}
+    about = {**made_of, "texts": len(rows.corpus), "texts_sha256": rows.sha256(), "seconds": record.record["seconds"]}
     result = Adaptation(
         as_json(settings.describe()),
         record.losses,
@@ -655,8 +657,8 @@ def _card(result: Adaptation, base: str) -> str:
     what = f"additions of rank {s['rank']} to all projections" if s["rank"] else "all weights"
     done = (
         f"Training: {what}, {len(result.losses)} updates of {s['batch_size']} rows, on {record['texts']} texts of "
-        f"{s['length']} tokens, seed {s['seed']}, {record['seconds']:.0f} seconds. [MASK] is the token "
-        f"{shape['mask_token_id']}, the readout {s['readout']}, attention {shape['attention_dir']}."
+        f"{s['length']} tokens, seed {s['seed']}, {record['seconds']:.0f} seconds without those of the texts. [MASK] "
+        f"is the token {shape['mask_token_id']}, the readout {s['readout']}, attention {shape['attention_dir']}."
     )
     return f"""# {record["model"]}
 

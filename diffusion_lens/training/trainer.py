@@ -336,12 +336,12 @@ def train(
             one process and `accumulate=1`. Default: the model's own loss.
         folder: Folder for `run.json` and the checkpoint. An incomplete training in this folder is resumed; a complete
             one is only read.
-        checkpoint_every: Number of steps between checkpoints. The last step always writes one.
+        checkpoint_every: Number of steps between checkpoints. Step `config.steps` writes one too.
         evaluate: Function that returns metrics to track, such as recall. Each process calls it without gradients and
             in evaluation mode.
-        evaluate_every: Number of steps between evaluations, or the steps after which there is one. The last step always
-            has one.
-        stop: Function of the evaluations so far that says whether the training ends after them.
+        evaluate_every: Number of steps between evaluations, or the steps after which there is one. Step `config.steps`
+            has one too.
+        stop: Function of the evaluations so far that says, before each step, whether the training ends without it.
         progress: Whether to show a progress bar.
 
     Raises:
