@@ -54,7 +54,8 @@ def adapt(
     from diffusion_lens.model.config import kind_of_device
     from diffusion_lens.model.transformer import DiffusionTransformer
     from diffusion_lens.training import adapt as adapted
-    from diffusion_lens.training.adapt import described, read_texts, require_causal, require_same_adaptation
+    from diffusion_lens.training.adapt import described, require_causal, require_same_adaptation
+    from diffusion_lens.training.corpus import read_texts
     from diffusion_lens.training.trainer import require_gpu
 
     # 1. Check the folders and the device, read the files, and check the model.

@@ -18,7 +18,7 @@ from diffusion_lens.loading.catalogue import (
     Repository,
     unknown_name,
 )
-from diffusion_lens.loading.delta import ABOUT, ADAPTER, Delta
+from diffusion_lens.loading.delta import ABOUT, ADAPTER, Base, Delta, base_sha256
 from diffusion_lens.loading.gguf import GGUF, converted, installed_file
 from diffusion_lens.loading.hub import fetch_file, fetch_repository, fetch_tokenizer
 from diffusion_lens.loading.source import folded_in, trained_length_in, write_own, write_trained_length
@@ -32,6 +32,8 @@ from diffusion_lens.loading.tokenizers import (
     save_tokenizer,
 )
 from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.model.text import require_tokenizer
+from diffusion_lens.model.transformer import DiffusionTransformer
 from weight_conversion import CHECKPOINT_SUFFIXES, Architecture, Checkpoint, export, open_checkpoint, read_json_object
 from weight_conversion.families.family import may_lack_mask
 from weight_conversion.families.kinds import refuse_unsupported
@@ -39,6 +41,7 @@ from weight_conversion.families.kinds import refuse_unsupported
 __all__ = [
     "TOKENIZER_FILES",
     "Delta",
+    "base_of",
     "load_tokenizer",
     "open_pretrained",
     "save_pretrained",
@@ -152,6 +155,33 @@ def save_pretrained(
     if tokenizer is not None:
         save_tokenizer(tokenizer, target, prepends_bos=cfg.default_prepend_bos)
     return target
+
+
+def base_of(model: DiffusionTransformer) -> Base:
+    """The model as the base of a delta; a `ValueError` if its name alone would give another one."""
+    n_rows = model.cfg.d_vocab
+    sha256 = base_sha256(model.named_parameters(), n_rows)
+    if reason := _unlike_its_files(model, sha256):
+        raise ValueError(
+            f"a delta names its base, and {model.cfg.model_name!r} cannot be named: it {reason}. Save it (with "
+            "model.save_pretrained, or for peft model.export_hf) and load it from there, or pass rank=0"
+        )
+    return Base(str(model.source.anywhere().name_or_path), sha256, n_rows, dict(model.source.options))
+
+
+def _unlike_its_files(model: DiffusionTransformer, sha256: str) -> str | None:
+    """Why `from_pretrained` with the name and the options alone would not give this model again."""
+    if model.source is None:
+        return "was not loaded from a file"
+    source = model.source.anywhere()
+    if given := [f"{name}=" for name in ("config", "tokenizer", "revision") if getattr(source, name) is not None]:
+        return f"was loaded with {' and '.join(given)}"
+    cfg, files, tokenizer = open_pretrained(**{**source.to_open(), "local_files_only": True}, device=model.cfg.device)
+    if base_sha256(files.tensors(), cfg.d_vocab) != sha256:
+        return "has other weights than its files, because it was changed, or its norms are folded"
+    if require_tokenizer(model).get_vocab() != (tokenizer and tokenizer.get_vocab()):
+        return "has another tokenizer than its files"
+    return None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ token; LLaDA's chat template writes it.
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from diffusion_lens.model.text import MASK_TEXT
+from diffusion_lens.settings import Whole
 from weight_conversion import read_json_object, write_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -103,6 +105,8 @@ def _misshapen(path: Path, key: str, value: object, form: str) -> ValueError:
     return ValueError(f"{path} gives {key}={str(value)[:60]!r}; it should be {form}. Fetch the file again")
 
 
+# Names of tokens that a tokenizer keeps in reserve or that only texts of code contain, the likeliest first.
+_SPARE = ("mask", "reserved|unused", "fim", "repo")
 TOKENIZER_FILES = ("tokenizer.json", TOKENIZER_CONFIG)
 PARTS = ("vocab.json", "merges.txt")
 # All files of a repository that a tokenizer may need.
@@ -219,6 +223,36 @@ def _other_mask(ids: list[int], mask_token_id: int) -> str:
         f"the tokenizer encodes the text {MASK_TEXT!r} to the tokens {ids}, and the model's mask has the id "
         f"{mask_token_id}. Write masks by their id, with tokenizer=None"
     )
+
+
+def mask_token_of(tokenizer: Any, n_rows: int, given: str | Whole | None = None) -> int:
+    """The id of the token that becomes [MASK] in a model of so many rows; see `AdaptSettings.mask_token`.
+
+    Raises:
+        ValueError: The tokenizer has no such token, the embedding no such row, or the token has another meaning.
+    """
+    added = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
+    used = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk", "sep", "cls")}
+    used |= {id_ for id_, token in added.items() if token in str(tokenizer.chat_template or "")}
+    free = len(tokenizer)  # the tokenizer gets [MASK] as its next token
+    named = [id_ for name in _SPARE for id_ in sorted(added) if re.search(name, added[id_], re.IGNORECASE)]
+    spare = [id_ for id_ in dict.fromkeys(named) if id_ not in used and id_ < n_rows]
+    chosen: Any = [*spare, free][0] if given is None else given
+    if isinstance(given, str):
+        chosen = {MASK_TEXT: free, **tokenizer.get_vocab()}.get(given)
+    wrong = ""
+    if chosen is None:
+        wrong = "no token of the tokenizer"
+    elif chosen in used or (chosen < free and chosen not in added):
+        wrong = "a token that texts contain"
+    elif chosen > n_rows:
+        wrong = f"beyond the {n_rows} rows of the embedding"
+    if wrong:
+        raise ValueError(
+            f"mask_token={given!r} is {wrong}: give a special token that is not used otherwise, such as "
+            f"{[added[id_] for id_ in spare[:3]]}, the id of one or of an unused row, or {MASK_TEXT!r} for a new one"
+        )
+    return int(chosen)
 
 
 def check_special_ids(tokenizer: Any, d_vocab: int) -> None:

@@ -17,7 +17,6 @@ loads both.
 import hashlib
 import math
 import os
-import re
 import shutil
 import textwrap
 from collections import defaultdict
@@ -35,18 +34,18 @@ from torch import Tensor
 
 from diffusion_lens.denoising import DenoiseSettings, denoise, lay_out
 from diffusion_lens.facts.fact import Fact
-from diffusion_lens.loading import open_pretrained, save_pretrained
-from diffusion_lens.loading.delta import CARD, Base, Delta, LowRank, base_sha256, require_projections, twin_tensors
-from diffusion_lens.loading.tokenizers import read_mask
+from diffusion_lens.loading import base_of, save_pretrained
+from diffusion_lens.loading.delta import CARD, Delta, LowRank, require_projections, twin_tensors
+from diffusion_lens.loading.tokenizers import mask_token_of, read_mask
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.loss import autoregressive_loss, hide, masked_batch
 from diffusion_lens.model.shapes import Tokens
-from diffusion_lens.model.text import MASK_TEXT, require_tokenizer
+from diffusion_lens.model.text import require_tokenizer
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import Result, Saved, Table, provenance, require_same_settings
-from diffusion_lens.settings import Whole, own_seed, takes
+from diffusion_lens.settings import own_seed, takes
 from diffusion_lens.settings.shared import AdaptSettings
-from diffusion_lens.training.corpus import HAS_MASK, Corpus, prompts_of, read_corpus, write_corpus
+from diffusion_lens.training.corpus import HAS_MASK, Corpus, prompts_of, read_corpus, read_texts, write_corpus
 from diffusion_lens.training.finetune import RUN, WEIGHTS, load_weights, require_own_folder
 from diffusion_lens.training.low_rank import low_rank
 from diffusion_lens.training.trainer import (
@@ -62,8 +61,6 @@ from weight_conversion import Architecture, as_json, write_json
 
 Questions = Sequence[tuple[list[int], int]]  # the tokens of prompts, and the first token of each answer
 RESULT, IDENTITY, CORPUS = "adaptation.safetensors", "adapt.json", "corpus"
-# Names of tokens that a tokenizer keeps in reserve or that only texts of code contain, the likeliest first.
-_SPARE = ("mask", "reserved|unused", "fim", "repo")
 _NAMED = {"one_mask": "at one [MASK]", "many_masks": "at the first of many", "by_loop": "by the denoising loop"}
 _TOGETHER = 32  # canvases in one pass
 _LOOP_STEPS = 8
@@ -170,8 +167,8 @@ def adapt(
     # 1. The twin, before its training.
     _require_adaptable(model, settings)
     given = read_texts(texts, prompts)
-    base = _base_of(model) if settings.rank else None
-    mask = mask_token_of(model, settings.mask_token)
+    base = base_of(model) if settings.rank else None
+    mask = mask_token_of(require_tokenizer(model), model.cfg.d_vocab, settings.mask_token)
     twin = _twin(model, settings, mask)
     questions = {prefix: _questions(model, these, mask) for prefix, these in (("", facts), ("held_out_", held_out))}
     known = {key: _known(model, these) for key, these in questions.items()}
@@ -205,7 +202,7 @@ def adapt(
         write_json(identity, home / RUN / IDENTITY)
     record, factors = _train(twin, rows, settings, known["held_out_"], home, progress)
     delta = None
-    if base is not None:
+    if base is not None and factors is not None:
         delta = Delta(factors, twin.cfg.architecture, base, _alpha(settings), settings.length)
         _write(delta, twin)
 
@@ -261,37 +258,6 @@ def require_same_adaptation(home: Path, identity: Mapping[str, Any]) -> None:
     if RunFolder(home / RUN).run.exists() and not (home / RUN / IDENTITY).exists():
         raise ValueError(f"{home / RUN} contains a training that is no adaptation; pass another folder as out=")
     require_same_settings(home, identity, f"{RUN}/{IDENTITY}")
-
-
-def mask_token_of(model: DiffusionTransformer, given: str | Whole | None = None) -> int:
-    """The id of the token that becomes [MASK]; see `AdaptSettings.mask_token`.
-
-    Raises:
-        ValueError: The tokenizer has no such token, the embedding no such row, or the token has another meaning.
-    """
-    tokenizer, n_rows = require_tokenizer(model), model.cfg.d_vocab
-    added = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
-    used = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk", "sep", "cls")}
-    used |= {id_ for id_, token in added.items() if token in str(tokenizer.chat_template or "")}
-    free = len(tokenizer)  # the tokenizer gets [MASK] as its next token
-    named = [id_ for name in _SPARE for id_ in sorted(added) if re.search(name, added[id_], re.IGNORECASE)]
-    spare = [id_ for id_ in dict.fromkeys(named) if id_ not in used and id_ < n_rows]
-    chosen: Any = [*spare, free][0] if given is None else given
-    if isinstance(given, str):
-        chosen = {MASK_TEXT: free, **tokenizer.get_vocab()}.get(given)
-    wrong = ""
-    if chosen is None:
-        wrong = "no token of the tokenizer"
-    elif chosen in used or (chosen < free and chosen not in added):
-        wrong = "a token that texts contain"
-    elif chosen > n_rows:
-        wrong = f"beyond the {n_rows} rows of the embedding"
-    if wrong:
-        raise ValueError(
-            f"mask_token={given!r} is {wrong}: give a special token that is not used otherwise, such as "
-            f"{[added[id_] for id_ in spare[:3]]}, the id of one or of an unused row, or {MASK_TEXT!r} for a new one"
-        )
-    return int(chosen)
 
 
 def _divided(corpus: Corpus, seed: int) -> tuple[Corpus, Tokens]:
@@ -477,33 +443,6 @@ def _require_adaptable(model: DiffusionTransformer, settings: AdaptSettings) -> 
         )
 
 
-def _base_of(model: DiffusionTransformer) -> Base:
-    """The model as the base of a delta; a `ValueError` if its name alone would give another one."""
-    n_rows = model.cfg.d_vocab
-    sha256 = base_sha256(model.named_parameters(), n_rows)
-    if reason := _unlike_its_files(model, sha256):
-        raise ValueError(
-            f"a delta names its base, and {model.cfg.model_name!r} cannot be named: it {reason}. Save it (with "
-            "model.save_pretrained, or for peft model.export_hf) and load it from there, or pass rank=0"
-        )
-    return Base(str(model.source.anywhere().name_or_path), sha256, n_rows, dict(model.source.options))
-
-
-def _unlike_its_files(model: DiffusionTransformer, sha256: str) -> str | None:
-    """Why `from_pretrained` with the name and the options alone would not give this model again."""
-    if model.source is None:
-        return "was not loaded from a file"
-    source = model.source.anywhere()
-    if given := [f"{name}=" for name in ("config", "tokenizer", "revision") if getattr(source, name) is not None]:
-        return f"was loaded with {' and '.join(given)}"
-    cfg, files, tokenizer = open_pretrained(**{**source.to_open(), "local_files_only": True}, device=model.cfg.device)
-    if base_sha256(files.tensors(), cfg.d_vocab) != sha256:
-        return "has other weights than its files, because it was changed, or its norms are folded"
-    if require_tokenizer(model).get_vocab() != (tokenizer and tokenizer.get_vocab()):
-        return "has another tokenizer than its files"
-    return None
-
-
 def _twin(model: DiffusionTransformer, settings: AdaptSettings, mask: int) -> DiffusionTransformer:
     """The causal model read as the twin, in weights of its own."""
     shape, size = model.cfg.architecture, settings.block_size
@@ -557,25 +496,6 @@ def _complete(home: Path, twin: DiffusionTransformer, settings: AdaptSettings, c
         load_weights(twin, home / WEIGHTS)
     vars(result).update(model=twin, delta=delta)
     return result
-
-
-def read_texts(texts: str | Path | Sequence[str] | None, prompts: Sequence[str] = ()) -> list[str] | None:
-    """The texts of a file, or those given; a `ValueError` if there are none, or prompts too."""
-    if texts is None:
-        return None
-    if prompts:
-        raise ValueError("prompts= are continued by the model, and texts= are read instead: give one of them")
-    if not isinstance(texts, str | Path):
-        if not texts:
-            raise ValueError("texts= has no text: give one, or leave it out")
-        return list(texts)
-    path = Path(texts).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no text file at {path}")
-    try:
-        return [path.read_text(encoding="utf-8")]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _questions(model: DiffusionTransformer, facts: Sequence[Fact], mask: int) -> Questions:

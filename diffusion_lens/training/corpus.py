@@ -75,6 +75,25 @@ class Corpus:
         return Corpus(**{name: tensor[rows] for name, tensor in vars(self).items()})
 
 
+def read_texts(texts: str | Path | Sequence[str] | None, prompts: Sequence[str] = ()) -> list[str] | None:
+    """The texts of a file, or those given; a `ValueError` if there are none, or prompts too."""
+    if texts is None:
+        return None
+    if prompts:
+        raise ValueError("prompts= are continued by the model, and texts= are read instead: give one of them")
+    if not isinstance(texts, str | Path):
+        if not texts:
+            raise ValueError("texts= has no text: give one, or leave it out")
+        return list(texts)
+    path = Path(texts).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no text file at {path}")
+    try:
+        return [path.read_text(encoding="utf-8")]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
 def prompts_of(facts: Iterable[Fact]) -> list[str]:
     """The beginnings of texts about facts: each prompt twice, and the subject with each of `ENDINGS`."""
     return [

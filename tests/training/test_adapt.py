@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.cli import app
 from diffusion_lens.loading.delta import Delta
+from diffusion_lens.loading.tokenizers import mask_token_of
 from diffusion_lens.records.results import provenance, require_same_run
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import Adaptation, adapt
-from diffusion_lens.training.adapt import _Rows, _twin, mask_token_of
+from diffusion_lens.training.adapt import _Rows, _twin
 from diffusion_lens.training.corpus import prompts_of, write_corpus
 from diffusion_lens.training.trainer import RunFolder
 
@@ -300,7 +301,7 @@ def test_the_masked_loss_is_the_bound_after_the_first_token(more, base, facts):
     """A slow version: one text and one position at a time."""
     settings = AdaptSettings(**{**SMALL, "distil": 0.0, "crop": 0, **more})
     corpus = write_corpus(base, settings, prompts_of(facts), progress=False)
-    twin = _twin(base, settings, mask_token_of(base))
+    twin = _twin(base, settings, mask_token_of(base.tokenizer, base.cfg.d_vocab))
     tokens = corpus.tokens[:6]
     total = 0.0
     with torch.no_grad():
@@ -322,7 +323,10 @@ def test_the_masked_loss_is_the_bound_after_the_first_token(more, base, facts):
 def test_attention_begins_causal_and_opens_to_the_right(base, facts):
     settings = AdaptSettings(**SMALL, anneal=10)
     rows = _Rows(write_corpus(base, settings, prompts_of(facts), progress=False), settings)
-    twin, tokens = _twin(base, settings, mask_token_of(base)), rows.corpus.tokens[:3].clone()
+    twin, tokens = (
+        _twin(base, settings, mask_token_of(base.tokenizer, base.cfg.d_vocab)),
+        rows.corpus.tokens[:3].clone(),
+    )
     far = tokens.clone()
     far[:, 6] = twin.cfg.mask_token_id
     at = list(range(10))
@@ -344,17 +348,21 @@ def test_attention_begins_causal_and_opens_to_the_right(base, facts):
 def test_mask_is_a_spare_token_or_a_free_row_or_a_new_one(base):
     model = HookedDiffusionTransformer.from_pretrained(base.source.name_or_path, device="cpu")
     n = len(model.tokenizer)
-    assert mask_token_of(model) == n == model.cfg.d_vocab  # a new row
+
+    def chosen(given=None):
+        return mask_token_of(model.tokenizer, model.cfg.d_vocab, given)
+
+    assert chosen() == n == model.cfg.d_vocab  # a new row
     model.cfg.d_vocab = n + 9
-    assert mask_token_of(model) == n  # a free one
+    assert chosen() == n  # a free one
     model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|endoftext|>", "<|fim_a|>", "<|reserved_0|>"]})
     model.tokenizer.add_tokens(["<repo>", "<fim_b>", "3"])  # those of Qwen's are not special
     model.tokenizer.chat_template = "<|reserved_0|>{{ messages }}"
     for given in (None, "<|fim_a|>", n + 1):
-        assert mask_token_of(model, given) == n + 1
+        assert chosen(given) == n + 1
     model.tokenizer.chat_template = None
-    assert mask_token_of(model) == n + 2
-    assert (mask_token_of(model, "3"), mask_token_of(model, "[MASK]"), mask_token_of(model, n + 8)) == (
+    assert chosen() == n + 2
+    assert (chosen("3"), chosen("[MASK]"), chosen(n + 8)) == (
         n + 5,
         n + 6,
         n + 8,
@@ -370,7 +378,7 @@ def test_mask_is_a_spare_token_or_a_free_row_or_a_new_one(base):
         (n + 10, f"is beyond the {n + 9} rows"),
     ):
         with pytest.raises(ValueError, match=message):
-            mask_token_of(model, given)
+            chosen(given)
 
 
 def test_a_number_on_the_command_line_is_an_id(tmp_path):
