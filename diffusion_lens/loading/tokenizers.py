@@ -248,9 +248,10 @@ def mask_token_of(tokenizer: Any, n_rows: int, given: str | Whole | None = None)
     elif chosen > n_rows:
         wrong = f"beyond the {n_rows} rows of the embedding"
     if wrong:
+        such = f", such as {[added[id_] for id_ in spare[:3]]}" if spare else ""
         raise ValueError(
-            f"mask_token={given!r} is {wrong}: give a special token that is not used otherwise, such as "
-            f"{[added[id_] for id_ in spare[:3]]}, the id of one or of an unused row, or {MASK_TEXT!r} for a new one"
+            f"mask_token={given!r} is {wrong}: give a special token that is not used otherwise{such}, the id of one or "
+            f"of an unused row, or {MASK_TEXT!r} for a new one"
         )
     return int(chosen)
 
