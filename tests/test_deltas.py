@@ -27,7 +27,7 @@ def same(model, weights):
     return all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
 
 
-def of_random_factors(model, base, *, new_row=False, dtype=torch.float32):
+def of_random_factors(model, base, *, new_row=False, mask_row=False, dtype=torch.float32):
     shape, generator = model.cfg.architecture, torch.Generator().manual_seed(1)
     rows = shape.d_vocab + new_row
     of_head = {"d_vocab_out": rows} if shape.tied else {}
@@ -41,7 +41,8 @@ def of_random_factors(model, base, *, new_row=False, dtype=torch.float32):
         if re.fullmatch(r"blocks\.\d+\.(attn|mlp)\.\w+\.weight", name) and weight.dim() == 2
     }
     found = Base(str(base), base_sha256(model.named_parameters(), shape.d_vocab), shape.d_vocab)
-    return Delta(factors, twin, found, ALPHA, trained_length=12, about={"seed": 1}, card="# A card\n")
+    row = torch.randn(shape.d_model, generator=generator) if mask_row else None
+    return Delta(factors, twin, found, ALPHA, row, trained_length=12, about={"seed": 1}, card="# A card\n")
 
 
 @pytest.fixture(params=["llama", "qwen2", "qwen3"])
@@ -82,10 +83,13 @@ def test_a_delta_adds_its_products_and_is_taken_off_bit_for_bit(model, base):
     assert not model._edits
 
 
+@pytest.mark.parametrize("mask_row", [False, True])
 @pytest.mark.parametrize("new_row", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_delta_loads_as_the_model_that_it_makes(new_row, dtype, model, base, tmp_path):
-    delta = of_random_factors(model, base, new_row=new_row, dtype=dtype)
+def test_a_saved_delta_loads_as_the_model_that_it_makes(mask_row, new_row, dtype, model, base, tmp_path):
+    delta = of_random_factors(model, base, new_row=new_row, mask_row=mask_row, dtype=dtype)
+    without, before = of_random_factors(model, base, new_row=new_row, dtype=dtype), copies(model)
+    assert (delta.sha256 == without.sha256) == (not mask_row)
     folder = delta.save(tmp_path / "delta")
     again = Delta.load(folder)
     assert again.sha256 == delta.sha256
@@ -95,10 +99,13 @@ def test_a_saved_delta_loads_as_the_model_that_it_makes(new_row, dtype, model, b
     with delta.on(model):
         for name, weight in twin.named_parameters():
             assert torch.equal(weight[: len(model.get_parameter(name))], model.get_parameter(name)), name
-    if new_row:
+    assert same(model, before)
+    if mask_row:
+        assert torch.equal(twin.W_E[twin.cfg.mask_token_id], delta.mask_row)
+    elif new_row:
         rows = twin.W_E[:-1].double().mean(dim=0)
         assert torch.allclose(twin.W_E[-1].double(), rows, atol=1e-7)
-        assert twin.cfg.mask_token_id == model.cfg.d_vocab
+    assert twin.cfg.mask_token_id == model.cfg.d_vocab - (not new_row)
 
 
 def test_the_names_in_the_file_are_those_of_transformers(llama, saved):

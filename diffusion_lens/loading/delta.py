@@ -5,7 +5,8 @@ A delta adds to each of its projections W a product of rank r (LoRA, Hu et al. 2
     W' = W + (alpha / r) B A        A [r d_in], B [d_out r]
 
 and says what model this makes of its base: a causal model becomes a masked diffusion model, its twin, whose attention,
-readout and [MASK] are others. The sum is computed in float64 and rounded to the dtype of W. The folder contains
+readout and [MASK] are others. The sum is computed in float64 and rounded to the dtype of W. It may bring the row of the
+embedding that is [MASK] too. The folder contains
 
     adapter_config.json, adapter_model.safetensors    peft's files, with the names of transformers' modules
     delta.json                                        base and its hash, architecture of the twin, how it was made
@@ -49,10 +50,12 @@ ABOUT, ADAPTER, ADAPTER_CONFIG, CARD = "delta.json", "adapter_model.safetensors"
 FORMAT = "diffusion_lens delta"
 # The fields of an architecture in which a twin differs from its base.
 OF_TWIN = ("name", "attention_dir", "causal_block", "readout", "mask_token_id", "d_vocab", "d_vocab_out")
+EMBED = "embed.weight"
+_ROW = "token_adapter.trainable_tokens_delta"  # peft's name of the rows of an embedding that were trained
 # Switches of peft's format by which the update would be another one.
 _OTHER_UPDATES: dict[str, Any] = {
     **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "fan_in_fan_out", "lora_bias"), False),
-    **dict.fromkeys(("modules_to_save", "layers_to_transform", "trainable_token_indices"), None),
+    **dict.fromkeys(("modules_to_save", "layers_to_transform"), None),
     "rank_pattern": {},
     "alpha_pattern": {},
     "bias": "none",
@@ -73,7 +76,7 @@ class Base:
     Attributes:
         name: Its name or path. A relative path is looked for in the folder of the delta first.
         sha256: Hash of its weights (`base_sha256`).
-        d_vocab: Rows of its embedding. A twin may have one more, for [MASK]: the mean of the others.
+        d_vocab: Rows of its embedding. A twin may have one more, for [MASK].
         options: Options of `from_pretrained` with which it was loaded.
     """
 
@@ -92,6 +95,8 @@ class Delta:
         factors: The update of each weight, by its name in our layout, such as "blocks.0.attn.q.weight".
         architecture: The model that the delta makes of its base.
         base: The model that it changes.
+        mask_row: Row of the embedding that is [MASK]. Without it that of the base, or if that has none, the mean of
+            the others.
         alpha: Factor of the updates, times the rank.
         trained_length: Length in positions of the texts of the training; `None` if unknown.
         about: How the delta was made, for records and readers: settings, seed, numbers, versions.
@@ -105,6 +110,7 @@ class Delta:
     architecture: Architecture
     base: Base
     alpha: float
+    mask_row: Float[Tensor, "d_model"] | None = None
     trained_length: int | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     card: str = ""
@@ -126,6 +132,14 @@ class Delta:
             if not bool(a.isfinite().all() and b.isfinite().all()):
                 raise ValueError(f"the factors of {name} are not finite")
 
+        if self.mask_row is not None and not bool(self.mask_row.isfinite().all()):
+            raise ValueError("the row of [MASK] is not finite")
+        if self.mask_row is not None and len(self.mask_row) != self.architecture.d_model:
+            raise ValueError(
+                f"the row of [MASK] has {len(self.mask_row)} entries, and {self.architecture.name!r} has "
+                f"d_model={self.architecture.d_model}"
+            )
+
     @property
     def rank(self) -> int:
         """Rank of every update."""
@@ -140,6 +154,8 @@ class Delta:
             for part in pair:
                 digest.update(f"{name} {part.dtype} {list(part.shape)}".encode())
                 digest.update(_bytes(part))
+        if self.mask_row is not None:
+            digest.update(_bytes(self.mask_row))
         return digest.hexdigest()
 
     def __repr__(self) -> str:
@@ -175,6 +191,8 @@ class Delta:
             for name, (a, b) in self.factors.items()
             for kind, part in (("A", a), ("B", b))
         }
+        if self.mask_row is not None:
+            tensors[f"{self._module_of_rows}.{_ROW}"] = self.mask_row[None]
         write_safetensors(tensors, target / ADAPTER, {"format": "pt"})
         write_json(self._adapter_config(), target / ADAPTER_CONFIG)
         write_trained_length(self.trained_length, target)
@@ -207,7 +225,11 @@ class Delta:
             file = SafetensorsFile(source / ADAPTER)
             ours = {theirs: name for name, theirs in _their_names(architecture).items()}
             parts: dict[str, dict[str, Tensor]] = {}
+            rows: list[Tensor] = []
             for key in file.shapes():
+                if key.endswith(_ROW):
+                    rows += file.read(key).clone().unbind()
+                    continue
                 module, _, kind = key.removesuffix(".weight").rpartition(".lora_")
                 if module not in ours or kind not in ("A", "B"):
                     raise ValueError(f"{ADAPTER} contains {key}, which is no factor of {architecture.name!r}")
@@ -217,11 +239,17 @@ class Delta:
             factors = {name: LowRank(pair["A"].clone(), pair["B"].clone()) for name, pair in parts.items()}
             card = (source / CARD).read_text(encoding="utf-8") if (source / CARD).is_file() else ""
             how: dict[str, Any] = {
+                "mask_row": rows[0] if rows else None,
                 "trained_length": trained_length_in(None, source),
                 "about": said.get("about") or {},
                 "card": card,
             }
             delta = cls(factors, architecture, base, float(config["lora_alpha"]), **how)
+            trained = config.get("trainable_token_indices") or {}
+            if [architecture.mask_token_id][: len(rows)] != [id_ for ids in trained.values() for id_ in ids]:
+                raise ValueError(
+                    f"{ADAPTER_CONFIG} says that the rows {trained} were trained, and there are {len(rows)}"
+                )
             if config.get("r") != delta.rank:
                 raise ValueError(f"{ADAPTER_CONFIG} says r={config.get('r')!r}, and the factors have rank {delta.rank}")
             return delta
@@ -237,6 +265,10 @@ class Delta:
     def _their_names(self) -> dict[str, str]:
         return _their_names(self.architecture)
 
+    @property
+    def _module_of_rows(self) -> str:
+        return _their_modules(self.architecture)[EMBED]
+
     def _adapter_config(self) -> dict[str, Any]:
         modules = sorted({self._their_names[name].rpartition(".")[2] for name in self.factors})
         return {
@@ -247,9 +279,13 @@ class Delta:
             "lora_alpha": self.alpha,
             "lora_dropout": 0.0,
             "target_modules": modules,
+            "trainable_token_indices": None if self.mask_row is None else self._trained_rows(),
             "inference_mode": True,
             **_OTHER_UPDATES,
         }
+
+    def _trained_rows(self) -> dict[str, Any]:
+        return {self._module_of_rows.rpartition(".")[2]: [self.architecture.mask_token_id]}
 
 
 class AppliedDelta(Edit):
@@ -265,10 +301,19 @@ class AppliedDelta(Edit):
 
     @property
     def weights(self) -> list[str]:
-        return list(self.delta.factors)
+        d, rows = self.delta, self.model.cfg.d_vocab
+        return [*d.factors, *([EMBED] if d.mask_row is not None and (d.architecture.mask_token_id or 0) < rows else [])]
 
     def update_of(self, name: str) -> Tensor:
-        return self.delta.update(name)
+        if name != EMBED:
+            return self.delta.update(name)
+        rows = self.weight_named(EMBED).detach().cpu().double()
+        mask, row = self.delta.architecture.mask_token_id, self.delta.mask_row
+        assert mask is not None
+        assert row is not None
+        update = torch.zeros_like(rows)
+        update[mask] = row.cpu().double() - rows[mask]
+        return update
 
     def require_fit(self) -> None:
         _require_base(self.delta, base_sha256(self.model.named_parameters(), self.delta.base.d_vocab))
@@ -299,7 +344,7 @@ def twin_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a twin, from those of its base: with the delta, and with a row for [MASK] if the base has none.
 
-    The row is the mean of all others, which needs no training (Hewitt 2021, "Initializing New Word Embeddings for
+    Unless the delta brings it, the row is the mean of all others (Hewitt 2021, "Initializing New Word Embeddings for
     Pretrained Language Models"). It is float32, also beside rows that are stored in half precision, as it was when the
     twin was trained.
     """
@@ -308,6 +353,16 @@ def twin_tensors(
         if name in shapes and shapes[name][0] == len(tensor) + 1:
             mean = tensor.detach().mean(dim=0, keepdim=True, dtype=torch.float64)
             tensor = torch.cat([tensor.detach().float(), mean.float()])
+        if delta is not None and delta.mask_row is not None and name == EMBED:
+            tensor = (
+                tensor.detach()
+                .float()
+                .index_copy(
+                    0,
+                    torch.tensor([twin.mask_token_id], device=tensor.device),
+                    delta.mask_row[None].to(tensor.device).float(),
+                )
+            )
         if delta is not None and name in delta.factors:
             tensor = tensor.detach().cpu().double() + delta.update(name)
         yield name, tensor
@@ -354,9 +409,14 @@ class _Digest:
 
 def _their_names(architecture: Architecture) -> dict[str, str]:
     """The projections of all blocks, with peft's name of each as a module of transformers."""
-    shapes, rules = tensor_shapes(architecture), KeyMap(FAMILIES[architecture.family].rules, architecture).rules
-    named = {rule.ours[0]: f"base_model.model.{rule.theirs.removesuffix('.weight')}" for rule in rules}
+    shapes, named = tensor_shapes(architecture), _their_modules(architecture)
     return {name: theirs for name, theirs in named.items() if name.startswith("blocks.") and len(shapes[name]) == 2}
+
+
+def _their_modules(architecture: Architecture) -> dict[str, str]:
+    """The first of our weights of each module of transformers, with peft's name of the module."""
+    rules = KeyMap(FAMILIES[architecture.family].rules, architecture).rules
+    return {rule.ours[0]: f"base_model.model.{rule.theirs.removesuffix('.weight')}" for rule in rules}
 
 
 def _require_same_sizes(delta: Delta, architecture: Architecture) -> None:

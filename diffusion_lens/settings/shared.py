@@ -508,15 +508,14 @@ class AdaptSettings(CorpusSettings):
         partial(at_least, 0),
     )
     distil: float = setting(
-        1.0,
+        3.0,
         "Weight of the distillation: what the causal model predicts after the beginning of a text, the twin learns to "
         "predict at the first [MASK] after it. 0 turns it off.",
         partial(not_negative, zero="no distillation"),
     )
-    distil_share: float = setting(0.5, "Share of the rows of an update that is distilled.", _share)
-    cuts: int = setting(3, "Number of places at which the distilled rows of an update are cut.", partial(at_least, 1))
+    distil_share: float = setting(0.8, "Share of the rows of an update that is distilled.", _share)
     one_mask: float = setting(
-        0.4, "Share of the cuts after which one [MASK] follows; after the others a random number.", _share
+        0.4, "Share of the distilled rows in which one [MASK] follows; in the others it is a random number.", _share
     )
     evaluate_every: int = setting(40, "Number of updates between measurements of recall.", partial(at_least, 1))
     patience: int = setting(

@@ -5,9 +5,13 @@ the causal model wrote itself (`training/corpus.py`), so that it learns to read 
 
     loss = masked loss of a part of the rows  +  distil · KL(causal model ‖ twin) at the first [MASK] of the others
 
-The others are cut at a random place, and everything behind is masked; at the first [MASK], the twin knows as much as
-the causal model at its next token, and has to predict the same. That the readout may stay shifted is from DiffuLLaMA
-(Gong et al. 2024, arXiv 2410.17891), as is attention that grows from causal to bidirectional (`anneal`).
+The others are cut where the causal model began to write, and everything behind is masked; at the first [MASK], the
+twin knows as much as the causal model at its next token, and has to predict the same. That the readout may stay shifted
+is from DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891), as is attention that grows from causal to bidirectional.
+
+The first token of a causal model sees only itself, which makes it an attention sink (Xiao et al. 2023, arXiv
+2309.17453). In the twin it sees the whole canvas, and is none. A [MASK] that is a sink makes up for that, so its row of
+the embedding begins as that of a special token, the one with which the untrained twin predicts best, and is trained.
 
 With a rank, low-rank additions to the projections are trained (`training/low_rank.py`), and the twin is saved as a
 `Delta` of a few megabytes; without, all weights are trained, and the twin is saved as a model. `from_pretrained(out)`
@@ -47,7 +51,7 @@ from diffusion_lens.settings import own_seed, takes
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training.corpus import HAS_MASK, Corpus, prompts_of, read_corpus, read_texts, write_corpus
 from diffusion_lens.training.finetune import RUN, WEIGHTS, load_weights, require_own_folder
-from diffusion_lens.training.low_rank import low_rank
+from diffusion_lens.training.low_rank import low_rank, trained_row
 from diffusion_lens.training.trainer import (
     Batch,
     RowOrder,
@@ -66,6 +70,8 @@ _TOGETHER = 32  # canvases in one pass
 _LOOP_STEPS = 8
 _BOUND_TEXTS, _BOUND_SAMPLES = 64, 8  # that estimate the bound on the likelihood
 _SAMPLES = 3
+_CHUNKS = 4  # of the distilled rows of an update
+_TRIED = 16  # rows on which beginnings of the [MASK] row are compared
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -200,10 +206,11 @@ def adapt(
     # 4. The training. From here on the folder is that of this adaptation; the texts depend on some settings only.
     if home is not None:
         write_json(identity, home / RUN / IDENTITY)
-    record, factors = _train(twin, rows, settings, known["held_out_"], home, progress)
+    begun_as = _begin_mask_row(twin, rows, model.cfg.d_vocab)
+    record, factors, mask_row = _train(twin, rows, settings, known["held_out_"], home, progress)
     delta = None
     if base is not None and factors is not None:
-        delta = Delta(factors, twin.cfg.architecture, base, _alpha(settings), settings.length)
+        delta = Delta(factors, twin.cfg.architecture, base, _alpha(settings), mask_row, settings.length)
         _write(delta, twin)
 
     # 5. What became of it.
@@ -219,7 +226,11 @@ def adapt(
     numbers |= {"bound": bound, "causal_nll": _nats(partial(autoregressive_loss, model), texts_kept)}
     openings = [prompt for prompt, _ in (known["held_out_"] or known[""])[:_SAMPLES]]
     samples = _samples(twin, openings or kept[:_SAMPLES, : -(-settings.length // 8)].tolist(), settings)
-    made_of = {"causal_model": model.cfg.model_name, "causal_weights_sha256": identity["weights_sha256"]}
+    made_of = {
+        "mask_row": begun_as,
+        "causal_model": model.cfg.model_name,
+        "causal_weights_sha256": identity["weights_sha256"],
+    }
     about = {**made_of, "texts": len(rows.corpus), "texts_sha256": rows.sha256(), "seconds": record.record["seconds"]}
     result = Adaptation(
         as_json(settings.describe()),
@@ -307,28 +318,44 @@ class _Rows(RowSource):
             if n_distilled < len(tokens):
                 length = s.length - _below(1 + (s.crop or 0), generator)
                 loss = loss + _masked_loss(model, tokens[n_distilled:, :length], generator)
-            for rows in self.rows[:n_distilled].chunk(s.cuts) if n_distilled else ():
-                loss = loss + s.distil / n_distilled * self._distillation(model, rows, generator)
+            if n_distilled:
+                canvases = self._canvases(self.rows[:n_distilled], round(s.one_mask * n_distilled), generator)
+                # Canvases of about one length pass together, so that few positions are padding.
+                by_length = canvases[:, canvases[2].argsort()].chunk(_CHUNKS, dim=1)
+                total = sum(self.divergence(model, *some) for some in by_length)
+                loss = loss + s.distil / n_distilled * total
         return loss
 
-    def _distillation(
-        self, model: DiffusionTransformer, rows: Int[Tensor, "batch"], generator: torch.Generator | None
+    def _canvases(
+        self, rows: Int[Tensor, "batch"], n_one: int, generator: torch.Generator | None
+    ) -> Int[Tensor, "3 batch"]:
+        """Rows, the position of their first [MASK] and the length of their canvas; `n_one` of them have one [MASK]."""
+        cuts, length = self.corpus.starts[rows], self.settings.length
+        drawn = torch.rand(2, len(rows), generator=generator)
+        # A text that the model began by itself has no beginning that matters more than others.
+        cuts = torch.where(cuts > 1, cuts, 1 + (drawn[0] * (length - 1)).long())
+        n_masks = 1 + (drawn[1] * (length - cuts)).long()
+        n_masks[:n_one] = 1
+        return torch.stack([rows, cuts, cuts + n_masks])
+
+    def divergence(
+        self,
+        model: DiffusionTransformer,
+        rows: Int[Tensor, "batch"],
+        cuts: Int[Tensor, "batch"],
+        ends: Int[Tensor, "batch"],
     ) -> Float[Tensor, ""]:
-        """KL(causal model ‖ twin) at the first [MASK] of rows that are cut at one place, summed over the rows.
+        """KL(causal model ‖ twin) at the first [MASK] of rows that are masked from `cuts` to `ends`, summed over rows.
 
         The tokens whose probabilities are not kept count as one token.
         """
-        c, length = self.corpus, self.settings.length
-        first = int(c.starts[rows].min())
-        cut = first + _below(length - first, generator)
-        is_one = float(torch.rand((), generator=generator)) < self.settings.one_mask
-        end = cut + 1 if is_one else cut + 1 + _below(length - cut, generator)
-        rows, device = rows[c.starts[rows] <= cut], model.cfg.device
-        canvas = c.tokens[rows, :end].to(device)
-        canvas[:, cut:] = model.cfg.blank
-        row = model.readout.rows(torch.tensor([cut], device=device))
-        logits = model(canvas, attention_mask=torch.ones_like(canvas), logits_at=row)[:, 0]
-        likeliest, p = c.likeliest[rows, cut].long().to(device), c.probabilities[rows, cut].float().to(device)
+        c, device = self.corpus, model.cfg.device
+        position = torch.arange(int(ends.max()))
+        canvas = torch.where(position < cuts[:, None], c.tokens[rows, : len(position)], model.cfg.blank).to(device)
+        real = (position < ends[:, None]).long().to(device)
+        read = torch.arange(len(rows), device=device), model.readout.rows(cuts.to(device))
+        logits = model(canvas, attention_mask=real, logits_at=read)
+        likeliest, p = c.likeliest[rows, cuts].long().to(device), c.probabilities[rows, cuts].float().to(device)
         log_q = logits.float().log_softmax(dim=-1).gather(1, likeliest)
         rest = (1 - p.sum(dim=-1)).clamp(min=1e-4)
         log_rest = torch.log1p(-log_q.exp().sum(dim=-1).clamp(max=1 - 1e-5))
@@ -349,6 +376,32 @@ class _Rows(RowSource):
         return model.hooks(
             fwd_hooks=[(f"blocks.{i}.attn.hook_attn_scores", hide_right) for i in range(model.cfg.n_layers)]
         )
+
+
+@torch.no_grad()
+def _begin_mask_row(twin: DiffusionTransformer, rows: _Rows, n_known: int) -> str:
+    """Write the row of [MASK] with which the untrained twin is nearest to the causal model; returns what it is made of.
+
+    Compared are its own row, the mean of all, and the rows of special tokens, also less three times the mean, on
+    canvases with one [MASK] and with many.
+    """
+    tokenizer, weight, mask = require_tokenizer(twin), twin.embed.weight, twin.cfg.blank
+    special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    mean = weight[:n_known].mean(dim=0)
+    tried = {"its own": weight[mask].clone(), "the mean": mean}
+    for id_ in sorted({*special, *tokenizer.all_special_ids} - {mask}):
+        if id_ < n_known:
+            name = repr(tokenizer.convert_ids_to_tokens(id_))
+            tried |= {name: weight[id_].clone(), f"{name} less three times the mean": weight[id_] - 3 * mean}
+    generator = torch.Generator().manual_seed(rows.settings.seed)
+    canvases = rows._canvases(torch.arange(min(_TRIED, rows.n_rows)), _TRIED // 2, generator)
+    found: dict[str, float] = {}
+    for name, row in tried.items():
+        weight[mask] = row
+        found[name] = float(rows.divergence(twin, *canvases))
+    best = min(found, key=lambda name: found[name])
+    weight[mask] = tried[best]
+    return best
 
 
 def _below(stop: int, generator: torch.Generator | None) -> int:
@@ -374,8 +427,8 @@ def _train(
     held_out: Questions,
     home: Path | None,
     progress: bool,
-) -> tuple[Any, dict[str, LowRank] | None]:
-    """Train the twin; returns the record, and with a rank the factors, rounded as they are saved."""
+) -> tuple[Any, dict[str, LowRank] | None, Tensor | None]:
+    """Train the twin; returns the record, and with a rank the factors, rounded as they are saved, and [MASK]'s row."""
     lr = settings.lr or (2e-3 if settings.rank else 2e-4)
     shared = ("steps", "batch_size", "betas", "weight_decay", "warmup", "clip", "mixed_precision", "seed")
     config = TrainingConfig(
@@ -396,6 +449,7 @@ def _train(
         if settings.rank:
             generator = torch.Generator().manual_seed(own_seed(settings.seed, "additions"))
             factors = attached.enter_context(low_rank(twin, settings.rank, _alpha(settings), generator))
+            embed = attached.enter_context(trained_row(twin, twin.cfg.blank))
         record = train(
             twin,
             rows,
@@ -409,9 +463,9 @@ def _train(
             progress=progress,
         )
         if factors is None:
-            return record, None
+            return record, None, None
         rounded = {name: [part.detach().cpu().to(torch.bfloat16) for part in pair] for name, pair in factors.items()}
-        return record, {name: LowRank(*pair) for name, pair in rounded.items()}
+        return record, {name: LowRank(*pair) for name, pair in rounded.items()}, embed.row.detach().cpu()
 
 
 def _alpha(settings: AdaptSettings) -> float:
@@ -476,6 +530,8 @@ def _write(delta: Delta, twin: DiffusionTransformer) -> None:
     for name in delta.factors:
         weight = twin.get_parameter(name)
         weight.copy_(weight.cpu().double() + delta.update(name))
+    if delta.mask_row is not None:
+        twin.embed.weight[twin.cfg.blank] = delta.mask_row.to(twin.embed.weight)
 
 
 def _tidy(home: Path, corpus: str | Path | None) -> None:

@@ -1,7 +1,7 @@
 """The texts with which a causal model is adapted: it writes them itself, and keeps what it predicted for each token.
 
 A text begins with a prompt, and the model continues it to the length of a row by sampling. Prompts come from the user,
-from facts (their prompts, and "SUBJECT is", "was", "has" and ","), or there are none, and texts begin with BOS. Texts
+from facts (`prompts_of`), or there are none, and texts begin with BOS. Texts
 of the user's own are cut into rows instead, and the model reads them. A text that names the subject of a held-out fact,
 in whatever case, spacing and form of Unicode, is left out, so that whatever the twin answers about it, it did not learn
 in its training.
@@ -95,12 +95,19 @@ def read_texts(texts: str | Path | Sequence[str] | None, prompts: Sequence[str] 
 
 
 def prompts_of(facts: Iterable[Fact]) -> list[str]:
-    """The beginnings of texts about facts: each prompt twice, and the subject with each of `ENDINGS`."""
-    return [
-        text
-        for fact in facts
-        for text in (fact.prompt, fact.prompt, *(fact.subject + end for end in ENDINGS if fact.subject))
-    ]
+    """The beginnings of texts about facts: of each its prompt, its subject in the prompts of two others, and its
+    subject with one of `ENDINGS`. So the twin meets each kind of prompt with many subjects."""
+    facts = list(facts)
+    order = random.Random(0)
+    prompts = []
+    for i, fact in enumerate(facts):
+        others = [facts[order.randrange(len(facts))] for _ in range(2)] if fact.subject else []
+        prompts += [
+            fact.prompt,
+            *(other.prompt.replace(other.subject, fact.subject) for other in others if other.subject),
+        ]
+        prompts += [fact.subject + ENDINGS[i % len(ENDINGS)]] if fact.subject else []
+    return prompts
 
 
 def write_corpus(

@@ -1,4 +1,5 @@
-"""Training of low-rank additions to the projections of every block, with all other weights frozen (Hu et al. 2021).
+"""Training of low-rank additions to the projections of every block, with all other weights frozen (Hu et al. 2021), and
+of one row of the embedding.
 
     y = W x + (alpha / r) B A x
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from diffusion_lens.hooks.clock import restoring
 from diffusion_lens.loading.delta import LowRank
-from diffusion_lens.model.layers import Linear
+from diffusion_lens.model.layers import Embed, Linear, Unembed, linear
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 
@@ -36,6 +37,56 @@ class LowRankLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """W x + b, and the addition."""
         return super().forward(x) + F.linear(self.scale * F.linear(x, self.lora_a), self.lora_b)
+
+
+class EmbedWithRow(Embed):
+    """An embedding one row of which is trained, and counts `SPEED` times as fast as other weights."""
+
+    SPEED = 5.0
+
+    def __init__(self, embed: Embed, token: int) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.token = embed.weight, token
+        self.offset = nn.Parameter(torch.zeros_like(embed.weight[token]))
+
+    @property
+    def row(self) -> Tensor:
+        """The row as it is now."""
+        return self.weight[self.token] + self.SPEED * self.offset
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The rows of tokens."""
+        return torch.where(tokens.eq(self.token)[..., None], self.row, super().forward(tokens))
+
+
+class UnembedWithRow(Unembed):
+    """The head that is tied to such an embedding."""
+
+    def __init__(self, unembed: Unembed, embed: EmbedWithRow) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.bias = unembed.weight, unembed.bias
+        self.of_row = (embed,)  # in a tuple, so that it is no part of the head
+
+    def forward(self, resid: Tensor) -> Tensor:
+        """Logits."""
+        (embed,) = self.of_row
+        row = torch.tensor([embed.token], device=resid.device)
+        bias = None if self.bias is None else self.bias[row]
+        return super().forward(resid).index_copy(-1, row, linear(resid, embed.row[None], bias))
+
+
+@restoring
+def trained_row(model: DiffusionTransformer, token: int) -> Iterator[EmbedWithRow]:
+    """Let a row of the embedding be trained, whatever else is frozen, until the block ends."""
+    embed, unembed = model.embed, model.unembed
+    with model.clock.held():
+        try:
+            model.embed = made = EmbedWithRow(embed, token)
+            if model.cfg.tied:
+                model.unembed = UnembedWithRow(unembed, made)
+            yield made
+        finally:
+            model.embed, model.unembed = embed, unembed
 
 
 @restoring

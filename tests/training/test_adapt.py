@@ -15,7 +15,7 @@ from diffusion_lens.loading.tokenizers import mask_token_of
 from diffusion_lens.records.results import provenance, require_same_run
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import Adaptation, adapt
-from diffusion_lens.training.adapt import _Rows, _twin
+from diffusion_lens.training.adapt import _begin_mask_row, _Rows, _twin
 from diffusion_lens.training.corpus import prompts_of, write_corpus
 from diffusion_lens.training.trainer import RunFolder
 
@@ -273,27 +273,53 @@ def test_the_training_ends_when_recall_no_longer_rises(base, facts):
 
 def test_the_distillation_is_the_divergence_from_the_causal_model(base, facts):
     """A slow version: whole distributions, text by text. All tokens are kept here, so that no rest remains."""
-    settings = AdaptSettings(**{**SMALL, "top_k": base.cfg.d_vocab_out, "crop": 0, "distil_share": 1.0, "cuts": 1})
+    settings = AdaptSettings(
+        **{**SMALL, "top_k": base.cfg.d_vocab_out, "crop": 0, "distil_share": 1.0, "one_mask": 0.25}
+    )
     corpus = write_corpus(base, settings, prompts_of(facts), progress=False)
+    corpus.starts[5] = 1  # as of a text without a prompt, which is cut anywhere
     rows = _Rows(corpus, settings)
     twin = adapt(base, facts=facts, **{**SMALL, "steps": 1, "lr": 1e-12}, **QUIET).model
     rows.rows = torch.arange(8)
     with torch.no_grad():
         loss = rows(twin, corpus.tokens[:8], torch.Generator().manual_seed(5))
-    generator = torch.Generator().manual_seed(5)
-    first = int(corpus.starts[:8].min())
-    cut = first + int(torch.randint(10 - first, (), generator=generator))
-    one = float(torch.rand((), generator=generator)) < settings.one_mask
-    n_masks = 1 if one else 1 + int(torch.randint(10 - cut, (), generator=generator))
     total = 0.0
-    for row, start in zip(corpus.tokens[:8], corpus.starts[:8].tolist(), strict=True):
-        if start <= cut:
-            canvas = torch.cat([row[:cut], torch.full((n_masks,), twin.cfg.mask_token_id)])
-            with torch.no_grad():
-                p = base(row[None, :cut])[0, -1].log_softmax(dim=-1)
-                q = twin(canvas[None], logits_at=[cut - 1])[0, 0].log_softmax(dim=-1)
-            total += float((p.exp() * (p - q[: len(p)])).sum())
-    assert float(loss) == pytest.approx(total / 8, rel=2e-2)
+    _, cuts, ends = rows._canvases(rows.rows, 2, torch.Generator().manual_seed(5))
+    assert torch.equal(cuts == corpus.starts[:8], torch.arange(8) != 5)
+    assert (ends - cuts)[:2].tolist() == [1, 1]
+    assert len(set((ends - cuts)[2:].tolist())) > 1
+    assert bool((ends <= 10).all())
+    for row, cut, end in zip(corpus.tokens[:8], cuts.tolist(), ends.tolist(), strict=True):
+        canvas = torch.cat([row[:cut], torch.full((end - cut,), twin.cfg.mask_token_id)])
+        with torch.no_grad():
+            p = base(row[None, :cut])[0, -1].log_softmax(dim=-1)
+            q = twin(canvas[None], logits_at=[cut - 1])[0, 0].log_softmax(dim=-1)
+        total += float((p.exp() * (p - q[: len(p)])).sum())
+    assert float(loss) == pytest.approx(settings.distil * total / 8, rel=2e-2)
+
+
+def test_mask_begins_as_the_row_that_disturbs_the_causal_model_least(llama, facts):
+    """The divergence of every beginning that is tried, and of the one that is chosen, computed anew."""
+    settings = AdaptSettings(**SMALL)
+    rows = _Rows(write_corpus(llama, settings, prompts_of(facts), progress=False), settings)
+    mask, n_known = mask_token_of(llama.tokenizer, llama.cfg.d_vocab), llama.cfg.d_vocab
+    twin = _twin(llama, settings, mask)
+    canvases = rows._canvases(torch.arange(16), 8, torch.Generator().manual_seed(settings.seed))
+    before = twin.W_E.detach().clone()
+    chosen = _begin_mask_row(twin, rows, n_known)
+    row = twin.W_E[mask].detach().clone()
+    mean = before[:n_known].mean(dim=0)
+    special = [id_ for id_ in llama.tokenizer.all_special_ids if id_ != mask]
+    tried = [before[mask], mean, *(before[id_] - k * mean for id_ in special for k in (0, 3))]
+    assert any(torch.allclose(row, each, atol=1e-6) for each in tried)
+    with torch.no_grad():
+        at_best = float(rows.divergence(twin, *canvases))
+        for each in tried:
+            twin.embed.weight[mask] = each
+            assert at_best <= float(rows.divergence(twin, *canvases)) + 1e-4
+    others = torch.arange(len(before)) != mask
+    assert torch.equal(twin.W_E[others], before[others])
+    assert chosen
 
 
 @pytest.mark.parametrize("more", [{}, {"readout": "in_place"}, {"block_size": 3}], ids=str)

@@ -33,8 +33,14 @@ def decoded(model, corpus):
 
 
 def test_texts_continue_their_prompts(model, facts):
-    prompts = prompts_of(facts[:2])
-    assert prompts[2:6] == [facts[0].subject + ending for ending in (" is", " was", " has", ",")]
+    prompts = prompts_of(facts)
+    by_fact = [prompts[4 * i : 4 * i + 4] for i in range(len(facts))]
+    kinds = {fact.prompt.replace(fact.subject, "") for fact in facts}
+    for fact, (own, *others, ended) in zip(facts, by_fact, strict=True):
+        assert own == fact.prompt
+        assert all(text.replace(fact.subject, "") in kinds for text in others)
+        assert ended.removeprefix(fact.subject) in (" is", " was", " has", ",")
+    assert len(set(prompts)) > 3 * len(facts)
     corpus = write_corpus(model, SETTINGS, prompts, progress=False)
     assert corpus.tokens.shape == (40, 12)
     begun = {tuple(model.encode(prompt)) for prompt in prompts}
@@ -77,7 +83,7 @@ def test_no_text_names_a_subject_that_is_left_out(model, facts):
     texts = [f"{fact.prompt}{fact.answer}" for fact in facts]
     read = read_corpus(model, SETTINGS, texts, left_out=subjects, progress=False)
     assert not [text for text in decoded(model, read) if any(subject in text for subject in subjects)]
-    with pytest.raises(ValueError, match="none of the 60 prompts has 1 to 8 tokens"):
+    with pytest.raises(ValueError, match="none of the 40 prompts has 1 to 8 tokens"):
         write_corpus(model, SETTINGS, prompts_of(facts), left_out=[""], progress=False)
 
 

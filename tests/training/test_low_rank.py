@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_lens.training import TrainingConfig, train
-from diffusion_lens.training.low_rank import low_rank
+from diffusion_lens.training.low_rank import low_rank, trained_row
 from weight_conversion.files import SafetensorsFile
 
 CONFIG = TrainingConfig(steps=6, batch_size=8, warmup=2, lr=1e-2, weight_decay=0.1)
@@ -87,3 +87,22 @@ def test_a_training_ends_when_its_evaluations_say_so(new_model, tokens, tmp_path
         record = train(new_model(), tokens, replace(CONFIG, steps=20), progress=False, **every)
         assert len(record.losses) == 4
         assert [each["step"] for each in record.evaluations] == [2, 4]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_row_of_the_embedding_is_trained_and_nothing_else_of_it(tied, new_model, tokens):
+    model, by_hand = (new_model("ar", tied=tied) for _ in range(2))
+    mask, before = int(tokens[0, 2]), copies(model)
+    with low_rank(model, RANK, ALPHA, torch.Generator().manual_seed(0)), trained_row(model, mask) as embed:
+        record = train(model, tokens, CONFIG, progress=False)
+        row = embed.row.detach().clone()
+        logits = model(tokens[:3]).detach()
+    assert len(record.losses) == CONFIG.steps
+    assert not torch.equal(row, before["embed.weight"][mask])
+    assert all(torch.equal(weight, before[name]) for name, weight in copies(model).items())
+    assert dict(model.named_modules()).keys() == dict(by_hand.named_modules()).keys()
+    with trained_row(model, mask) as embed, torch.no_grad():
+        embed.offset.copy_((row - before["embed.weight"][mask]) / embed.SPEED)
+        by_hand.embed.weight[mask] = row
+        assert torch.allclose(model(tokens[:3]), by_hand(tokens[:3]), atol=1e-5)
+    assert logits.shape == (3, tokens.shape[1], model.cfg.d_vocab_out)
