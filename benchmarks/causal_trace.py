@@ -68,8 +68,7 @@ class Plain:
         self.llama = hugging_face_llama(model)
         self.visible = everything_visible if shape.masked else None
         self.shape = shape
-        noise = np.random.RandomState(SEED).randn(shape.samples, SUBJECT[1] - SUBJECT[0], shape.d_model)
-        self.noise = torch.from_numpy(NOISE * noise).float()
+        self.shift = int(model.cfg.readout == "shifted")
 
     def trace(self, query: Query, kind: str) -> Tensor:
         """The grid Float[pos layer] of p(answer)."""
@@ -79,8 +78,12 @@ class Plain:
     def cell(self, query: Query, position: int, kind: str, layer: int) -> float:
         """p(answer) with one state restored, averaged over the noise samples."""
 
+        start, stop = query.subject
+        drawn = np.random.RandomState(SEED).randn(self.shape.samples, stop - start, self.shape.d_model)
+        noise = torch.from_numpy(NOISE * drawn).float()
+
         def add_noise(module: Any, args: Any, out: Tensor) -> None:
-            out[1:, slice(*SUBJECT)] += self.noise
+            out[1:, start:stop] += noise
 
         def restore(module: Any, args: Any, out: Any) -> None:
             state = out[0] if isinstance(out, tuple) else out
@@ -95,7 +98,9 @@ class Plain:
             for module in restored[kind]:
                 hooks.enter_context(module.register_forward_hook(restore))
             logits = self.llama(tokens, attention_mask=self.visible and self.visible(tokens)).logits
-        return float(logits[1:, -1].softmax(dim=-1).mean(dim=0)[query.answer_tokens[0]])
+        return float(
+            logits[1:, query.answer_positions[0] - self.shift].softmax(dim=-1).mean(dim=0)[query.answer_tokens[0]]
+        )
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:

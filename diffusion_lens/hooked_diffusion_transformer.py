@@ -770,15 +770,17 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         """Write config, weights and tokenizer in the format that transformers, peft, lm-eval and vLLM read.
 
         For an AR baseline, `AutoModelForCausalLM.from_pretrained(folder)` gives the same logits. One whose rotary
-        tables are rounded, as SMDM's are, is written as a Llama without this rounding. A diffusion model is written in
-        the format of its authors, whose code reads it; transformers has no class for these.
+        tables are rounded, as SMDM's are, is written as a Llama without this rounding. For a diffusion model with the
+        shifted readout of the Llama, Qwen2 or Qwen3 from which it was made (`adapt`), the same class gives the same
+        logits, in transformers 5. Other diffusion models are written in the format of their authors, whose code reads
+        it; transformers has no class for these.
 
         Raises:
             ValueError: No such format expresses the model, or the folder contains other files. The folder is then as
                 it was, also after any other error.
 
         Warns:
-            UserWarning: How far the logits move, if they do; for a diffusion model, what reads the folder.
+            UserWarning: How far the logits move, if they do; for other diffusion models, what reads the folder.
         """
         return export_hf(self, folder)
 

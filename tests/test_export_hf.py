@@ -51,6 +51,32 @@ def test_a_causal_model_of_transformers_is_written_as_it_is(family, specimen, co
     assert_close(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_twin_with_a_shifted_readout_goes_on_in_transformers(family, specimen, configs, tmp_path):
+    """Also a padded text, and what transformers writes again; without a warning, which would be an error."""
+    twin = {**configs[family], "mode": "bidirectional", "mask_token_id": 7}
+    model, tokens = specimen(twin).model, torch.arange(24).view(2, 12)
+    theirs = AutoModelForCausalLM.from_pretrained(model.export_hf(tmp_path / "twin"))
+    assert theirs.config.architectures == [hugging_face.CAUSAL[family]]
+    real = torch.ones_like(tokens)
+    real[1, :3] = 0
+    # Positions of the padded text count from its first token.
+    theirs_of = theirs(tokens, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0)).logits
+    assert_close(theirs_of[real.bool()], model(tokens, attention_mask=real)[real.bool()], rtol=1e-4, atol=2e-4)
+    later = tokens.clone()
+    later[:, -1] += 1
+    assert (theirs(later).logits - theirs(tokens).logits)[:, 0].abs().max() > 1e-3
+    theirs.save_pretrained(tmp_path / "again")
+    for folder in ("twin", "again"):
+        read = HookedDiffusionTransformer.from_pretrained(tmp_path / folder, device="cpu")
+        assert (read.cfg.attention_dir, read.cfg.readout, read.cfg.mask_token_id) == ("bidirectional", "shifted", 7)
+        assert torch.equal(read(tokens), model(tokens))
+    blocks = specimen({**twin, "block_size": 4}).model
+    with pytest.raises(ValueError, match=r"attends by blocks.*model.save_pretrained\(folder\).*Nothing was written"):
+        blocks.export_hf(tmp_path / "blocks")
+    assert not (tmp_path / "blocks").exists()
+
+
 def test_a_diffusion_model_is_written_for_the_code_of_its_authors(specimen, configs, tmp_path):
     model, tokens = specimen(configs["llada"]).model, torch.arange(12)[None]
     with pytest.warns(UserWarning, match="transformers has no class for 'llada'"):

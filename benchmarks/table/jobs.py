@@ -41,12 +41,22 @@ class Job:
     Attributes:
         name: Name in the table.
         run: The job.
-        least: The least number of token-layers.
+        least: The least number of token-layers; `None` where the job draws its positions.
+        rate: Target of the rate.
+        plain: A straightforward procedure for the same numbers on transformers' network, or an equal part of it.
+        times: Number of these parts.
+        difference: The largest difference between what `run` and `plain` return.
+        ratio: Target of the time of the procedure, over that of the job.
     """
 
     name: str
-    run: Callable[[], object]
-    least: Callable[[], int]
+    run: Callable[[], Any]
+    least: Callable[[], int] | None = None
+    rate: float = 0.7
+    plain: Callable[[], Any] | None = None
+    times: int = 1
+    difference: Callable[[Any, Any], float] | None = None
+    ratio: float = 0.0
 
 
 class Subject:

@@ -3,6 +3,9 @@
 transformers has classes of its own for causal models of the kinds in `CAUSAL`. So an AR baseline of another format,
 such as SMDM's, is written as one of these if only its rotary tables differ: lit-gpt rounds them to bfloat16, and these
 formats do not. How far that moves the logits is measured.
+
+With `"is_causal": false` in their config, these classes attend in both directions (transformers 5). So a twin that
+`adapt` made, whose readout is still shifted, is written for them too: row i - 1 of the logits predicts token i.
 """
 
 import os
@@ -34,7 +37,14 @@ def export_hf(model: Any, folder: str | Path) -> Path:
     beside: dict[str, Any] = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
     }
-    if family in CAUSAL and cfg.is_autoregressive:
+    in_transformers = family in CAUSAL and cfg.readout == "shifted"
+    if in_transformers and cfg.attention_dir == "block_causal":
+        raise ValueError(
+            f"{cfg.model_name!r} attends by blocks, and transformers' classes of the {family} family see the whole "
+            "canvas or earlier positions only: model.save_pretrained(folder) writes it for this library. Nothing was "
+            "written"
+        )
+    if in_transformers:
         beside |= {"architectures": [CAUSAL[family]], "torch_dtype": str(cfg.dtype).removeprefix("torch.")}
 
     # Everything is written elsewhere first, so that an error leaves the folder as it was.
@@ -63,7 +73,7 @@ def export_hf(model: Any, folder: str | Path) -> Path:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(part / path, target / path)
 
-    if not cfg.is_autoregressive:
+    if not (cfg.is_autoregressive or in_transformers):
         warn_user(
             f"transformers has no class for {model_type!r}: {target} has config, weights and tokenizer in the format "
             f"of the {family} family. HookedDiffusionTransformer.from_pretrained reads it, and so does the code of its "

@@ -1,6 +1,8 @@
 """Hugging Face's Llama with the weights of one of our models: an independent reference for numbers and speed."""
 
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +56,25 @@ def everything_visible(tokens: Tensor) -> Tensor:
     """A 4-d additive attention mask with which every position attends to every position."""
     batch, pos = tokens.shape
     return torch.zeros(batch, 1, pos, pos)
+
+
+def run_with_edited_mlp(
+    llama: LlamaForCausalLM,
+    visible: bool,
+    tokens: Tensor,
+    real: Tensor,
+    layer: int,
+    edit: Callable[[Tensor, Any], Tensor],
+) -> Tensor:
+    """The logits with a hook of PyTorch on the output of one MLP; with `visible`, every position sees all real ones."""
+    n_pos = tokens.shape[1]
+    mask = torch.where(real.bool(), 0.0, -torch.inf)[:, None, None].expand(-1, 1, n_pos, -1) if visible else real.long()
+    handle = llama.model.layers[layer].mlp.register_forward_hook(lambda module, args, out: edit(out, None))
+    try:
+        logits: Tensor = llama(tokens, attention_mask=mask).logits
+    finally:
+        handle.remove()
+    return logits
 
 
 def _their_name(name: str) -> str:

@@ -1,7 +1,8 @@
 """ROME's search for v* (Meng et al. 2022), as its code runs it: every iteration runs the whole network and computes the
 logits of the full vocabulary at every position."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,24 @@ from torch import Tensor
 from diffusion_lens import HookedDiffusionTransformer, Query
 from diffusion_lens.analysis.rome import ValueSettings
 
+Edit = Callable[[Tensor, Any], Tensor]
+
 
 def plain_search(
-    model: HookedDiffusionTransformer, queries: Sequence[Query], essence: Query, layer: int, settings: ValueSettings
+    model: HookedDiffusionTransformer,
+    queries: Sequence[Query],
+    essence: Query,
+    layer: int,
+    settings: ValueSettings,
+    run: Callable[[Tensor, Tensor, int, Edit], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """ROME's `compute_v`. Returns the losses Float[iteration 4] and v*."""
+    """ROME's `compute_v`. Returns the losses Float[iteration 4] and v*.
+
+    Args:
+        run: Function from tokens, real positions, layer and the edit of that layer's MLP to logits; by default of
+            `model`, and otherwise of another network with its weights.
+    """
+    run = run or partial(_run, model)
     canvases = [*queries, essence]
     tokens = torch.nn.utils.rnn.pad_sequence([canvas.tokens for canvas in canvases], batch_first=True)
     real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(canvas.tokens)) for canvas in canvases], batch_first=True)
@@ -44,7 +58,7 @@ def plain_search(
     losses = []
     for iteration in range(settings.steps):
         optimizer.zero_grad()
-        logits = model.run_with_hooks(tokens, attention_mask=real, fwd_hooks=[(f"blocks.{layer}.hook_mlp_out", edit)])
+        logits = run(tokens, real, layer, edit)
         log_probs = torch.log_softmax(logits, dim=-1)
         answer_log_probs = log_probs.gather(2, targets.clamp(min=0)[..., None])[..., 0] * is_target
         nll = -(answer_log_probs.sum(1)[: len(queries)] / len(queries[0].answer_tokens)).mean()
@@ -64,3 +78,9 @@ def plain_search(
                 delta.mul_(radius / delta.norm())
     model.requires_grad_(True)
     return torch.stack(losses), initial[0] + delta.detach()
+
+
+def _run(model: HookedDiffusionTransformer, tokens: Tensor, real: Tensor, layer: int, edit: Edit) -> Tensor:
+    hooks = [(f"blocks.{layer}.hook_mlp_out", edit)]
+    logits: Tensor = model.run_with_hooks(tokens, attention_mask=real, fwd_hooks=hooks)
+    return logits

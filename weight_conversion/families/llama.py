@@ -2,6 +2,7 @@
 
 The config of "a2d-llama" names such a model. That of DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891) does not: it is a
 causal model's, and `mode="bidirectional"` reads it as the diffusion model, whose logits are shifted by one as Llama's.
+With `"is_causal": false`, which is written for these, transformers 5 reads such a config in both directions too.
 Queries, keys, values and the output have biases if `attention_bias` is true, the MLP if `mlp_bias` is true. Rotary
 tables have the precision of the activations. Source: transformers `models/llama/modeling_llama.py`.
 """
@@ -65,36 +66,51 @@ def decoder_family(
     options: tuple[str, ...] = ("block_size", "mask_token_id"),
     **how: Any,
 ) -> Family:
-    """A family of decoders of Llama's layout, from the keys of its config; `how` are arguments of `read_decoder`.
-
-    The first model type in `classes` is written for a causal model, the last for a masked diffusion model.
-    """
+    """A family of diffusion models of Llama's layout, from the keys of its config; `how` are arguments of
+    `read_decoder`."""
 
     def read(config: Config) -> Architecture:
-        return read_decoder(keys, config, **how)
+        return read_decoder(keys, config, masked=True, **how)
 
     def write(a: Architecture) -> dict[str, Any]:
         mode = {"mode": keys.written["mode"]} if "mode" in keys.fixed else {}
-        return {"model_type": list(classes)[-1 if a.has_mask else 0], **write_decoder(keys, a), **mode}
+        return {"model_type": next(iter(classes)), **write_decoder(keys, a), **mode}
 
     return by_model_type(keys, rules, read, write, classes, options=options)
 
 
-def read_llama(config: Config) -> Architecture:
-    causal = config.get("model_type") == "llama"
-    if not causal:
-        KEYS.check(config)  # without "mode", which is of a causal model's config only
-    masked = not causal or mode_of(config, "llama", ("ar", "bidirectional"), "ar") == "bidirectional"
-    # Llama-2's config does not give rope_theta.
-    shift = "shifted" if causal else "in_place"
-    return read_decoder(KEYS, config, masked=masked, default_base=10000.0, readout=shift)
+def causal_family(
+    keys: ConfigKeys, causal_class: str, diffusion_class: str, rules: tuple[Rule, ...] = RULES, **how: Any
+) -> Family:
+    """A family of causal decoders of Llama's layout, which may also be read in both directions, with their readout, and
+    of the diffusion models made from them whose model type begins with "a2d-", with a readout in place."""
+    family = keys.family
+    classes = {family: causal_class, DIFFUSION + family: f"{diffusion_class}|{causal_class}"}
+    ignored = how.pop("ignored", ())
+
+    def read(config: Config) -> Architecture:
+        if config["model_type"] != family:
+            keys.check(config)  # without "mode", which is of a causal model's config only
+            return read_decoder(keys, config, masked=True, **how)
+        default = "ar" if config.get("is_causal", True) else "bidirectional"
+        masked = mode_of(config, family, ("ar", "bidirectional"), default) == "bidirectional"
+        return read_decoder(keys, config, masked=masked, readout="shifted", **how)
+
+    def write(a: Architecture) -> dict[str, Any]:
+        of_causal = {"mode": "bidirectional", "is_causal": False} if a.has_mask and a.readout == "shifted" else {}
+        model_type = family if of_causal or not a.has_mask else DIFFUSION + family
+        return {"model_type": model_type, **write_decoder(keys, a), **of_causal}
+
+    known = replace(keys, read=(*keys.read, "mode", "is_causal"))
+    options = ("block_size", "mode", "mask_token_id")
+    return by_model_type(known, rules, read, write, classes, options=options, ignored=ignored)
 
 
 def read_decoder(
     keys: ConfigKeys,
     config: Config,
     *,
-    masked: bool | None = None,
+    masked: bool,
     by_blocks: bool = False,
     default_base: float | None = None,
     **fields: Any,
@@ -104,11 +120,9 @@ def read_decoder(
     By default queries, keys and values have biases where the output has one.
 
     Args:
-        masked: Whether the model is a masked diffusion model; by default, if its model type begins with "a2d-".
+        masked: Whether the model is a masked diffusion model.
         by_blocks: Whether the model was trained by blocks for certain, so that the config must give the block size.
     """
-    if masked is None:
-        masked = str(config["model_type"]).startswith(DIFFUSION)
     causal, diffusion = f"model_type={config['model_type']!r}", f"model_type='{DIFFUSION}{keys.family}'"
     if not masked and config.get("mask_token_id") is not None:
         raise ValueError(
@@ -127,13 +141,6 @@ def read_decoder(
     return Architecture(family=keys.family, mask_token_id=mask, **{**read, **fields})
 
 
-def write_llama(architecture: Architecture) -> dict[str, Any]:
-    a = architecture
-    of_causal = {"mode": "bidirectional"} if a.has_mask and a.readout == "shifted" else {}
-    model_type = "llama" if of_causal or not a.has_mask else f"{DIFFUSION}llama"
-    return {"model_type": model_type, **write_decoder(KEYS, a), **of_causal}
-
-
 def write_decoder(keys: ConfigKeys, a: Architecture) -> dict[str, Any]:
     """The inverse of `read_decoder` but for the model type, with the keys of transformers 4, which 5 also reads."""
     # Models trained by blocks have the same model type; a block_size of null tells them apart.
@@ -142,13 +149,11 @@ def write_decoder(keys: ConfigKeys, a: Architecture) -> dict[str, Any]:
 
 
 FAMILIES = (
-    by_model_type(
-        replace(KEYS, read=(*KEYS.read, "mode")),
-        RULES,
-        read_llama,
-        write_llama,
-        {"llama": "Llama(Model|ForCausalLM)", "a2d-llama": r"A2DLlama\w*|Llama(Model|ForCausalLM)"},
-        options=("block_size", "mode", "mask_token_id"),
+    causal_family(
+        KEYS,
+        "Llama(Model|ForCausalLM)",
+        r"A2DLlama\w*",
+        default_base=10000.0,  # Llama-2's config does not give rope_theta
         ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # rotary tables in old checkpoints (Llama-2)
     ),
 )

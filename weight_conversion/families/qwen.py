@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weight_conversion.families.llama import KEYS, RULES, decoder_family
+from weight_conversion.families.llama import KEYS, RULES, causal_family, decoder_family
 from weight_conversion.key_map import Rule
 
 # Sliding windows, if they were used, would begin at layer max_window_layers.
@@ -50,27 +50,16 @@ FAMILIES = (
     decoder_family(
         DREAM_KEYS,
         {"Dream": "Dream(Base)?Model"},
-        masked=True,
         readout="shifted",
         qkv_bias=True,
         options=("mask_token_id",),
     ),
-    decoder_family(
-        QWEN2_KEYS,
-        {"qwen2": "Qwen2(Model|ForCausalLM)", "a2d-qwen2": r"A2DQwen2\w*|Qwen2(Model|ForCausalLM)"},
-        qkv_bias=True,
-    ),
-    decoder_family(
-        QWEN3_KEYS,
-        {"qwen3": "Qwen3(Model|ForCausalLM)", "a2d-qwen3": r"A2DQwen3\w*|Qwen3(Model|ForCausalLM)"},
-        QWEN3_RULES,
-        qk_norm=True,
-    ),
+    causal_family(QWEN2_KEYS, "Qwen2(Model|ForCausalLM)", r"A2DQwen2\w*", qkv_bias=True),
+    causal_family(QWEN3_KEYS, "Qwen3(Model|ForCausalLM)", r"A2DQwen3\w*", QWEN3_RULES, qk_norm=True),
     decoder_family(
         SDAR_KEYS,
         {"sdar": "SDAR(Model|ForCausalLM)"},
         QWEN3_RULES,
-        masked=True,
         by_blocks=True,
         qk_norm=True,
         options=("mode", "block_size", "mask_token_id"),
