@@ -1,4 +1,4 @@
-"""The study on real facts: `{real-words} TABLE` and the figures of its page, from `real_words.json`, what its command wrote.
+"""The study on real facts: `{real-words} TABLE` and the figures of its page, from `real_words.json`.
 
 Every build draws `_made/real_words_traces.png`, `_made/real_words_steps.png` and `_made/real_words_signatures.png`.
 """
@@ -72,7 +72,7 @@ def recall_rows(results: Any) -> tuple[Row, list[Row]]:
 
 def step_rows(results: Any) -> tuple[Row, list[Row]]:
     """Recall of held-out facts by number of steps."""
-    tables = results["recall"]["by_steps"]
+    tables = results["recall"]["by_steps"]["held_out"]
     columns = list(tables["twin"])
     (alone,) = tables["causal"].values()
     rows = [("diffusion twin", *(with_interval(share) for share in tables["twin"].values()))]
@@ -83,7 +83,9 @@ def step_rows(results: Any) -> tuple[Row, list[Row]]:
 def lost_rows(results: Any) -> tuple[Row, list[Row]]:
     """Facts that the causal model names and the twin does not."""
     rows = [(each["prompt"], each["attribute"], each["twin"].strip()) for each in results["recall"]["lost"][:SHOWN]]
-    return ("prompt", "causal model", "diffusion twin"), [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
+    return ("prompt", "causal model", "diffusion twin"), [
+        tuple(cell.replace("|", "\\|") for cell in row) for row in rows
+    ]
 
 
 def direction_rows(results: Any) -> tuple[Row, list[Row]]:
@@ -93,8 +95,12 @@ def direction_rows(results: Any) -> tuple[Row, list[Row]]:
         for form, of_form in of_model.items():
             found = of_form["held_out"]
             cells = (with_interval(found[key]) if key in found else "–" for key in ("prior", "share", "odds"))
-            control = (with_interval(found[key]) if key in found else "–" for key in ("invented_share", "invented_odds"))
-            rows.append((MODELS[name], FORMS[form], str(found["share"][3]) if "share" in found else "0", *cells, *control))
+            control = (
+                with_interval(found[key]) if key in found else "–" for key in ("invented_share", "invented_odds")
+            )
+            rows.append(
+                (MODELS[name], FORMS[form], str(found["share"][3]) if "share" in found else "0", *cells, *control)
+            )
     heads = ("", "asked", "facts", "likelier as it is", "D > 0", "D in nats", "invented names: D > 0", "D in nats")
     return heads, rows
 
@@ -177,8 +183,9 @@ def settings_lines(written: dict[str, Any]) -> list[str]:
         f"`{record['causal']['model']}` (weights {record['causal']['weights_sha256'][:12]}) and "
         f"`{record['twin']['model']}` (weights {record['twin']['weights_sha256'][:12]}"
         f"{', the causal model with a delta' if deltas else ''}); {results['recall']['facts']} facts, "
-        f"{len(results['recall']['held_out'])} of them held out; {traced} traced, {settings['samples']} samples of the noise, "
-        f"every {settings['every']} layers, windows of {settings['window']}; seed {settings['seed']}; {hours:.1f} hours."
+        f"{len(results['recall']['held_out'])} of them held out; {traced} traced, with {settings['samples']} samples "
+        f"of the noise, in every {settings['every']}. layer, windows of {settings['window']}; seed {settings['seed']}; "
+        f"{hours:.1f} hours."
     ]
 
 
@@ -210,14 +217,17 @@ def step_figure(results: Any) -> Any:
     n_steps = len(found["steps"])
     figure, axes = plots.panels(1, n_steps, width=3.6 * n_steps, height=3.2)
     for step, ax in zip(found["steps"], axes, strict=True):
-        title = f"{-step['offset']} steps before the last, {step['facts']} texts\ntotal effect {with_interval(step['total'])}"
+        title = f"{-step['offset']} steps before the last, {step['facts']} texts"
+        title += f"\ntotal effect {with_interval(step['total'])}"
         _draw(ax, {**step, "layers": found["layers"]}, "resid", title)
     return figure
 
 
 def _draw(ax: Any, found: Any, kind: str, title: str) -> None:
     effects = found["effects"]
-    mean, low, high = (torch.stack([numbers(effect[end]) for effect in effects.values()]) for end in ("mean", "low", "high"))
+    mean, low, high = (
+        torch.stack([numbers(effect[end]) for effect in effects.values()]) for end in ("mean", "low", "high")
+    )
     plots.effect_curves(mean, low, high, list(effects), found["layers"], kind, ax=ax, title=title)
     ax.title.set_fontsize(9)
 

@@ -3,13 +3,13 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from diffusion_lens import HookedDiffusionTransformer
 from real_words.study import Settings, real_words_study
 
-SMALL = dict(n_facts=3, n_steps=2, n_vectors=2, n_edits=2, n_pairs=2, n_texts=8, samples=1, every=15, iterations=2)
+SMALL = Settings(n_facts=3, n_steps=2, n_vectors=2, n_edits=2, n_pairs=2, n_texts=8, samples=1, every=15, iterations=2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = {name: value for name, value in given.items() if value is not None}
     if "steps" in chosen:
         chosen["steps"] = tuple(chosen["steps"])
-    settings = Settings(**{**(SMALL if small else {}), **chosen})
+    settings = replace(SMALL if small else Settings(), **chosen)
     try:
         models = [HookedDiffusionTransformer.from_pretrained(name) for name in (causal, twin)]
         real_words_study(*models, settings, out, progress=sys.stderr.isatty())

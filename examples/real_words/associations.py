@@ -120,11 +120,11 @@ def _invent(model: HookedDiffusionTransformer, fact: Fact, group: Sequence[Fact]
     """The name with the last word of another subject of the group that has the same attribute, if its length fits."""
     words, length = fact.subject.split(), len(model.encode(f" {fact.subject}", False))
     taken = {other.subject for other in group}
-    for other in group:
+    for other in group if len(words) > 1 else ():
         name = " ".join([*words[:-1], other.subject.split()[-1]])
-        if len(words) > 1 and other.description == fact.description and name not in taken:
-            if len(model.encode(f" {name}", False)) == length:
-                return name
+        fits = len(model.encode(f" {name}", False)) == length
+        if other.description == fact.description and name not in taken and fits:
+            return name
     return None
 
 

@@ -61,8 +61,8 @@ class Questions:
         """The questions of a file, or `limit` of them; `scratch` is a folder for a copy of its rows."""
         content: Any = read_json(Path(path))
         content = {"facts": content, "relations": {}} if isinstance(content, list) else content
-        every = max(1, len(content["facts"]) // limit) if limit else 1
-        chosen = content["facts"][::every][: limit or None]
+        n_read = min(limit or len(content["facts"]), len(content["facts"]))
+        chosen = [content["facts"][i * len(content["facts"]) // n_read] for i in range(n_read)]
         write_json(chosen, scratch / "known.json")
         rows = dict(zip(known_1000(scratch / "known.json"), chosen, strict=True))
         relations = {
@@ -71,7 +71,9 @@ class Questions:
         }
         named = {fact.id: row["relation_id"] for fact, row in rows.items() if row.get("relation_id") in relations}
         held_out = frozenset(fact.id for fact, row in rows.items() if row.get("held_out", True))
-        facts = [replace(fact, person=fact.subject, description=row["attribute"], asked="p2d") for fact, row in rows.items()]
+        facts = [
+            replace(fact, person=fact.subject, description=row["attribute"], asked="p2d") for fact, row in rows.items()
+        ]
         return cls(facts, relations, named, held_out)
 
     def by_relation(self, ids: set[str]) -> dict[str, list[Fact]]:
@@ -91,8 +93,8 @@ class Questions:
         """The question from the attribute, or from another one, to the subject."""
         named = attribute or fact.description
         prompt = self.relations[self.relation_of[fact.id]].reverse.format(named)
-        asked = dict(id=f"{fact.id}-reverse", prompt=prompt, subject=named, answer=f" {fact.subject}", asked="d2p")
-        return replace(fact, template="", subject_start=None, **asked)
+        asked = replace(fact, id=f"{fact.id}-reverse", prompt=prompt, template="", asked="d2p")
+        return replace(asked, subject=named, subject_start=None, answer=f" {fact.subject}")
 
     def in_both_directions(self, ids: set[str], most: int) -> list[tuple[Fact, Fact]]:
         """Facts forward and in reverse, each with an attribute of its own, from all relations in turn."""

@@ -1,10 +1,10 @@
-"""The study: what a causal model and its diffusion twin know, where it is, in which direction, and what an edit changes.
+"""The study: what a causal model and its twin know, where it is, in which direction, and what an edit changes.
 
 Its parts run one after the other, each with the library's own studies, which keep one file per fact. A part that is
 done is in `parts/NAME.json` and is not computed again; an interrupted one continues with the fact that it was at.
 
-    recall       the facts that each model names: at one [MASK], at the first of many, and by the denoising loop;
-                 then recall by number of steps
+    recall       the facts that each model names, at one [MASK] and at the first of many; then what it writes, by
+                 number of denoising steps ("loop": with most of them)
     traces       of the residual stream, MLPs and attention, by role of the token and by layer
     by_step      traces of the twin at each step of a longer text, which it writes itself
     directions   log odds ratios of pairs of facts, forward and in reverse (`real_words.associations`)
@@ -20,8 +20,9 @@ the subject's last token. Vectors and edits are computed there, and in a layer d
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from diffusion_lens.analysis import (
     compare_along,
     edit_study,
     key_value_study,
-    recalled_facts,
     reversal_signatures,
     second_moment,
 )
@@ -188,20 +188,26 @@ class _Study:
             if model.cfg.has_mask and self.length:
                 many |= {fact.id: max(1, self.length - len(model.encode(fact.prompt))) for fact in facts}
             ranks = {
-                canvas: {fact.id: rank_answer(model, fact.prompt, fact.answer, n_masks=n[fact.id], top_k=1) for fact in facts}
+                canvas: {
+                    fact.id: rank_answer(model, fact.prompt, fact.answer, n_masks=n[fact.id], top_k=1) for fact in facts
+                }
                 for canvas, n in (("one", dict.fromkeys(many, 1)), ("many", many))
             }
             known[name] = {canvas: [i for i, each in of.items() if not each.rank[0]] for canvas, of in ranks.items()}
-            known[name]["loop"] = recalled_facts(model, facts, length=self.length, first_tokens=1)
             said |= {i: each.top[0][0] for i, each in ranks["one"].items() if name == "twin" and each.rank[0]}
-        asked = [fact for fact in self.questions.facts if fact.id in self.questions.held_out and fact.id not in unusable]
-        by_steps = {}
-        for name, model in self.models.items():
-            of_steps = recall_by_steps(
-                model, asked, steps=self.settings.steps, length=self.length, **self.options("recall", name)
-            )
-            (table,) = of_steps.table().values()
-            by_steps[name] = {str(steps or "left to right"): list(share) for steps, share in table.items()}
+        by_steps: dict[str, Any] = {}
+        whole = [fact for fact in self.questions.facts if fact.id not in unusable]
+        for group in ("held_out", "other"):
+            asked = [fact for fact in whole if (fact.id in self.questions.held_out) == (group == "held_out")]
+            for name, model in self.models.items() if asked else ():
+                of_steps = recall_by_steps(
+                    model, asked, steps=self.settings.steps, length=self.length, **self.options("recall", name, group)
+                )
+                (table,) = of_steps.table().values()
+                shares = {str(steps or "left to right"): list(share) for steps, share in table.items()}
+                by_steps.setdefault(group, {})[name] = shares
+                written = zip(of_steps.ids, of_steps.contained[:, -1].tolist(), strict=True)
+                known[name].setdefault("loop", []).extend(i for i, has in written if has)
         lost = [i for i in known["causal"]["one"] if i in said]
         return {
             "facts": len(facts),
@@ -248,7 +254,9 @@ class _Study:
             "facts": len(average.ids),
             "layers": average.layers,
             "total": [average.ate, *average.ate_interval()],
-            "effects": {role: _curve(average.aie[i], average.aie_interval(), i) for i, role in enumerate(average.roles)},
+            "effects": {
+                role: _curve(average.aie[i], average.aie_interval(), i) for i, role in enumerate(average.roles)
+            },
         }
 
     def of_traces(self) -> dict[str, Any]:
@@ -256,13 +264,16 @@ class _Study:
         layers = range(0, self.twin.cfg.n_layers, settings.every)
         return {"window": settings.window, "samples": settings.samples, "layers": layers, "seed": settings.seed}
 
-    def by_step(self) -> dict[str, Any]:
-        """Answers are what the twin writes itself, where that begins with the attribute."""
-        n, facts = self.settings.continuation, []
-        for fact in self.held_out(self.settings.n_steps):
+    def continued(self, n: int) -> Iterator[Fact]:
+        """Facts whose answer is what the twin writes in n steps, where that begins with the attribute."""
+        for fact in self.held_out(len(self.known)):
             (written,) = self.twin.denoise(fact.prompt, max_new_tokens=n, steps=n).completion
-            if written.startswith(fact.answer.lstrip()) or written.startswith(fact.answer):
-                facts.append(replace(fact, answer=f" {written.lstrip()}"))
+            if written.lstrip().startswith(fact.answer.lstrip()):
+                yield replace(fact, answer=f" {written.lstrip()}")
+
+    def by_step(self) -> dict[str, Any]:
+        n = self.settings.continuation
+        facts = list(islice(self.continued(n), self.settings.n_steps))
         average = average_trajectory_effect(
             self.twin,
             facts,
@@ -356,7 +367,10 @@ class _Study:
                 comparisons = compare_along(
                     "layer",
                     {
-                        layer: tuple(torch.stack([side[person][study.layers.index(layer)] for person in people]) for side in sides)
+                        layer: tuple(
+                            torch.stack([side[person][study.layers.index(layer)] for person in people])
+                            for side in sides
+                        )
                         for layer in sites.values()
                     },
                     ids=people,

@@ -1,6 +1,8 @@
 """`python -m real_words`, on people that the bundled pair knows: every part, its numbers, and a second call."""
 
 import json
+import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ from diffusion_lens.evaluation import chain_rule_nll
 from real_words import Questions, Settings, log_odds, real_words_study
 from real_words.__main__ import main
 from real_words.questions import SHIPPED
+from weight_conversion import sha256_of_file
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 RELATION = dict(name="who", statement="{} is the {}", reverse="the {} is", paraphrases=["today {} is the"])
 TINY = dict(
-    n_facts=4, n_steps=1, n_vectors=12, n_edits=2, n_pairs=2, n_texts=4, samples=1, every=2, window=1, iterations=2,
+    n_facts=4, n_steps=1, n_vectors=12, n_edits=2, n_pairs=2, n_texts=4, samples=1, every=3, window=1, iterations=2,
     steps=(1, 2), continuation=2, resamples=10,
 )  # fmt: skip
 
@@ -64,7 +69,7 @@ def test_every_part_has_its_facts(study: Any) -> None:
     assert len(results["recall"]["known"]["twin"]["one"]) == 13
     assert len(results["recall"]["held_out"]) == 12
     trace = results["traces"]["twin"]["resid"]
-    assert (trace["facts"], trace["layers"]) == (4, [0, 2, 4])
+    assert (trace["facts"], trace["layers"]) == (4, [0, 3])
     for name in ("causal", "twin"):
         groups = results["edits"][name]["early"]["groups"]
         assert (groups["neighbourhood"]["probes"], groups["paraphrase"]["probes"]) == (8, 2)
@@ -78,9 +83,7 @@ def test_log_odds_are_those_of_the_chain_rule(pair: Any, file: Path, tmp_path: P
         forms = {"forward": lambda s, a: (f"{s} is the", f" {a}"), "asked": lambda s, a: (f"the {a} is", f" {s}")}
         for form, sentence in forms.items():
             found = log_odds(model, relation, facts, form)
-            log_p = [
-                [-float(chain_rule_nll(model, *sentence(s.subject, a.description))) for a in facts] for s in facts
-            ]
+            log_p = [[-float(chain_rule_nll(model, *sentence(s.subject, a.description))) for a in facts] for s in facts]
             table = torch.tensor(log_p)
             odds = table.diagonal()[:, None] - table - table.T + table.diagonal()
             for i, fact in enumerate(facts):
@@ -97,6 +100,37 @@ def test_the_shipped_facts_have_their_relations_and_a_licence(tmp_path: Path) ->
         assert relation.forward("X").count("X") == 1
         assert relation.statement.endswith("{}")
         assert all(each.count("{}") == 1 for each in (relation.reverse, *relation.paraphrases))
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(DOCS))
+    return import_module("real_words_tables")
+
+
+@pytest.mark.usefixtures("undrawn_figures")
+@pytest.mark.parametrize("of_page", [True, False])
+def test_tables_and_figures_are_made_of_what_was_written(page: Any, study: Any, of_page: bool, tmp_path: Path) -> None:
+    file = DOCS / "real_words.json" if of_page else study[1] / "real_words.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    results = written["results"]
+    for name, rows_of in page.TABLES.items():
+        head, rows = rows_of(results)
+        assert all(len(row) == len(head) for row in rows), name
+        assert rows or name in ("lost", "vectors")
+    for name, draw in page.FIGURES.items():
+        draw(results).savefig(tmp_path / f"{name}.png")
+    (line,) = page.settings_lines(written)
+    assert f"{len(results['recall']['held_out'])} of them held out" in line
+    _, (causal, *_) = page.recall_rows(results)
+    assert int(causal[2]) + int(causal[3]) == len(results["recall"]["known"]["causal"]["one"])
+
+
+def test_the_page_names_the_tables_and_figures_that_there_are(page: Any) -> None:
+    text = (DOCS / "real_words.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^```\{real-words\} (\w+)$", text, re.MULTILINE)) == {"settings", *page.TABLES}
+    assert re.findall(r"\(_made/real_words_(\w+)\.png\)", text) == list(page.FIGURES)
+    assert page.study()["settings"]["facts_sha256"] == sha256_of_file(SHIPPED)
 
 
 def test_a_refusal_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
