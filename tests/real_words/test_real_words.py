@@ -47,7 +47,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def study(pair: Any, file: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("study")
+    options = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", *words(value))]
+    main(["--causal", "site-ar", "--twin", "site-mdm", "--facts", str(file), "--out", str(out), *options])
     return real_words_study(*pair, Settings(str(file), **TINY), out), out
+
+
+def words(value: Any) -> list[str]:
+    return [str(each) for each in (value if isinstance(value, tuple) else (value,))]
 
 
 def test_every_part_is_written_and_a_second_call_computes_nothing(pair: Any, file: Path, study: Any) -> None:
