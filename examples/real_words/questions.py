@@ -99,7 +99,7 @@ class Questions:
     def in_both_directions(self, ids: set[str], most: int) -> list[tuple[Fact, Fact]]:
         """Facts forward and in reverse, each with an attribute of its own, from all relations in turn."""
         queues = [list({fact.description: fact for fact in same}.values()) for same in self.by_relation(ids).values()]
-        return [(self.forward(fact), self.reverse(fact)) for fact in in_turn(queues)[:most]]
+        return [(fact, self.reverse(fact)) for fact in in_turn(queues)[:most]]
 
     def edits(self, model: DiffusionTransformer, ids: set[str], most: int) -> list[EditRequest]:
         """Requests to give a subject the attribute of another, from all relations in turn; answers have one token."""
@@ -116,8 +116,8 @@ class Questions:
         if not others:
             return None
         given = others[0]  # its attribute becomes that of `own`
-        true = first_token(model, self.forward(own))
-        new = replace(true, answer=first_token(model, self.forward(given)).answer, id=f"{own.id}-edit")
+        true = first_token(model, own)
+        new = replace(true, answer=first_token(model, given).answer, id=f"{own.id}-edit")
         relation = self.relations[self.relation_of[own.id]]
         unchanged = [fact for fact in same if fact is not own and fact.description != given.description]
         # ROME's neighbours share the true attribute; others of the relation follow where these are few.
@@ -127,10 +127,12 @@ class Questions:
             true=true,
             new=new,
             paraphrases=tuple(
-                replace(new, prompt=paraphrase.format(own.subject), id=f"{new.id}-{number}")
-                for number, paraphrase in enumerate(relation.paraphrases)
+                replace(new, prompt=prompt, template="", subject_start=None, id=f"{new.id}-{number}")
+                for number, prompt in enumerate(
+                    (relation.forward(own.subject), *(each.format(own.subject) for each in relation.paraphrases))
+                )
             ),
-            neighbours=tuple(first_token(model, self.forward(fact)) for fact in unchanged[:NEIGHBOURS]),
+            neighbours=tuple(first_token(model, fact) for fact in unchanged[:NEIGHBOURS]),
             reverse=asked,
             reverse_true=replace(asked, answer=first_token(model, self.reverse(given)).answer),
         )

@@ -414,7 +414,8 @@ class _Study:
         return results
 
     def signatures(self) -> dict[str, Any]:
-        pairs = self.questions.in_both_directions(self.known, self.settings.n_pairs)
+        both = self.questions.in_both_directions(self.known, self.settings.n_pairs)
+        pairs = [(self.questions.forward(fact), reverse) for fact, reverse in both]
         laid_out = pairs_in_common({name: lay_out_pairs(model, pairs) for name, model in self.models.items()})
         results = {}
         for name, model in self.models.items():

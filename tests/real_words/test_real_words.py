@@ -78,7 +78,7 @@ def test_every_part_has_its_facts(study: Any) -> None:
     assert (trace["facts"], trace["layers"]) == (4, [0, 3])
     for name in ("causal", "twin"):
         groups = results["edits"][name]["early"]["groups"]
-        assert (groups["neighbourhood"]["probes"], groups["paraphrase"]["probes"]) == (8, 2)
+        assert (groups["neighbourhood"]["probes"], groups["paraphrase"]["probes"]) == (8, 4)
     assert results["vectors"]["causal"]["compared"]["keys"]["random"]["facts"] == 12
 
 
