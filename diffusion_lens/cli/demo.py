@@ -1,7 +1,8 @@
 """`diffusion-lens demo` shows the reversal curse, and the two sites of an attribute, on both bundled models.
 
 It asks both models for one person forward and in reverse, and averages causal traces of an attribute over people. It
-prints what it finds to the terminal and saves figures.
+prints what it finds to the terminal and saves figures. If the weights of SmolLM2 are installed, it shows a real fact in
+this causal model and in its diffusion twin.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ ROLES = {
     "prompt_last": "plays",
     "answer": "[MASK]",
 }
+
+REAL_MODELS = ("smollm2-135m-mdm", "smollm2-135m-instruct")
+REAL_FACT = ("Avenue Montaigne was created in the country of", "Avenue Montaigne", " France")
 
 EXPLANATION = """\
 denoising.png: the documents describe this person only as "NAME is DESCRIPTION". The masked diffusion model also answers
@@ -85,7 +89,35 @@ def run(folder: Path) -> list[Path]:
     for file, figure in figures.items():
         figure.savefig(folder / file, dpi=110)
         typer.echo(f"wrote {folder / file}")
+    _show_real_fact()
     return [folder / file for file in figures]
+
+
+def _show_real_fact() -> None:
+    """Let both real models complete a fact that the twin's training did not name, and trace it; or say how to."""
+    from diffusion_lens.analysis import causal_trace
+    from diffusion_lens.facts.fact import Fact
+    from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
+    from diffusion_lens.loading.catalogue import PUBLISHED
+    from diffusion_lens.loading.gguf import installed_file
+
+    package: Any = vars(PUBLISHED[REAL_MODELS[-1]])["packaged"]
+    if installed_file(package) is None:
+        typer.echo(f"\nFor a real fact in a causal model and its diffusion twin: {package.command}")
+        return
+    fact = Fact(*REAL_FACT)
+    for name in REAL_MODELS:
+        model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
+        query = fact.to_query(model, n_masks=1)
+        sites = {"the subject's end": query.subject[1] - 1, "the prompt's end": query.answer_positions[0] - 1}
+        text = model.denoise(fact.prompt, max_new_tokens=8, steps=8).text[0]
+        trace = causal_trace(model, query, samples=3, positions=sites.values(), layers=range(0, model.cfg.n_layers, 4))
+        typer.echo(f'\n{name}: "{text}"')
+        chances = f"p({fact.answer.strip()}) is {trace.clean:.2f}, {trace.corrupted:.2f} with noise"
+        typer.echo(f"  {chances}; restored after block")
+        typer.echo(f"  {'':17} {' '.join(f'{layer:5}' for layer in trace.layers)}")
+        for place, row in zip(sites, trace.indirect_effect.tolist(), strict=True):
+            typer.echo(f"  {place:17} {' '.join(f'{round(x, 2) + 0.0:5.2f}' for x in row)}")
 
 
 def _query(models: "Sequence[HookedDiffusionTransformer]", world: "SiteFacts") -> Answers:

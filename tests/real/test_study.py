@@ -1,0 +1,21 @@
+"""The study on real facts at its smallest, of SmolLM2 and its twin."""
+
+from dataclasses import replace
+
+from diffusion_lens import HookedDiffusionTransformer
+from real_words import real_words_study
+from real_words.__main__ import SMALL
+
+
+def test_every_part_of_the_study_runs(smollm, tmp_path):
+    twin = HookedDiffusionTransformer.from_pretrained("smollm2-135m-mdm", device="cpu")
+    settings = replace(SMALL, limit=8, n_facts=2, n_steps=1, steps=(1,), every=29)
+    results = real_words_study(smollm.model, twin, settings, tmp_path)["results"]
+    known = results["recall"]["known"]
+    assert len(known["causal"]["one"]) == 8
+    assert len(known["twin"]["one"]) >= 4
+    for model in ("causal", "twin"):
+        trace = results["traces"][model]["resid"]
+        assert trace["facts"] >= 1
+        assert trace["effects"]["subject_last"]["mean"][0] > 0
+        assert trace["effects"]["prompt_last"]["mean"][-1] > 0
