@@ -13,8 +13,11 @@ from diffusion_lens.loading.delta import Base, Delta, LowRank, base_sha256
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("with_row", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_peft_computes_what_the_delta_does(family: str, specimen: Any, configs: Any, tmp_path: Any) -> None:
+def test_peft_computes_what_the_delta_does(
+    with_row: bool, family: str, specimen: Any, configs: Any, tmp_path: Any
+) -> None:
     folder = specimen(configs[family]).model.export_hf(tmp_path / "base")
     model = HookedDiffusionTransformer.from_pretrained(folder, device="cpu")
     generator = torch.Generator().manual_seed(0)
@@ -26,11 +29,14 @@ def test_peft_computes_what_the_delta_does(family: str, specimen: Any, configs: 
         if name.startswith("blocks.") and weight.dim() == 2
     }
     base = Base(str(folder), base_sha256(model.named_parameters(), model.cfg.d_vocab), model.cfg.d_vocab)
-    delta = Delta(factors, replace(model.cfg.architecture, name="a causal delta"), base, alpha=6.0)
+    row = torch.randn(model.cfg.d_model, generator=generator) if with_row else None
+    architecture = replace(model.cfg.architecture, name="a causal delta", mask_token_id=77 if with_row else None)
+    delta = Delta(factors, architecture, base, alpha=6.0, mask_row=row)
     peft_model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(folder), str(delta.save(tmp_path / "d"))
     )
     tokens = torch.randint(500, (2, 9), generator=generator)
+    tokens[:, 4] = 77
     with torch.no_grad(), delta.on(model):
         ours = model(tokens)
         assert torch.allclose(peft_model(tokens).logits, ours, atol=1e-3, rtol=1e-4)
