@@ -612,7 +612,12 @@ BUNDLED: dict[str, BundledModel] = {
         BundledModel("tiny-uniform", ASSETS / "tiny-uniform", "bidirectional", "diffusion_lens", 14, "toy"),
     )
 }
-DELTAS: dict[str, BundledDelta] = {}
+DELTAS: dict[str, BundledDelta] = {
+    entry.name: entry
+    for entry in (
+        BundledDelta("smollm2-135m-mdm", "smollm2-135m-instruct", "bidirectional", "llama", trained_length=32),
+    )
+}
 _ENTRIES: tuple[Published, ...] = (*SMDM, *REPOSITORIES)
 PUBLISHED: dict[str, Published] = {entry.name: entry for entry in _ENTRIES}
 KINDS = {"masked": ("bidirectional", "block_causal"), "causal": ("causal",)}
