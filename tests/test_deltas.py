@@ -276,8 +276,21 @@ def test_a_delta_is_not_written_beside_other_weights(llama, tmp_path):
 
 def test_a_bundled_delta_is_a_name(llama, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(catalogue, "ASSETS", saved.parent)
+    for name in list(catalogue.DELTAS):
+        monkeypatch.delitem(catalogue.DELTAS, name)
     monkeypatch.setitem(catalogue.DELTAS, "delta", BundledDelta("delta", "base", "bidirectional", "llama", 12))
     twin = HookedDiffusionTransformer.from_pretrained("delta", device="cpu")
     assert (twin.cfg.model_name, twin.cfg.trained_length) == ("delta", 12)
     (listed,) = find_pretrained("a delta of base")
     assert (listed.name, listed.sees, listed.evidence) == ("delta", "bidirectional", "in the package")
+
+
+@pytest.mark.parametrize("entry", catalogue.DELTAS.values(), ids=lambda entry: entry.name)
+def test_the_deltas_in_the_package_are_small_and_say_what_they_are(entry):
+    delta = Delta.load(entry.folder)
+    assert entry.n_bytes < 12e6
+    assert (delta.architecture.name, delta.base.name) == (entry.name, entry.base)
+    assert (delta.architecture.attention_dir, delta.architecture.family) == (entry.attention_dir, entry.family)
+    assert delta.trained_length == entry.trained_length
+    assert delta.mask_row is not None
+    assert "Apache-2.0" in delta.card
