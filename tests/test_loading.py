@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from diffusion_lens import HookedDiffusionTransformer, list_pretrained
-from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, SMDM, TOKENIZER_REPO
+from diffusion_lens.loading.catalogue import BUNDLED, DELTAS, PUBLISHED, REPOSITORIES, SMDM, TOKENIZER_REPO
 from weight_conversion import PUBLISHED_SIZES, sha256_of_file
 
 load = HookedDiffusionTransformer.from_pretrained
@@ -128,7 +128,7 @@ def test_an_unknown_name_offers_the_nearest(name, nearest):
         load(name)
     offered = str(caught.value).split("nearest names: ")[1].split(" (")[0].split(", ")
     assert nearest in offered
-    assert set(offered) <= {*PUBLISHED, *BUNDLED}
+    assert set(offered) <= {*PUBLISHED, *BUNDLED, *DELTAS}
     assert "list_pretrained()" in str(caught.value)
 
 
@@ -222,7 +222,7 @@ def test_an_entry_agrees_with_its_file_name(entry):
 def test_the_list_shows_every_name_with_size_and_source(capsys):
     list_pretrained()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == [*BUNDLED, *PUBLISHED]
+    assert [line.split()[0] for line in lines[1:]] == [*BUNDLED, *DELTAS, *PUBLISHED]
     rows = {line.split()[0]: line for line in lines}
     for entry in SMDM:
         name = entry.name
