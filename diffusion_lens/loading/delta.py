@@ -131,7 +131,6 @@ class Delta:
                 )
             if not bool(a.isfinite().all() and b.isfinite().all()):
                 raise ValueError(f"the factors of {name} are not finite")
-
         if self.mask_row is not None and not bool(self.mask_row.isfinite().all()):
             raise ValueError("the row of [MASK] is not finite")
         if self.mask_row is not None and len(self.mask_row) != self.architecture.d_model:
@@ -271,6 +270,7 @@ class Delta:
 
     def _adapter_config(self) -> dict[str, Any]:
         modules = sorted({self._their_names[name].rpartition(".")[2] for name in self.factors})
+        rows = {self._module_of_rows.rpartition(".")[2]: [self.architecture.mask_token_id]}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -279,13 +279,10 @@ class Delta:
             "lora_alpha": self.alpha,
             "lora_dropout": 0.0,
             "target_modules": modules,
-            "trainable_token_indices": None if self.mask_row is None else self._trained_rows(),
+            "trainable_token_indices": None if self.mask_row is None else rows,
             "inference_mode": True,
             **_OTHER_UPDATES,
         }
-
-    def _trained_rows(self) -> dict[str, Any]:
-        return {self._module_of_rows.rpartition(".")[2]: [self.architecture.mask_token_id]}
 
 
 class AppliedDelta(Edit):
@@ -354,15 +351,8 @@ def twin_tensors(
             mean = tensor.detach().mean(dim=0, keepdim=True, dtype=torch.float64)
             tensor = torch.cat([tensor.detach().float(), mean.float()])
         if delta is not None and delta.mask_row is not None and name == EMBED:
-            tensor = (
-                tensor.detach()
-                .float()
-                .index_copy(
-                    0,
-                    torch.tensor([twin.mask_token_id], device=tensor.device),
-                    delta.mask_row[None].to(tensor.device).float(),
-                )
-            )
+            mask = torch.tensor([twin.mask_token_id], device=tensor.device)
+            tensor = tensor.detach().float().index_copy(0, mask, delta.mask_row[None].to(tensor.device, torch.float32))
         if delta is not None and name in delta.factors:
             tensor = tensor.detach().cpu().double() + delta.update(name)
         yield name, tensor

@@ -39,7 +39,7 @@ from torch import Tensor
 from diffusion_lens.denoising import DenoiseSettings, denoise, lay_out
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.loading import base_of, save_pretrained
-from diffusion_lens.loading.delta import CARD, Delta, LowRank, require_projections, twin_tensors
+from diffusion_lens.loading.delta import CARD, Base, Delta, LowRank, require_projections, twin_tensors
 from diffusion_lens.loading.tokenizers import mask_token_of, read_mask
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.loss import autoregressive_loss, hide, masked_batch
@@ -207,10 +207,8 @@ def adapt(
     if home is not None:
         write_json(identity, home / RUN / IDENTITY)
     begun_as = _begin_mask_row(twin, rows, model.cfg.d_vocab)
-    record, factors, mask_row = _train(twin, rows, settings, known["held_out_"], home, progress)
-    delta = None
-    if base is not None and factors is not None:
-        delta = Delta(factors, twin.cfg.architecture, base, _alpha(settings), mask_row, settings.length)
+    record, delta = _train(twin, rows, settings, base, known["held_out_"], home, progress)
+    if delta is not None:
         _write(delta, twin)
 
     # 5. What became of it.
@@ -316,7 +314,7 @@ class _Rows(RowSource):
         loss = torch.zeros((), device=tokens.device)
         with self._attention(model):
             if n_distilled < len(tokens):
-                length = s.length - _below(1 + (s.crop or 0), generator)
+                length = s.length - int(torch.randint(1 + (s.crop or 0), (), generator=generator))
                 loss = loss + _masked_loss(model, tokens[n_distilled:, :length], generator)
             if n_distilled:
                 canvases = self._canvases(self.rows[:n_distilled], round(s.one_mask * n_distilled), generator)
@@ -404,11 +402,6 @@ def _begin_mask_row(twin: DiffusionTransformer, rows: _Rows, n_known: int) -> st
     return best
 
 
-def _below(stop: int, generator: torch.Generator | None) -> int:
-    """A random number from 0 to below `stop`."""
-    return int(torch.randint(stop, (), generator=generator))
-
-
 def _masked_loss(model: DiffusionTransformer, tokens: Tokens, generator: torch.Generator | None) -> Float[Tensor, ""]:
     """The bound on the negative log-likelihood of texts after their first token, in nats per token, as one sample of
     noise estimates it. The first token is given: with a shifted readout, no row predicts it."""
@@ -424,11 +417,12 @@ def _train(
     twin: DiffusionTransformer,
     rows: _Rows,
     settings: AdaptSettings,
+    base: Base | None,
     held_out: Questions,
     home: Path | None,
     progress: bool,
-) -> tuple[Any, dict[str, LowRank] | None, Tensor | None]:
-    """Train the twin; returns the record, and with a rank the factors, rounded as they are saved, and [MASK]'s row."""
+) -> tuple[Any, Delta | None]:
+    """Train all weights of the twin, or of a base a delta, rounded as it is saved; returns the record and the delta."""
     lr = settings.lr or (2e-3 if settings.rank else 2e-4)
     shared = ("steps", "batch_size", "betas", "weight_decay", "warmup", "clip", "mixed_precision", "seed")
     config = TrainingConfig(
@@ -445,8 +439,7 @@ def _train(
         return bool(recalls) and len(recalls) - 1 - recalls.index(max(recalls)) >= settings.patience
 
     with ExitStack() as attached:
-        factors = None
-        if settings.rank:
+        if base is not None:
             generator = torch.Generator().manual_seed(own_seed(settings.seed, "additions"))
             factors = attached.enter_context(low_rank(twin, settings.rank, _alpha(settings), generator))
             embed = attached.enter_context(trained_row(twin, twin.cfg.blank))
@@ -462,10 +455,13 @@ def _train(
             stop=ends if settings.patience else None,
             progress=progress,
         )
-        if factors is None:
-            return record, None, None
-        rounded = {name: [part.detach().cpu().to(torch.bfloat16) for part in pair] for name, pair in factors.items()}
-        return record, {name: LowRank(*pair) for name, pair in rounded.items()}, embed.row.detach().cpu()
+        if base is None:
+            return record, None
+        rounded = {
+            name: LowRank(*(part.detach().cpu().to(torch.bfloat16) for part in pair)) for name, pair in factors.items()
+        }
+        row = embed.row.detach().cpu()
+        return record, Delta(rounded, twin.cfg.architecture, base, _alpha(settings), row, settings.length)
 
 
 def _alpha(settings: AdaptSettings) -> float:
@@ -527,11 +523,8 @@ def _twin(model: DiffusionTransformer, settings: AdaptSettings, mask: int) -> Di
 @torch.no_grad()
 def _write(delta: Delta, twin: DiffusionTransformer) -> None:
     """Write a delta into the weights for good, as `from_pretrained` does."""
-    for name in delta.factors:
-        weight = twin.get_parameter(name)
-        weight.copy_(weight.cpu().double() + delta.update(name))
-    if delta.mask_row is not None:
-        twin.embed.weight[twin.cfg.blank] = delta.mask_row.to(twin.embed.weight)
+    for name, tensor in twin_tensors(twin.named_parameters(), twin.cfg.architecture, delta):
+        twin.get_parameter(name).copy_(tensor)
 
 
 def _tidy(home: Path, corpus: str | Path | None) -> None:

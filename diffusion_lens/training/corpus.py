@@ -1,10 +1,9 @@
 """The texts with which a causal model is adapted: it writes them itself, and keeps what it predicted for each token.
 
 A text begins with a prompt, and the model continues it to the length of a row by sampling. Prompts come from the user,
-from facts (`prompts_of`), or there are none, and texts begin with BOS. Texts
-of the user's own are cut into rows instead, and the model reads them. A text that names the subject of a held-out fact,
-in whatever case, spacing and form of Unicode, is left out, so that whatever the twin answers about it, it did not learn
-in its training.
+from facts (`prompts_of`), or there are none, and texts begin with BOS. Texts of the user's own are cut into rows
+instead, and the model reads them. A text that names the subject of a held-out fact, in whatever case, spacing and form
+of Unicode, is left out, so that whatever the twin answers about it, it did not learn in its training.
 
 The work is divided into parts of up to 128 texts, each with a seed and a file of its own, so that an interrupted call
 continues, and several adaptations may share the texts.
@@ -101,12 +100,11 @@ def prompts_of(facts: Iterable[Fact]) -> list[str]:
     order = random.Random(0)
     prompts = []
     for i, fact in enumerate(facts):
-        others = [facts[order.randrange(len(facts))] for _ in range(2)] if fact.subject else []
-        prompts += [
-            fact.prompt,
-            *(other.prompt.replace(other.subject, fact.subject) for other in others if other.subject),
-        ]
-        prompts += [fact.subject + ENDINGS[i % len(ENDINGS)]] if fact.subject else []
+        prompts.append(fact.prompt)
+        if fact.subject:
+            others = [facts[order.randrange(len(facts))] for _ in range(2)]
+            prompts += [other.prompt.replace(other.subject, fact.subject) for other in others if other.subject]
+            prompts.append(fact.subject + ENDINGS[i % len(ENDINGS)])
     return prompts
 
 

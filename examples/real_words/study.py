@@ -172,9 +172,14 @@ class _Study:
             raise ValueError("the models have no fact in common that both name; give other facts, or masks='many'")
         return known
 
+    @property
+    def known_held_out(self) -> set[str]:
+        """Ids of those that were held out; of all, if none of them was."""
+        return self.known & self.questions.held_out or self.known
+
     def held_out(self, most: int) -> list[Fact]:
         """Held-out facts that both models know, with the first token of each answer; spread over the file."""
-        known = self.known & self.questions.held_out or self.known
+        known = self.known_held_out
         facts = [first_token(self.twin, fact) for fact in self.questions.facts if fact.id in known]
         return random.Random(self.settings.seed).sample(facts, min(most, len(facts)))
 
@@ -387,8 +392,7 @@ class _Study:
         return results
 
     def edits(self) -> dict[str, Any]:
-        known = self.known & self.questions.held_out or self.known
-        requests = self.questions.edits(self.twin, known, self.settings.n_edits)
+        requests = self.questions.edits(self.twin, self.known_held_out, self.settings.n_edits)
         n_texts, length = self.settings.n_texts, self.length or 32
         texts = write_corpus(
             self.models["causal"],
