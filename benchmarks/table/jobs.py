@@ -59,6 +59,32 @@ class Job:
     ratio: float = 0.0
 
 
+def denoising(
+    name: str,
+    model: HookedDiffusionTransformer,
+    tokens: torch.Tensor,
+    length: int,
+    *,
+    rate: float = Job.rate,
+    **settings: Any,
+) -> Job:
+    """A denoising run of a prompt, with the settings of the loop; an AR baseline has none."""
+    layers = model.cfg.n_layers
+
+    def run() -> Any:
+        return model.denoise(tokens, length=length, **settings)
+
+    def least() -> int:
+        if not settings:
+            return least_work.growing(layers, length)
+        # Steps that reveal nothing need no pass.
+        at = run().revealed_at
+        branches = 2 if settings.get("cfg_scale") else 1
+        return least_work.denoising(layers, length, len(at[at >= 0].unique()), branches=branches)
+
+    return Job(name, run, least, rate)
+
+
 class Subject:
     """A model with its query and a denoising run of it."""
 
@@ -125,22 +151,8 @@ class Subject:
         """A denoising run of a prompt of this length, with guidance on a masked diffusion model."""
         tokens = torch.randint(self.mask, (1, prompt), generator=torch.Generator().manual_seed(prompt))
         guided = {"steps": LOOP_STEPS, "cfg_scale": 0.8} if self.masked else {}
-
-        def run() -> Any:
-            return self.model.denoise(tokens, length=LENGTH, **guided)
-
-        def least() -> int:
-            if not self.masked:
-                return least_work.growing(self.layers, LENGTH)
-            # Steps that reveal nothing need no pass.
-            at = run().revealed_at
-            return least_work.denoising(self.layers, LENGTH, len(at[at >= 0].unique()), branches=2)
-
-        return Job(
-            f"denoise, prompt {prompt}" if self.masked else "denoise, AR",
-            run,
-            least,
-        )
+        name = f"denoise, prompt {prompt}" if self.masked else "denoise, AR"
+        return denoising(name, self.model, tokens, LENGTH, **guided)
 
     def tracing(self) -> list[Job]:
         """Traces of a canvas, along a run, and of its final text."""

@@ -19,7 +19,7 @@ from oracles import least_work
 from oracles.hugging_face import everything_visible, hugging_face_llama, run_with_edited_mlp
 from oracles.plain_rome import plain_search
 from oracles.traced_shapes import NOISE, SEED, WINDOW, Shape
-from table.jobs import Job
+from table.jobs import Job, denoising
 from torch import Tensor
 
 from diffusion_lens import HookedDiffusionTransformer
@@ -31,7 +31,7 @@ from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import TrainingConfig
 from diffusion_lens.training.adapt import _Rows
 from diffusion_lens.training.corpus import Corpus
-from diffusion_lens.training.low_rank import low_rank
+from diffusion_lens.training.low_rank import low_rank, trained_row
 from diffusion_lens.training.trainer import _Run, _training_mode, accelerated
 
 FACTS = Path(__file__).parents[2] / "tests" / "real" / "known_facts.json"
@@ -132,18 +132,8 @@ class RealSubject:
         """A run from the fact's prompt."""
         tokens = torch.tensor([self.model.encode(self.fact.prompt)])
         settings = {"steps": STEPS, "cfg_scale": cfg_scale} if self.masked else {}
-
-        def run() -> Any:
-            return self.model.denoise(tokens, length=LENGTH, **settings)
-
-        def least() -> int:
-            if not self.masked:
-                return least_work.growing(self.layers, LENGTH)
-            at = run().revealed_at
-            steps = len(at[at >= 0].unique())
-            return least_work.denoising(self.layers, LENGTH, steps, branches=1 + bool(cfg_scale))
-
-        return Job(f"denoise{', guided' * bool(cfg_scale)}", run, least, OF_FLOOR)
+        name = f"denoise{', guided' * bool(cfg_scale)}"
+        return denoising(name, self.model, tokens, LENGTH, rate=OF_FLOOR, **settings)
 
     @contextmanager
     def training(self, rank: int) -> Iterator[Callable[[], None]]:
@@ -158,6 +148,7 @@ class RealSubject:
         with ExitStack() as inside:
             if rank:
                 inside.enter_context(low_rank(self.model, rank, float(rank), generator))
+                inside.enter_context(trained_row(self.model, MASK_TOKEN_ID))
             accelerator = inside.enter_context(accelerated(self.model))
             inside.enter_context(_training_mode(self.model))
             yield partial(_Run(self.model, rows, config, rows, accelerator).update, 0)
