@@ -50,7 +50,7 @@ class RealSubject:
 
     def __init__(self, name: str, masked: bool) -> None:
         self.masked, self.kind = masked, "MDM" if masked else "AR"
-        self.name = f"{self.kind}, {Path(name).name}"
+        self.name, self.causal = f"{self.kind}, {Path(name).name}", name
         options: dict[str, Any] = {"mode": "bidirectional", "mask_token_id": MASK_TOKEN_ID} if masked else {}
         self.model = HookedDiffusionTransformer.from_pretrained(name, device="cpu", **options)
         self.llama = hugging_face_llama(self.model).requires_grad_(False)
@@ -141,9 +141,8 @@ class RealSubject:
         settings = AdaptSettings(rank=rank, batch_size=ROWS)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(5, self.model.cfg.d_vocab, (ROWS, settings.length), generator=generator)
-        likeliest = torch.randint(5, self.model.cfg.d_vocab, (*tokens.shape, settings.top_k), generator=generator)
-        probabilities = torch.full(likeliest.shape, 0.9 / settings.top_k)
-        rows = _Rows(Corpus(tokens, torch.ones(ROWS, dtype=torch.long), likeliest, probabilities), settings)
+        causal = HookedDiffusionTransformer.from_pretrained(self.causal, device="cpu")
+        rows = _Rows(causal, Corpus(tokens, torch.ones(ROWS, dtype=torch.long)), settings)
         config = TrainingConfig(steps=1, batch_size=ROWS, lr=0.0)
         with ExitStack() as inside:
             if rank:

@@ -418,10 +418,10 @@ def _share(name: str, value: Any) -> float:
 
 @dataclass(frozen=True)
 class CorpusSettings(Settings):
-    """The texts that a causal model writes itself, and what it keeps of its predictions."""
+    """The texts that a causal model writes itself."""
 
     n_texts: int = setting(
-        3800, "Number of texts that the model writes, or of rows that it reads at most.", partial(at_least, 1)
+        3800, "Number of texts that the model writes, or of rows of given texts at most.", partial(at_least, 1)
     )
     length: int = setting(
         32, "Number of tokens of each text, and the default length of the twin's canvas.", partial(at_least, 2)
@@ -435,11 +435,7 @@ class CorpusSettings(Settings):
     top_p: float = setting(
         0.95, "Tokens are sampled from the likeliest ones that have this probability together.", _share
     )
-    top_k: int = setting(
-        32,
-        "Number of likeliest next tokens from which one is sampled, and whose probabilities are kept for distillation.",
-        partial(at_least, 1),
-    )
+    top_k: int = setting(32, "Number of likeliest next tokens from which one is sampled.", partial(at_least, 1))
     seed: int = setting(0, "Seed of the texts, the additions, the order of the rows and the noise.", check_seed)
 
     def __post_init__(self) -> None:
@@ -512,6 +508,12 @@ class AdaptSettings(CorpusSettings):
         "Weight of the distillation: what the causal model predicts after the beginning of a text, the twin learns to "
         "predict at the first [MASK] after it. 0 turns it off.",
         partial(not_negative, zero="no distillation"),
+    )
+    states: float = setting(
+        1.0,
+        "Weight of the residual streams in the distillation: where the twin predicts the first [MASK], they are to be "
+        "those with which the causal model predicts its next token. With the readout in place there are none such.",
+        partial(not_negative, zero="the predictions alone"),
     )
     distil_share: float = setting(0.8, "Share of the rows of an update that is distilled.", _share)
     one_mask: float = setting(

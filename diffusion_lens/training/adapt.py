@@ -3,11 +3,13 @@
 The twin has the weights of the causal model, sees the text on both sides, and has a [MASK]. It is trained on texts that
 the causal model wrote itself (`training/corpus.py`), so that it learns to read in both directions and nothing else:
 
-    loss = masked loss of a part of the rows  +  distil · KL(causal model ‖ twin) at the first [MASK] of the others
+    loss = masked loss of a part of the rows
+           + distil · (KL(causal model ‖ twin) + states · distance of residual streams) of the others
 
-The others are cut where the causal model began to write, and everything behind is masked; at the first [MASK], the
-twin knows as much as the causal model at its next token, and has to predict the same. That the readout may stay shifted
-is from DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891), as is attention that grows from causal to bidirectional.
+The others are cut where the causal model began to write, and everything behind is masked. At the first [MASK], the twin
+knows as much as the causal model at its next token, and has to predict the same from the same states. That the readout
+may stay shifted is from DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891), as is attention that grows from causal to
+bidirectional.
 
 The first token of a causal model sees only itself, which makes it an attention sink (Xiao et al. 2023, arXiv
 2309.17453). In the twin it sees the whole canvas, and is none. A [MASK] that is a sink makes up for that, so its row of
@@ -197,11 +199,14 @@ def adapt(
     # 3. The texts.
     own = None if home is None else home / RUN / CORPUS
     folder = own if corpus is None else Path(corpus).expanduser()
-    write, begun = (write_corpus, [*prompts, *prompts_of(facts)]) if given is None else (read_corpus, given)
     subjects = sorted({fact.subject for fact in held_out if fact.subject.strip()})
-    whole = write(model, settings, begun, left_out=subjects, never=mask, folder=folder, progress=progress)
+    if given is None:
+        begun = [*prompts, *prompts_of(facts)]
+        whole = write_corpus(model, settings, begun, left_out=subjects, never=mask, folder=folder, progress=progress)
+    else:
+        whole = read_corpus(model, settings, given, left_out=subjects, never=mask)
     trained, kept = _divided(whole, settings.seed)
-    rows = _Rows(trained, settings)
+    rows = _Rows(model, trained, settings)
 
     # 4. The training. From here on the folder is that of this adaptation; the texts depend on some settings only.
     if home is not None:
@@ -287,8 +292,8 @@ def _divided(corpus: Corpus, seed: int) -> tuple[Corpus, Tokens]:
 class _Rows(RowSource):
     """The rows of an adaptation, and its loss; the trainer asks for rows, then for their loss."""
 
-    def __init__(self, corpus: Corpus, settings: AdaptSettings) -> None:
-        self.corpus, self.settings = corpus, settings
+    def __init__(self, causal: DiffusionTransformer, corpus: Corpus, settings: AdaptSettings) -> None:
+        self.causal, self.corpus, self.settings = causal, corpus, settings
         self.step = 0
         self.rows: Int[Tensor, "batch"] = torch.empty(0, dtype=torch.long)
 
@@ -319,9 +324,9 @@ class _Rows(RowSource):
             if n_distilled:
                 canvases = self._canvases(self.rows[:n_distilled], round(s.one_mask * n_distilled), generator)
                 # Canvases of about one length pass together, so that few positions are padding.
-                by_length = canvases[:, canvases[2].argsort()].chunk(_CHUNKS, dim=1)
-                total = sum(self.divergence(model, *some) for some in by_length)
-                loss = loss + s.distil / n_distilled * total
+                for rows, cuts, ends in canvases[:, canvases[2].argsort()].chunk(_CHUNKS, dim=1):
+                    divergence, apart = self.distances(model, rows, cuts, ends)
+                    loss = loss + s.distil / n_distilled * (divergence + s.states * apart)
         return loss
 
     def _canvases(
@@ -336,30 +341,37 @@ class _Rows(RowSource):
         n_masks[:n_one] = 1
         return torch.stack([rows, cuts, cuts + n_masks])
 
-    def divergence(
+    def distances(
         self,
-        model: DiffusionTransformer,
+        twin: DiffusionTransformer,
         rows: Int[Tensor, "batch"],
         cuts: Int[Tensor, "batch"],
         ends: Int[Tensor, "batch"],
-    ) -> Float[Tensor, ""]:
-        """KL(causal model ‖ twin) at the first [MASK] of rows that are masked from `cuts` to `ends`, summed over rows.
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """How far the twin is from the causal model where it predicts the first [MASK] of rows that are masked from
+        `cuts` to `ends`, summed over rows.
 
-        The tokens whose probabilities are not kept count as one token.
+        Returns:
+            KL(causal model ‖ twin), and the squared distance of the residual streams over the squared norm of the
+            causal one, mean over all blocks but the last; 0 if these have no weight.
         """
-        c, device = self.corpus, model.cfg.device
-        position = torch.arange(int(ends.max()))
-        canvas = torch.where(position < cuts[:, None], c.tokens[rows, : len(position)], model.cfg.blank).to(device)
+        states = self.settings.states > 0 and twin.cfg.readout == "shifted"
+        blank, device = twin.cfg.blank, twin.cfg.device
+        position, tokens = torch.arange(int(ends.max())), self.corpus.tokens[rows]
+        canvas = torch.where(position < cuts[:, None], tokens[:, : len(position)], blank).to(device)
         real = (position < ends[:, None]).long().to(device)
-        read = torch.arange(len(rows), device=device), model.readout.rows(cuts.to(device))
-        logits = model(canvas, attention_mask=real, logits_at=read)
-        likeliest, p = c.likeliest[rows, cuts].long().to(device), c.probabilities[rows, cuts].float().to(device)
-        log_q = logits.float().log_softmax(dim=-1).gather(1, likeliest)
-        rest = (1 - p.sum(dim=-1)).clamp(min=1e-4)
-        log_rest = torch.log1p(-log_q.exp().sum(dim=-1).clamp(max=1 - 1e-5))
-        entropy = torch.special.entr(p).sum(dim=-1) + torch.special.entr(rest)
-        divergence: Tensor = -((p * log_q).sum(dim=-1) + rest * log_rest + entropy)
-        return divergence.sum()
+        with torch.no_grad():  # the causal model sees nothing of what comes after
+            given = tokens[:, : int(cuts.max())].to(device)
+            goal, streams = _read_at(self.causal, given, torch.ones_like(given), cuts - 1, states)
+        logits, found = _read_at(twin, canvas, real, twin.readout.rows(cuts), states)
+        p = torch.nn.functional.pad(goal.float(), (0, logits.shape[1] - goal.shape[1]), value=-torch.inf)
+        p = p.masked_fill(torch.arange(p.shape[1], device=device) == blank, -torch.inf)
+        divergence = torch.nn.functional.kl_div(logits.float().log_softmax(-1), p.softmax(-1), reduction="sum")
+        apart = [
+            ((own - causal).square().sum(-1) / causal.square().sum(-1)).sum()
+            for own, causal in zip(found, streams, strict=True)
+        ]
+        return divergence, torch.stack(apart).mean() if apart else divergence.new_zeros(())
 
     def _attention(self, model: DiffusionTransformer) -> Any:
         """As long as attention grows, hooks that hide what is too far to the right."""
@@ -374,6 +386,26 @@ class _Rows(RowSource):
         return model.hooks(
             fwd_hooks=[(f"blocks.{i}.attn.hook_attn_scores", hide_right) for i in range(model.cfg.n_layers)]
         )
+
+
+def _read_at(
+    model: DiffusionTransformer,
+    tokens: Tokens,
+    real: Int[Tensor, "batch pos"],
+    at: Int[Tensor, "batch"],
+    states: bool,
+) -> tuple[Float[Tensor, "batch d_vocab_out"], list[Float[Tensor, "batch d_model"]]]:
+    """The logits at one position of each row, and with `states` the residual stream there after each block but the
+    last, of which the logits say enough."""
+    place = torch.arange(len(tokens), device=tokens.device), at.to(tokens.device)
+    found: list[Tensor] = []
+
+    def keep(resid: Tensor, hook: Any) -> None:
+        found.append(resid[place].float())
+
+    hooks = [(f"blocks.{i}.hook_resid_post", keep) for i in range(model.cfg.n_layers - 1)] if states else []
+    with model.hooks(fwd_hooks=hooks):
+        return model(tokens, attention_mask=real, logits_at=place), found
 
 
 @torch.no_grad()
@@ -396,7 +428,7 @@ def _begin_mask_row(twin: DiffusionTransformer, rows: _Rows, n_known: int) -> st
     found: dict[str, float] = {}
     for name, row in tried.items():
         weight[mask] = row
-        found[name] = float(rows.divergence(twin, *canvases))
+        found[name] = float(rows.distances(twin, *canvases)[0])
     best = min(found, key=lambda name: found[name])
     weight[mask] = tried[best]
     return best

@@ -1,8 +1,8 @@
-"""The texts with which a causal model is adapted: it writes them itself, and keeps what it predicted for each token.
+"""The texts with which a causal model is adapted: by default it writes them itself.
 
 A text begins with a prompt, and the model continues it to the length of a row by sampling. Prompts come from the user,
 from facts (`prompts_of`), or there are none, and texts begin with BOS. Texts of the user's own are cut into rows
-instead, and the model reads them. A text that names the subject of a held-out fact, in whatever case, spacing and form
+instead. A text that names the subject of a held-out fact, in whatever case, spacing and form
 of Unicode, is left out, so that whatever the twin answers about it, it did not learn in its training.
 
 The work is divided into parts of up to 128 texts, each with a seed and a file of its own, so that an interrupted call
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -44,27 +44,22 @@ from weight_conversion import as_json, write_json
 
 ENDINGS = (" is", " was", " has", ",")  # after the subject of a fact
 _TOGETHER = 128  # texts in a part
-_READ_TOGETHER = 16  # texts whose logits at all positions are in memory
 HAS_MASK = "contains the token that becomes [MASK]: write it otherwise, or choose another mask_token="
-_PART = "part of a corpus"
+_PART = "texts of a corpus"
 _NAMES = "names the subject of a held-out fact: hold out fewer facts"
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Texts, and what the causal model predicted in them.
+    """Texts of one length.
 
     Attributes:
         tokens: The texts.
-        starts: Position of each text from which on predictions are kept; before it, they are 0.
-        likeliest: The likeliest tokens at each position, as the model predicted them from all tokens before.
-        probabilities: Their probabilities.
+        starts: Position of each text from which on the model wrote it; 1 if no prompt came before.
     """
 
     tokens: Int[Tensor, "batch pos"]
     starts: Int[Tensor, "batch"]
-    likeliest: Int[Tensor, "batch pos top"]
-    probabilities: Float[Tensor, "batch pos top"]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -167,12 +162,10 @@ def read_corpus(
     *,
     left_out: Sequence[str] = (),
     never: int | None = None,
-    folder: Path | None = None,
-    progress: bool = True,
 ) -> Corpus:
-    """Let a causal model read texts, one after the other with an end token after each, cut into rows of one length.
+    """Cut texts into rows of one length, one after the other with an end token after each.
 
-    The arguments are those of `write_corpus`. At most `settings.n_texts` rows are read, and none that contains `never`
+    The arguments are those of `write_corpus`. At most `settings.n_texts` rows are taken, and none that contains `never`
     or a part of one of the words, which may go on in the next row.
 
     Raises:
@@ -197,11 +190,10 @@ def read_corpus(
     if len(rows) > settings.n_texts:
         warn_user(
             f"the texts have {len(rows)} rows of {settings.length} tokens, of which the first {settings.n_texts} are "
-            f"read: pass n_texts={len(rows)} for all"
+            f"taken: pass n_texts={len(rows)} for all"
         )
         rows = rows[: settings.n_texts]
-    jobs = [partial(_read, model, part, settings.top_k, never) for part in rows.split(_TOGETHER)]
-    return _whole(jobs, _folder(folder, model, settings, rows.tolist(), never), progress)
+    return Corpus(rows, torch.ones(len(rows), dtype=torch.long))
 
 
 @torch.no_grad()
@@ -212,46 +204,20 @@ def _written(
     generator = torch.Generator().manual_seed(seed)
     n_texts, start = begun.shape
     kept = min(settings.top_k, model.cfg.d_vocab_out)
-    likeliest = torch.zeros(n_texts, settings.length, kept, dtype=torch.int32)
-    probabilities = torch.zeros(n_texts, settings.length, kept, dtype=torch.float16)
     cache, tokens, new = KeyValueCache(model.cfg.n_layers), begun, begun.to(model.cfg.device)
-    for position in range(start, settings.length):
+    for _ in range(start, settings.length):
         real = torch.ones_like(new)  # the model may write its padding token
         logits = model(new, attention_mask=real, past_kv_cache=cache, logits_at=torch.tensor([new.shape[1] - 1]))
-        found, chances, values = _likeliest(logits[:, 0], kept, never)
-        likeliest[:, position], probabilities[:, position] = found, chances
-        shares = (values / settings.temperature).softmax(dim=-1)
+        logits = logits[:, 0].float()
+        if never is not None and never < logits.shape[-1]:
+            logits[:, never] = -torch.inf
+        values, likeliest = logits.topk(kept)
+        shares = (values.cpu() / settings.temperature).softmax(dim=-1)
         among = shares.cumsum(dim=-1) - shares < settings.top_p
         among[:, 0] = True
-        drawn = found.long().gather(1, torch.multinomial(shares * among, 1, generator=generator))
+        drawn = likeliest.cpu().gather(1, torch.multinomial(shares * among, 1, generator=generator))
         tokens, new = torch.cat([tokens, drawn], dim=1), drawn.to(model.cfg.device)
-    return Corpus(tokens, torch.full((n_texts,), start), likeliest, probabilities)
-
-
-@torch.no_grad()
-def _read(model: DiffusionTransformer, rows: Tokens, top_k: int, never: int | None) -> Corpus:
-    """Rows of given texts."""
-    kept = min(top_k, model.cfg.d_vocab_out)
-    likeliest = torch.zeros(*rows.shape, kept, dtype=torch.int32)
-    probabilities = torch.zeros(*rows.shape, kept, dtype=torch.float16)
-    for start in range(0, len(rows), _READ_TOGETHER):
-        some = slice(start, start + _READ_TOGETHER)
-        tokens = rows[some].to(model.cfg.device)
-        logits = model(tokens, attention_mask=torch.ones_like(tokens))[:, :-1]
-        likeliest[some, 1:], probabilities[some, 1:], _ = _likeliest(logits, kept, never)
-    return Corpus(rows, torch.ones(len(rows), dtype=torch.long), likeliest, probabilities)
-
-
-def _likeliest(
-    logits: Float[Tensor, "*rest d_vocab_out"], kept: int, never: int | None
-) -> tuple[Int[Tensor, "*rest top"], Float[Tensor, "*rest top"], Float[Tensor, "*rest top"]]:
-    """The likeliest tokens, their probabilities and their logits, on the CPU."""
-    wide = logits.float()
-    if never is not None and never < wide.shape[-1]:
-        wide[..., never] = -torch.inf
-    values, tokens = wide.topk(kept)
-    chances = (values - wide.logsumexp(dim=-1, keepdim=True)).exp()
-    return tokens.int().cpu(), chances.half().cpu(), values.cpu()
+    return Corpus(tokens, torch.full((n_texts,), start))
 
 
 def _folder(

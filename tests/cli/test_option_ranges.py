@@ -41,7 +41,7 @@ WRONG = {
     "seeds depth workers n-texts longest-prompt top-k evaluate-every",
     ("-1",): "occurrence prefixes ask at-step step head attention mask-token-id check rank anneal warmup crop patience",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise weight-decay clamp-norm-factor kl-factor stop-below "
-    "lr-end distil",
+    "lr-end distil states",
     ("-0.5", "1.5", "nan"): "top-p distil-share one-mask",
     ("0", "-1", "nan", "inf"): "lr epochs flops largest alpha clip",
     ("-1", str(2**64)): "seed",

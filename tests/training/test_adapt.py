@@ -228,7 +228,7 @@ def test_texts_of_ones_own_are_a_file_or_a_list(llama, facts, tmp_path):
     (tmp_path / "texts.txt").write_text(f"{end} ".join(texts))
     from_list, from_file = (adapt(llama, texts=each, **SMALL, **QUIET) for each in (texts, tmp_path / "texts.txt"))
     assert same(from_list.model, from_file.model)
-    with pytest.warns(UserWarning, match=r"have \d\d rows of 10 tokens, of which the first 4 are read: pass n_texts="):
+    with pytest.warns(UserWarning, match=r"have \d\d rows of 10 tokens, of which the first 4 are taken: pass n_texts="):
         adapt(llama, texts=texts, **{**SMALL, "n_texts": 4, "steps": 1}, **QUIET)
     with pytest.raises(ValueError, match="prompts= are continued by the model, and texts= are read instead"):
         adapt(llama, texts=texts, prompts=["the"], **SMALL, **QUIET)
@@ -243,7 +243,9 @@ def test_texts_of_ones_own_are_a_file_or_a_list(llama, facts, tmp_path):
 
 def test_no_text_of_the_bound_is_trained_on(base, facts, monkeypatch):
     trained, measured = [], []
-    monkeypatch.setattr(_Rows, "__init__", recording(_Rows.__init__, lambda rows, corpus, _: trained.append(corpus)))
+    monkeypatch.setattr(
+        _Rows, "__init__", recording(_Rows.__init__, lambda rows, causal, corpus, _: trained.append(corpus))
+    )
     nats = sys.modules["diffusion_lens.training.adapt"]._nats
     recorded = recording(nats, lambda _, texts: measured.append(texts))
     monkeypatch.setattr(sys.modules["diffusion_lens.training.adapt"], "_nats", recorded)
@@ -271,15 +273,15 @@ def test_the_training_ends_when_recall_no_longer_rises(base, facts):
         adapt(base, facts=facts, **still, **QUIET)
 
 
-def test_the_distillation_is_the_divergence_from_the_causal_model(base, facts):
-    """A slow version: whole distributions, text by text. All tokens are kept here, so that no rest remains."""
-    settings = AdaptSettings(
-        **{**SMALL, "top_k": base.cfg.d_vocab_out, "crop": 0, "distil_share": 1.0, "one_mask": 0.25}
-    )
+@pytest.mark.parametrize("more", [{"states": 0.5}, {"states": 0.0}, {"states": 0.5, "readout": "in_place"}], ids=str)
+def test_the_distillation_is_the_distance_from_the_causal_model(more, base, facts):
+    """A slow version, text by text: whole distributions, and every residual stream that the cache has."""
+    settings = AdaptSettings(**{**SMALL, "crop": 0, "distil_share": 1.0, "one_mask": 0.25, **more})
     corpus = write_corpus(base, settings, prompts_of(facts), progress=False)
     corpus.starts[5] = 1  # as of a text without a prompt, which is cut anywhere
-    rows = _Rows(corpus, settings)
-    twin = adapt(base, facts=facts, **{**SMALL, "steps": 1, "lr": 1e-12}, **QUIET).model
+    rows = _Rows(base, corpus, settings)
+    twin = adapt(base, facts=facts, **{**SMALL, "steps": 1, "lr": 1e-12, **more}, **QUIET).model
+    mask, shifted = twin.cfg.mask_token_id, settings.readout == "shifted"
     rows.rows = torch.arange(8)
     with torch.no_grad():
         loss = rows(twin, corpus.tokens[:8], torch.Generator().manual_seed(5))
@@ -290,18 +292,26 @@ def test_the_distillation_is_the_divergence_from_the_causal_model(base, facts):
     assert len(set((ends - cuts)[2:].tolist())) > 1
     assert bool((ends <= 10).all())
     for row, cut, end in zip(corpus.tokens[:8], cuts.tolist(), ends.tolist(), strict=True):
-        canvas = torch.cat([row[:cut], torch.full((end - cut,), twin.cfg.mask_token_id)])
+        canvas = torch.cat([row[:cut], torch.full((end - cut,), mask)])
         with torch.no_grad():
-            p = base(row[None, :cut])[0, -1].log_softmax(dim=-1)
-            q = twin(canvas[None], logits_at=[cut - 1])[0, 0].log_softmax(dim=-1)
-        total += float((p.exp() * (p - q[: len(p)])).sum())
-    assert float(loss) == pytest.approx(settings.distil * total / 8, rel=2e-2)
+            logits, causal = base.run_with_cache(row[None, :cut])
+            own_logits, own = twin.run_with_cache(canvas[None])
+        p = logits[0, -1].index_fill(0, torch.tensor(mask), -torch.inf) if mask < logits.shape[-1] else logits[0, -1]
+        p, q = p.log_softmax(dim=-1), own_logits[0, cut - shifted].log_softmax(dim=-1)
+        some = p > -torch.inf
+        total += float((p.exp() * (p - q[: len(p)]))[some].sum())
+        if shifted:
+            for i in range(base.cfg.n_layers - 1):
+                of_twin, goal = (cache["resid_post", i][0, cut - 1] for cache in (own, causal))
+                apart = float((of_twin - goal).norm() / goal.norm()) ** 2
+                total += settings.states * apart / (base.cfg.n_layers - 1)
+    assert float(loss) == pytest.approx(settings.distil * total / 8, rel=1e-4)
 
 
 def test_mask_begins_as_the_row_that_disturbs_the_causal_model_least(llama, facts):
     """The divergence of every beginning that is tried, and of the one that is chosen, computed anew."""
     settings = AdaptSettings(**SMALL)
-    rows = _Rows(write_corpus(llama, settings, prompts_of(facts), progress=False), settings)
+    rows = _Rows(llama, write_corpus(llama, settings, prompts_of(facts), progress=False), settings)
     mask, n_known = mask_token_of(llama.tokenizer, llama.cfg.d_vocab), llama.cfg.d_vocab
     twin = _twin(llama, settings, mask)
     canvases = rows._canvases(torch.arange(16), 8, torch.Generator().manual_seed(settings.seed))
@@ -313,10 +323,10 @@ def test_mask_begins_as_the_row_that_disturbs_the_causal_model_least(llama, fact
     tried = [before[mask], mean, *(before[id_] - k * mean for id_ in special for k in (0, 3))]
     assert any(torch.allclose(row, each, atol=1e-6) for each in tried)
     with torch.no_grad():
-        at_best = float(rows.divergence(twin, *canvases))
+        at_best = float(rows.distances(twin, *canvases)[0])
         for each in tried:
             twin.embed.weight[mask] = each
-            assert at_best <= float(rows.divergence(twin, *canvases)) + 1e-4
+            assert at_best <= float(rows.distances(twin, *canvases)[0]) + 1e-4
     others = torch.arange(len(before)) != mask
     assert torch.equal(twin.W_E[others], before[others])
     assert chosen
@@ -341,14 +351,14 @@ def test_the_masked_loss_is_the_bound_after_the_first_token(more, base, facts):
             for position in (row == twin.cfg.mask_token_id).nonzero()[:, 0].tolist():
                 at = position - (settings.readout == "shifted")
                 total -= float(logits[at, clean[position]] / chance[position])
-        rows = _Rows(corpus, settings)
+        rows = _Rows(base, corpus, settings)
         loss = rows(twin, tokens, torch.Generator().manual_seed(2))
     assert float(loss) == pytest.approx(total / (6 * 9), rel=1e-5)
 
 
 def test_attention_begins_causal_and_opens_to_the_right(base, facts):
     settings = AdaptSettings(**SMALL, anneal=10)
-    rows = _Rows(write_corpus(base, settings, prompts_of(facts), progress=False), settings)
+    rows = _Rows(base, write_corpus(base, settings, prompts_of(facts), progress=False), settings)
     twin, tokens = (
         _twin(base, settings, mask_token_of(base.tokenizer, base.cfg.d_vocab)),
         rows.corpus.tokens[:3].clone(),
