@@ -51,7 +51,7 @@ def test_training_is_the_plain_loop_to_the_last_bit(kind, new_model, tokens):
     matrices = [weight for weight in plain.parameters() if weight.dim() == 2]
     norms = [weight for weight in plain.parameters() if weight.dim() == 1]
     decays = [{"params": matrices, "weight_decay": 0.3}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(decays, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(decays, betas=(0.9, 0.98), fused=True)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(200, generator=generator)
     for step in range(6):
