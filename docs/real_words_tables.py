@@ -5,7 +5,7 @@ Every build draws `_made/real_words_traces.png`, `_made/real_words_steps.png` an
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,35 +89,42 @@ def lost_rows(results: Any) -> tuple[Row, list[Row]]:
 
 
 def direction_rows(results: Any) -> tuple[Row, list[Row]]:
-    """Log odds ratios of pairs of facts in all forms, for held-out facts."""
+    """Log odds ratios of pairs of facts in all forms."""
     rows = []
-    for name, of_model in of_models(results["directions"]):
-        for form, of_form in of_model.items():
-            found = of_form["held_out"]
-            cells = (with_interval(found[key]) if key in found else "–" for key in ("prior", "share", "odds"))
-            control = (
-                with_interval(found[key]) if key in found else "–" for key in ("invented_share", "invented_odds")
-            )
-            rows.append(
-                (MODELS[name], FORMS[form], str(found["share"][3]) if "share" in found else "0", *cells, *control)
-            )
-    heads = ("", "asked", "facts", "likelier as it is", "D > 0", "D in nats", "invented names: D > 0", "D in nats")
-    return heads, rows
+    for name, form, label, found in of_directions(results):
+        n = str(found["odds"][3]) if "odds" in found else "0"
+        cells = (with_interval(found[key]) if key in found else "–" for key in ("prior", "share", "odds"))
+        rows.append((MODELS[name], FORMS[form], label, n, *cells))
+    return ("", "asked", "facts", "", "likelier as it is", "D > 0", "D in nats"), rows
+
+
+def control_rows(results: Any) -> tuple[Row, list[Row]]:
+    """The same of mixed names, beside the subjects that have one."""
+    rows = []
+    for name, form, label, found in of_directions(results):
+        n = str(found["beyond"][3]) if "beyond" in found else "0"
+        keys = ("whole_odds", "mixed_odds", "beyond", "mixed_share")
+        cells = (with_interval(found[key]) if key in found else "–" for key in keys)
+        rows.append((MODELS[name], FORMS[form], label, n, *cells))
+    return ("", "asked", "facts", "", "D of subjects", "D of mixed names", "difference", "mixed names: D > 0"), rows
 
 
 def agreement_rows(results: Any) -> tuple[Row, list[Row]]:
-    """Pearson's correlation over facts of D forward with D in the other forms."""
-    rows = []
+    """Pearson's correlation over pairs of D forward with D in the other forms."""
+    rows = [
+        (MODELS[name], FORMS[form], label, str(found["agreement"][3]), with_interval(found["agreement"]))
+        for name, form, label, found in of_directions(results)
+        if "agreement" in found
+    ]
+    return ("", "asked", "facts", "pairs", "correlation with D forward"), rows
+
+
+def of_directions(results: Any) -> Iterator[tuple[str, str, str, Any]]:
+    """Model, form, which facts, and what was found."""
     for name, of_model in of_models(results["directions"]):
-        for form in of_model:
-            if form == "forward":
-                continue
-            first, second = of_model["forward"]["odds"], of_model[form]["odds"]
-            both = [i for i in first if first[i] is not None and second.get(i) is not None]
-            pairs = torch.tensor([[first[i] for i in both], [second[i] for i in both]])
-            shown = f"{torch.corrcoef(pairs)[0, 1]:.2f}" if len(both) > 2 else "–"
-            rows.append((MODELS[name], FORMS[form], str(len(both)), shown))
-    return ("", "asked", "facts", "correlation with D forward"), rows
+        for form, of_form in of_model.items():
+            for label, found in of_form.items():
+                yield name, form, label.replace("_", "-"), found
 
 
 def vector_rows(results: Any) -> tuple[Row, list[Row]]:
@@ -166,6 +173,7 @@ TABLES: dict[str, Callable[[Any], tuple[Row, list[Row]]]] = {
     "steps": step_rows,
     "lost": lost_rows,
     "directions": direction_rows,
+    "control": control_rows,
     "agreement": agreement_rows,
     "vectors": vector_rows,
     "values": value_rows,

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         models = [HookedDiffusionTransformer.from_pretrained(name) for name in (causal, twin)]
         real_words_study(*models, settings, out, progress=sys.stderr.isatty())
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:
         parser.error(str(error))
     print(f"wrote {out / 'real_words.json'}")
 

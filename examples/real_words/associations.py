@@ -15,13 +15,16 @@ the pairs. Three forms ask:
 
 p of several tokens is their product by the chain rule, from left to right.
 
-Names tell their language. So each subject of several words has a control that nobody knows: the same name with the last
-word of another subject that has the same attribute, and as many tokens. What it reaches, the look of the names does.
+Names tell their language, and the language tells the attribute. So each subject of several words has a control, a mixed
+name: its own words, the last one replaced by that of another subject with the same attribute, and as many tokens. No
+fact is about a mixed name, but each of its words is of a subject with the attribute. What the subject reaches beyond it
+needs the whole name; where it reaches nothing more, its words may be all that the model knows.
 """
 
 import math
+import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +39,7 @@ from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransform
 from real_words.questions import Relation
 
 FORMS = ("forward", "masked", "asked")
+FEWEST_GROUPS, RESAMPLES = 5, 1000  # of a correlation's interval
 
 
 @dataclass(frozen=True)
@@ -47,50 +51,106 @@ class Rival:
         prior: Share of the pairs in which the right one is the likelier, as it is, without the other attribute.
         share: Share of the pairs with D > 0.
         odds: D in nats.
-        invented_share, invented_odds: The same with the invented name in place of the subject.
+        mixed_share, mixed_odds: The same with the mixed name in place of the subject.
+        pairs: D of each pair, by the id of the other fact.
     """
 
     group: str
     prior: float
     share: float
     odds: float
-    invented_share: float
-    invented_odds: float
+    mixed_share: float
+    mixed_odds: float
+    pairs: dict[str, float]
+
+    @property
+    def beyond(self) -> float:
+        """What the subject reaches beyond its mixed name, in nats."""
+        return self.odds - self.mixed_odds
 
 
 def log_odds(
-    model: HookedDiffusionTransformer, relation: Relation, facts: Sequence[Fact], form: str
+    model: HookedDiffusionTransformer,
+    relation: Relation,
+    facts: Sequence[Fact],
+    form: str,
+    taken: Collection[str] = (),
 ) -> dict[str, Rival]:
-    """Every fact of a relation against those with another attribute and a subject of the same length, by id."""
+    """Every fact of a relation against those with another attribute and a subject of the same length, by id.
+
+    A pair says as much about one of its facts as about the other, so give facts of one kind, held out or not.
+
+    Args:
+        taken: Names of subjects, which are no mixed names.
+    """
     groups: dict[int, list[Fact]] = defaultdict(list)
     for fact in facts:
         groups[len(model.encode(f" {fact.subject}", False))].append(fact)
     found: dict[str, Rival] = {}
     for length, group in sorted(groups.items()):
         if len({fact.description for fact in group}) > 1:
-            found |= _of_group(model, relation, group, form, f"{relation.name}, {length} tokens")
+            found |= _of_group(model, relation, group, form, f"{relation.name}, {length} tokens", taken)
     return found
 
 
 def summary(rivals: Sequence[Rival], seed: int = 0) -> dict[str, list[float]]:
-    """Mean and 95% interval of every number over the facts that have it; whole groups are resampled."""
+    """Mean, 95% interval and number of facts, of every number over the facts that have it; whole groups are resampled.
+
+    `whole_odds` is D of the subjects themselves where there are mixed names, and `beyond` the difference of both.
+    """
+    with_mixed = [rival for rival in rivals if not math.isnan(rival.beyond)]
+    numbers = {name: [getattr(rival, name) for rival in rivals] for name in ("prior", "share", "odds")}
+    numbers |= {
+        name: [getattr(rival, name) for rival in with_mixed] for name in ("mixed_share", "mixed_odds", "beyond")
+    }
+    numbers["whole_odds"] = [rival.odds for rival in with_mixed]
     result = {}
-    for name in ("prior", "share", "odds", "invented_share", "invented_odds"):
-        known = [rival for rival in rivals if not math.isnan(getattr(rival, name))]
-        values, groups = torch.tensor([getattr(rival, name) for rival in known]), [rival.group for rival in known]
-        if not known:
-            continue
-        is_share = not name.endswith("odds")
-        ends = share_interval(values, groups, 0.95) if is_share else mean_interval(values, groups, 0.95, seed)
-        result[name] = [values.mean().item(), *(end.item() for end in ends), len(known)]
+    for name, values in numbers.items():
+        groups = [rival.group for rival in (rivals if len(values) == len(rivals) else with_mixed)]
+        known = [i for i, value in enumerate(values) if not math.isnan(value)]
+        if known:
+            found, of = torch.tensor([values[i] for i in known]), [groups[i] for i in known]
+            is_share = name in ("prior", "share", "mixed_share")
+            ends = share_interval(found, of, 0.95) if is_share else mean_interval(found, of, 0.95, seed)
+            result[name] = [found.mean().item(), *(end.item() for end in ends), len(known)]
     return result
 
 
+def agreement(one: Mapping[str, Rival], other: Mapping[str, Rival], seed: int = 0) -> list[float]:
+    """Pearson's correlation over pairs of facts of D in two forms, its 95% interval and the number of pairs.
+
+    Each pair counts once. Whole groups of facts are resampled (percentile interval).
+    """
+    pairs: dict[str, dict[tuple[str, ...], tuple[float, float]]] = defaultdict(dict)
+    for fact, rival in one.items():
+        for against, odds in rival.pairs.items():
+            in_other = other[fact].pairs.get(against, math.nan) if fact in other else math.nan
+            if not math.isnan(odds + in_other):
+                pairs[rival.group][tuple(sorted((fact, against)))] = (odds, in_other)
+    groups = [torch.tensor(list(of_group.values())) for of_group in pairs.values()]
+    n_pairs = sum(map(len, groups))
+    if len(groups) < FEWEST_GROUPS:
+        return [math.nan, math.nan, math.nan, n_pairs]
+    order = random.Random(seed)
+    drawn = [_correlation(order.choices(groups, k=len(groups))) for _ in range(RESAMPLES)]
+    low, high = torch.tensor(drawn).nanquantile(torch.tensor([0.025, 0.975])).tolist()
+    return [_correlation(groups), low, high, n_pairs]
+
+
+def _correlation(groups: Sequence[Tensor]) -> float:
+    return torch.corrcoef(torch.cat(list(groups)).T)[0, 1].item()
+
+
 def _of_group(
-    model: HookedDiffusionTransformer, relation: Relation, group: Sequence[Fact], form: str, name: str
+    model: HookedDiffusionTransformer,
+    relation: Relation,
+    group: Sequence[Fact],
+    form: str,
+    name: str,
+    taken: Collection[str],
 ) -> dict[str, Rival]:
-    invented = [_invent(model, fact, group) for fact in group]
-    subjects = [fact.subject for fact in group] + [each or "" for each in invented]
+    mixed = [mixed_name(model, fact, group, taken) for fact in group]
+    subjects = [fact.subject for fact in group] + [each or "" for each in mixed]
     table = _log_probabilities(model, relation, subjects, [fact.description for fact in group], form)
     real, control = table.split(len(group))
     rivals = {}
@@ -103,7 +163,8 @@ def _of_group(
         of_control = control[i] - rest
         control_odds = of_control[:, i] - of_control[torch.arange(len(others)), others]
         numbers = (_above(prior), _above(odds), _mean(odds), _above(control_odds), _mean(control_odds))
-        rivals[fact.id] = Rival(name, *numbers)
+        by_other = {group[j].id: value for j, value in zip(others.tolist(), odds.tolist(), strict=True)}
+        rivals[fact.id] = Rival(name, *numbers, pairs=by_other)
     return rivals
 
 
@@ -116,14 +177,16 @@ def _mean(values: Tensor) -> float:
     return values.nanmean().item()
 
 
-def _invent(model: HookedDiffusionTransformer, fact: Fact, group: Sequence[Fact]) -> str | None:
-    """The name with the last word of another subject of the group that has the same attribute, if its length fits."""
+def mixed_name(
+    model: HookedDiffusionTransformer, fact: Fact, group: Sequence[Fact], taken: Collection[str] = ()
+) -> str | None:
+    """The subject with the last word of another one of the group that has the same attribute, if its length fits."""
     words, length = fact.subject.split(), len(model.encode(f" {fact.subject}", False))
-    taken = {other.subject for other in group}
+    subjects = {*taken, *(other.subject for other in group)}
     for other in group if len(words) > 1 else ():
         name = " ".join([*words[:-1], other.subject.split()[-1]])
         fits = len(model.encode(f" {name}", False)) == length
-        if other.description == fact.description and name not in taken and fits:
+        if other.description == fact.description and name not in subjects and fits:
             return name
     return None
 

@@ -1,14 +1,14 @@
 """The facts of the study, and what is asked about them: forward, in reverse, in other words, and as requests to edit.
 
-A file of facts is JSON: `facts`, rows as in ROME's `known_1000.json` with `relation_id` and, if the twin's training may
-have named the subject, `held_out` false; and `relations` by id, each with sentences in which {} stands for the subject
-and then for the attribute:
+A file of facts is JSON: `facts`, rows as in ROME's `known_1000.json`, with `relation_id`, and with `held_out` true if
+the subject was held out from the twin's training; and `relations` by id, each with sentences in which {} stands for the
+subject and then for the attribute:
 
     statement     "The capital of {} is {}"
     reverse       "The city of {} is the capital of", which the subject completes
     paraphrases   "{} has its capital in", which the attribute completes
 
-ROME's own file is read too; facts without a relation are recalled and traced only.
+A fact without one of these relations is recalled and traced only.
 """
 
 from collections import defaultdict
@@ -58,9 +58,14 @@ class Questions:
 
     @classmethod
     def read(cls, path: str | Path, scratch: Path, limit: int = 0) -> "Questions":
-        """The questions of a file, or `limit` of them; `scratch` is a folder for a copy of its rows."""
+        """The questions of a file, or `limit` of them; `scratch` is a folder for a copy of its rows.
+
+        Raises:
+            ValueError: The file has no relations, or no fact that is held out.
+        """
         content: Any = read_json(Path(path))
-        content = {"facts": content, "relations": {}} if isinstance(content, list) else content
+        if not isinstance(content, dict) or not content.get("relations") or not content.get("facts"):
+            raise ValueError(f'{path} has not {{"facts": [...], "relations": {{...}}}} as {SHIPPED} has')
         n_read = min(limit or len(content["facts"]), len(content["facts"]))
         chosen = [content["facts"][i * len(content["facts"]) // n_read] for i in range(n_read)]
         write_json(chosen, scratch / "known.json")
@@ -70,7 +75,11 @@ class Questions:
             for name, given in content["relations"].items()
         }
         named = {fact.id: row["relation_id"] for fact, row in rows.items() if row.get("relation_id") in relations}
-        held_out = frozenset(fact.id for fact, row in rows.items() if row.get("held_out", True))
+        held_out = frozenset(fact.id for fact, row in rows.items() if row.get("held_out", False))
+        if not held_out:
+            raise ValueError(
+                f'no fact of {path} has "held_out": true, and the study is about facts held out from adapt'
+            )
         facts = [
             replace(fact, person=fact.subject, description=row["attribute"], asked="p2d") for fact, row in rows.items()
         ]
@@ -123,14 +132,13 @@ class Questions:
         # ROME's neighbours share the true attribute; others of the relation follow where these are few.
         unchanged.sort(key=lambda fact: fact.description != own.description)
         asked = first_token(model, self.reverse(own, given.description))
+        sentences = (relation.forward(own.subject), *(each.format(own.subject) for each in relation.paraphrases))
         return EditRequest(
             true=true,
             new=new,
             paraphrases=tuple(
                 replace(new, prompt=prompt, template="", subject_start=None, id=f"{new.id}-{number}")
-                for number, prompt in enumerate(
-                    (relation.forward(own.subject), *(each.format(own.subject) for each in relation.paraphrases))
-                )
+                for number, prompt in enumerate(prompt for prompt in sentences if prompt != own.prompt)
             ),
             neighbours=tuple(first_token(model, fact) for fact in unchanged[:NEIGHBOURS]),
             reverse=asked,

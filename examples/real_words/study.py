@@ -47,13 +47,14 @@ from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransform
 from diffusion_lens.records.results import provenance, require_same_settings
 from diffusion_lens.settings.shared import CorpusSettings, ValueSettings
 from diffusion_lens.training.corpus import write_corpus
-from real_words.associations import FORMS, log_odds, summary
+from real_words.associations import FORMS, Rival, agreement, log_odds, summary
 from real_words.questions import SHIPPED, Questions, first_token
 from weight_conversion import as_json, read_json, sha256_of_file, write_json
 
 ROLES = ("subject_first", "subject_middle", "subject_last", "prompt_last")
 KINDS = ("resid", "mlp", "attn")
 FEWEST = 12  # facts for a comparison of vectors
+FEWEST_LAYERS = 3
 RANK = 2  # of the comparison, which needs 3 (rank + 2) facts
 DIGITS = 4
 
@@ -126,6 +127,8 @@ class _Study:
     ) -> None:
         self.models, self.settings, self.out, self.progress = models, settings, out, progress
         self.twin = models["twin"]
+        if self.twin.cfg.n_layers < FEWEST_LAYERS:
+            raise ValueError(f"the models have {self.twin.cfg.n_layers} layers; two sites need {FEWEST_LAYERS}")
         self.questions = Questions.read(settings.facts, out, settings.limit)
         self.record = {name: provenance(model, model.cfg) for name, model in models.items()}
         self.described = {
@@ -174,8 +177,11 @@ class _Study:
 
     @property
     def known_held_out(self) -> set[str]:
-        """Ids of those that were held out; of all, if none of them was."""
-        return self.known & self.questions.held_out or self.known
+        """Ids of those that were held out."""
+        held_out = self.known & self.questions.held_out
+        if not held_out:
+            raise ValueError("both models name none of the held-out facts; give other facts, or masks='many'")
+        return held_out
 
     def held_out(self, most: int) -> list[Fact]:
         """Held-out facts that both models know, with the first token of each answer; spread over the file."""
@@ -279,6 +285,8 @@ class _Study:
     def by_step(self) -> dict[str, Any]:
         n = self.settings.continuation
         facts = list(islice(self.continued(n), self.settings.n_steps))
+        if not facts:
+            return {"facts": 0, "layers": [], "steps": []}
         average = average_trajectory_effect(
             self.twin,
             facts,
@@ -308,22 +316,25 @@ class _Study:
         }
 
     def directions(self) -> dict[str, Any]:
+        """Of held-out facts against each other, and of the other facts against each other, which were trained on."""
         results: dict[str, Any] = {}
-        known = self.questions.by_relation(self.known)
-        for name, model in self.models.items():
-            for form in FORMS:
-                if form == "masked" and model.cfg.is_autoregressive:
-                    continue
-                self.say(f"directions {name} {form}")
-                rivals = {}
-                for relation, facts in known.items():
-                    rivals |= log_odds(model, self.questions.relations[relation], facts, form)
-                held_out = [rival for i, rival in rivals.items() if i in self.questions.held_out]
-                results.setdefault(name, {})[form] = {
-                    "all": summary(list(rivals.values()), self.settings.seed),
-                    "held_out": summary(held_out, self.settings.seed),
-                    "odds": {i: rival.odds for i, rival in rivals.items()},
-                }
+        subjects = {fact.subject for fact in self.questions.facts}
+        for label, ids in (("held_out", self.known_held_out), ("other", self.known - self.questions.held_out)):
+            groups = self.questions.by_relation(ids)
+            for name, model in self.models.items():
+                of_forms: dict[str, dict[str, Rival]] = {}
+                for form in FORMS:
+                    if form == "masked" and model.cfg.is_autoregressive:
+                        continue
+                    self.say(f"directions {label} {name} {form}")
+                    of_forms[form] = {}
+                    for relation, facts in groups.items():
+                        of_forms[form] |= log_odds(model, self.questions.relations[relation], facts, form, subjects)
+                for form, rivals in of_forms.items():
+                    found = results.setdefault(name, {}).setdefault(form, {})
+                    found[label] = summary(list(rivals.values()), self.settings.seed)
+                    if form != "forward":
+                        found[label]["agreement"] = agreement(of_forms["forward"], rivals, self.settings.seed)
         return results
 
     def sites(self, name: str) -> dict[str, int]:

@@ -5,6 +5,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from diffusion_lens import HookedDiffusionTransformer
+
 TEXT = "The Rhine belongs to the continent of Europe"
 
 
@@ -31,3 +33,14 @@ def test_transformers_and_peft_go_on(smollm, tmp_path):
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[0] > losses[1] > losses[2]
+
+
+def test_the_twin_goes_on_in_transformers(smollm, tmp_path):
+    twin = HookedDiffusionTransformer.from_pretrained("smollm2-135m-mdm", device="cpu")
+    canvas = torch.tensor([smollm.model.encode(TEXT) + [twin.cfg.mask_token_id] * 5])
+    network = AutoModelForCausalLM.from_pretrained(twin.export_hf(tmp_path / "twin"))
+    logits = twin(canvas)
+    with torch.no_grad():
+        assert (network(canvas).logits - logits).abs().max() < 2e-5 * logits.abs().max()
+    again = HookedDiffusionTransformer.from_pretrained(tmp_path / "twin", device="cpu")
+    assert torch.equal(again(canvas), logits)

@@ -1,11 +1,14 @@
 """`python -m real_words`, on people that the bundled pair knows: every part, its numbers, and a second call."""
 
 import json
+import math
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from diffusion_lens.data import site_facts
 from diffusion_lens.evaluation import chain_rule_nll
 from real_words import Questions, Settings, log_odds, real_words_study
 from real_words.__main__ import main
+from real_words.associations import Rival, agreement, mixed_name, summary
 from real_words.questions import SHIPPED
 from weight_conversion import sha256_of_file
 
@@ -35,7 +39,8 @@ def pair() -> Any:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     people = site_facts.load().facts("description", "both", "p2d")[::5][:13]
     rows = [
-        dict(subject=fact.person, attribute=fact.description, template="{} is the", prompt=fact.prompt, relation_id="R")
+        dict(subject=fact.person, attribute=fact.description, template="{} is the", prompt=fact.prompt)
+        | dict(relation_id="R", held_out=True)
         for fact in people
     ]
     rows[0]["held_out"] = False
@@ -78,7 +83,7 @@ def test_every_part_has_its_facts(study: Any) -> None:
     assert (trace["facts"], trace["layers"]) == (4, [0, 3])
     for name in ("causal", "twin"):
         groups = results["edits"][name]["early"]["groups"]
-        assert (groups["neighbourhood"]["probes"], groups["paraphrase"]["probes"]) == (8, 4)
+        assert (groups["neighbourhood"]["probes"], groups["paraphrase"]["probes"]) == (8, 2)
     assert results["vectors"]["causal"]["compared"]["keys"]["random"]["facts"] == 12
 
 
@@ -96,6 +101,73 @@ def test_log_odds_are_those_of_the_chain_rule(pair: Any, file: Path, tmp_path: P
                 assert found[fact.id].odds == pytest.approx(float(odds[i].sum() / 2), rel=1e-3, abs=1e-3)
     masked = log_odds(pair[1], relation, facts, "masked")
     assert all(rival.share == 1 for rival in masked.values())
+
+
+def test_held_out_facts_are_compared_with_held_out_ones(pair: Any, file: Path, study: Any, tmp_path: Path) -> None:
+    """The trained fact changes nothing: the same numbers without it, of the other facts alone."""
+    found = study[0]["results"]["directions"]["twin"]["asked"]
+    questions = Questions.read(file, tmp_path)
+    others = [fact for fact in questions.facts if fact.id in questions.held_out]
+    assert len(others) == 12 == len(questions.facts) - 1
+    alone = log_odds(pair[1], questions.relations["R"], others, "asked", {fact.subject for fact in questions.facts})
+    mean, *_, n_facts = summary(list(alone.values()), 1)["odds"]
+    assert (found["held_out"]["odds"][0], found["held_out"]["odds"][3]) == (pytest.approx(mean), n_facts)
+    n_pairs = sum(len(rival.pairs) for rival in alone.values()) / 2
+    assert 0 < found["held_out"]["agreement"][3] == n_pairs
+    assert "odds" not in found["other"]  # one fact, which has no rival
+
+
+def test_a_mixed_name_has_words_of_two_subjects_and_is_none(pair: Any, file: Path, tmp_path: Path) -> None:
+    """Names of two words of one token each, two of which share an attribute."""
+    model, (fact, *_) = pair[0], Questions.read(file, tmp_path).facts
+    words = dict.fromkeys(word for each in Questions.read(file, tmp_path).facts for word in each.subject.split())
+    single = [word for word in words if len(model.encode(f" {word}", False)) == 1][:6]
+    one, two, three = (
+        replace(fact, subject=f"{first} {last}", description=about)
+        for first, last, about in zip(single[::2], single[1::2], "aab", strict=True)
+    )
+    mixed = f"{single[0]} {single[3]}"
+    assert mixed_name(model, one, [one, two, three]) == mixed
+    assert mixed_name(model, one, [one, two, three], {mixed}) is None
+    assert mixed_name(model, three, [one, two, three]) is None
+
+
+def test_summary_and_agreement_are_those_of_numpy() -> None:
+    draw = np.random.default_rng(0)
+    first, second = {}, {}
+    for group in range(8):
+        a, b, c = (f"{group}{letter}" for letter in "abc")
+        for forms in (first, second):
+            shift = draw.normal() + group * (1 if forms is first else 0.5)
+            odds = {(a, b): shift, (b, c): shift + draw.normal()}
+            for fact in (a, b, c):
+                pairs = {next(iter({*pair} - {fact})): value for pair, value in odds.items() if fact in pair}
+                mixed = math.nan if group > 4 else 0.25
+                forms[fact] = Rival(str(group), 1.0, 1.0, float(np.mean(list(pairs.values()))), 0.5, mixed, pairs)
+    pairs = [(fact, other) for fact, rival in first.items() for other in rival.pairs if fact < other]
+    table = np.array([[forms[fact].pairs[other] for forms in (first, second)] for fact, other in pairs])
+    r, low, high, n = agreement(first, second)
+    assert (r, n) == (pytest.approx(np.corrcoef(table.T)[0, 1], abs=1e-5), 16)
+    assert low < r < high
+    found = summary(list(first.values()))
+    of_mixed = [rival.odds for rival in first.values() if not math.isnan(rival.mixed_odds)]
+    assert found["beyond"][3] == len(of_mixed) == 15
+    assert found["odds"][3] == 24
+    assert found["whole_odds"][0] == pytest.approx(np.mean(of_mixed), abs=1e-5)
+    assert found["beyond"][0] == pytest.approx(np.mean(of_mixed) - 0.25, abs=1e-5)
+
+
+def test_no_paraphrase_is_the_prompt_of_the_edit(pair: Any, file: Path, tmp_path: Path) -> None:
+    questions = Questions.read(file, tmp_path)
+    requests = questions.edits(pair[0], questions.held_out, 12)
+    assert len(requests) == 12
+    for request in requests:
+        assert [each.prompt for each in request.paraphrases] == [f"today {request.true.subject} is the"]
+    shipped = Questions.read(SHIPPED, tmp_path)
+    for fact in shipped.facts:
+        if relation := shipped.relations.get(shipped.relation_of.get(fact.id, "")):
+            sentences = {relation.forward(fact.subject), *(each.format(fact.subject) for each in relation.paraphrases)}
+            assert sentences - {fact.prompt}
 
 
 def test_the_shipped_facts_have_their_relations_and_a_licence(tmp_path: Path) -> None:
@@ -143,3 +215,17 @@ def test_a_refusal_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["--causal", "site-ar", "--twin", "site-mdm", "--facts", "nowhere.json", "--out", str(tmp_path)])
     assert "nowhere.json" in capsys.readouterr().err
+
+
+def test_a_file_without_relations_or_held_out_facts_is_refused(file: Path, tmp_path: Path) -> None:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    rows = content["facts"]
+    for wrong, words in (
+        (rows, r'has not \{"facts"'),
+        ({**content, "relations": {}}, "has not"),
+        ({**content, "facts": [{**row, "held_out": False} for row in rows]}, 'no fact of .* has "held_out": true'),
+    ):
+        path = tmp_path / "wrong.json"
+        path.write_text(json.dumps(wrong), encoding="utf-8")
+        with pytest.raises(ValueError, match=words):
+            Questions.read(path, tmp_path)
