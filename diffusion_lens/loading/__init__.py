@@ -271,7 +271,8 @@ def _open_delta(
         checkpoint = delta.checkpoint(base)
     except (ValueError, FileNotFoundError) as error:
         said = f"{local.folder} changes another model, its base {delta.base.name!r} (named in {ABOUT})"
-        raise type(error)(f"{said}, which cannot be used: {error}") from error
+        elsewhere = f"If the base is elsewhere, write its name or path there, or put it beside as {beside.name}"
+        raise type(error)(f"{said}, which cannot be used: {error}. {elsewhere}") from error
     read_mask(loaded_tokenizer, delta.architecture.mask_token_id)
     cfg = DiffusionConfig.from_architecture(
         delta.architecture,

@@ -51,7 +51,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import Result, Saved, Table, provenance, require_same_settings
 from diffusion_lens.settings import own_seed, takes
 from diffusion_lens.settings.shared import AdaptSettings
-from diffusion_lens.training.corpus import HAS_MASK, Corpus, prompts_of, read_corpus, read_texts, write_corpus
+from diffusion_lens.training.corpus import HAS_MASK, Corpus, plain, prompts_of, read_corpus, read_texts, write_corpus
 from diffusion_lens.training.finetune import RUN, WEIGHTS, load_weights, require_own_folder
 from diffusion_lens.training.low_rank import low_rank, trained_row
 from diffusion_lens.training.trainer import (
@@ -74,6 +74,7 @@ _BOUND_TEXTS, _BOUND_SAMPLES = 64, 8  # that estimate the bound on the likelihoo
 _SAMPLES = 3
 _CHUNKS = 4  # of the distilled rows of an update
 _TRIED = 16  # rows on which beginnings of the [MASK] row are compared
+_TRIED_TOKENS = 16  # special tokens that are tried; some tokenizers have hundreds
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,11 +86,11 @@ class Adaptation(Result, Saved):
     Attributes:
         settings: Settings of the adaptation.
         losses: Loss of every update.
-        numbers: Of the facts in the training and of those that were held out (`held_out_...`): their number, the share
+        numbers: Of the facts and of those that were held out (`held_out_...`): their number, the share
             `known` whose answer's first token the causal model names greedily, and the shares of these that the twin
             names at the first [MASK] of a canvas with one [MASK] and with many, and by the denoising loop. Then the
-            bound on the negative log-likelihood of held-out texts beside that of the causal model, in nats per token.
-            All are of the weights after the last update. If `patience` ended the training, it did so by the recall of
+            bound on the negative log-likelihood of held-out texts, estimated with a few samples of noise, beside that of
+            the causal model, in nats per token. All are of the weights after the last update. If `patience` ended the training, it did so by the recall of
             the same held-out facts, which then is no estimate of the recall of others.
         samples: Texts that the twin wrote after a few prompts.
         evaluations: Recall of the held-out facts that the causal model knows, in the course of the training.
@@ -114,7 +115,7 @@ class Adaptation(Result, Saved):
     def summary(self) -> str:
         """What a user wants to know, in a few lines."""
         numbers, lines = self.numbers, []
-        for prefix, facts in (("held_out_", "held-out facts"), ("", "facts of the training")):
+        for prefix, facts in (("held_out_", "held-out facts"), ("", "other facts")):
             if prefix + "facts" in numbers:
                 shares = [
                     f"{numbers[prefix + key]:.3f} {words}" for key, words in _NAMED.items() if prefix + key in numbers
@@ -128,7 +129,9 @@ class Adaptation(Result, Saved):
                 f"the training ended after {len(self.losses)} of {self.settings['steps']} updates by the recall of "
                 "these held-out facts, which is therefore no estimate of that of others"
             )
-        said = f"at most {numbers['bound']:.3f} of the twin, {numbers['causal_nll']:.3f} of the causal model"
+        said = (
+            f"{numbers['bound']:.3f} of the twin (a bound, estimated), {numbers['causal_nll']:.3f} of the causal model"
+        )
         return "\n".join([*lines, f"nats per token: {said}", *(f"sample: {text!r}" for text in self.samples)])
 
     def _table(self) -> Table:
@@ -152,15 +155,15 @@ def adapt(
 
     Args:
         model: Causal model in float32: a Llama, Qwen2 or Qwen3, or with rank=0 one of any family.
-        facts: Facts about which the model writes texts, the likeliest way to keep them known. Beside `texts` they are
-            only measured.
+        facts: Facts about which the model writes texts, the likeliest way to keep them known; those with a subject of a
+            held-out one are left out. Beside `texts` they are only measured.
         held_out: Facts whose subjects no text may name; their recall is measured.
         prompts: Texts that the model continues, beside those of the facts. Without either it writes freely.
         texts: Texts to train on instead: the path of a text file, or several texts. The first `n_texts` rows are read.
         out: Folder for the twin, which `from_pretrained(out)` loads: a delta, or with rank=0 a model. In the subfolder
             `training` is what the same call needs to continue after an interruption, and the result of a complete one,
             which is read.
-        corpus: Folder for the texts that the model writes or has read. Adaptations may share it that give the same
+        corpus: Folder for the texts that the model writes. Adaptations may share it that give the same
             facts, prompts, [MASK] and settings of texts, `n_texts` to `seed`. By default the texts are in `out` until
             the training is complete.
         settings: Settings of the adaptation.
@@ -175,6 +178,7 @@ def adapt(
     # 1. The twin, before its training.
     _require_adaptable(model, settings)
     given = read_texts(texts, prompts)
+    facts = _without_held_out(facts, held_out)
     base = base_of(model) if settings.rank else None
     mask = mask_token_of(require_tokenizer(model), model.cfg.d_vocab, settings.mask_token)
     twin = _twin(model, settings, mask)
@@ -199,7 +203,7 @@ def adapt(
     # 3. The texts.
     own = None if home is None else home / RUN / CORPUS
     folder = own if corpus is None else Path(corpus).expanduser()
-    subjects = sorted({fact.subject for fact in held_out if fact.subject.strip()})
+    subjects = sorted({fact.subject for fact in held_out})
     if given is None:
         begun = [*prompts, *prompts_of(facts)]
         whole = write_corpus(model, settings, begun, left_out=subjects, never=mask, folder=folder, progress=progress)
@@ -412,17 +416,17 @@ def _read_at(
 def _begin_mask_row(twin: DiffusionTransformer, rows: _Rows, n_known: int) -> str:
     """Write the row of [MASK] with which the untrained twin is nearest to the causal model; returns what it is made of.
 
-    Compared are its own row, the mean of all, and the rows of special tokens, also less three times the mean, on
-    canvases with one [MASK] and with many.
+    Compared are its own row, the mean of all, and the rows of the first special tokens, also less three times the mean,
+    on canvases with one [MASK] and with many.
     """
     tokenizer, weight, mask = require_tokenizer(twin), twin.embed.weight, twin.cfg.blank
     special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
     mean = weight[:n_known].mean(dim=0)
     tried = {"its own": weight[mask].clone(), "the mean": mean}
-    for id_ in sorted({*special, *tokenizer.all_special_ids} - {mask}):
-        if id_ < n_known:
-            name = repr(tokenizer.convert_ids_to_tokens(id_))
-            tried |= {name: weight[id_].clone(), f"{name} less three times the mean": weight[id_] - 3 * mean}
+    named = list(dict.fromkeys([*tokenizer.all_special_ids, *sorted(special)]))  # BOS, EOS and their like come first
+    for id_ in [id_ for id_ in named if id_ != mask and id_ < n_known][:_TRIED_TOKENS]:
+        name = repr(tokenizer.convert_ids_to_tokens(id_))
+        tried |= {name: weight[id_].clone(), f"{name} less three times the mean": weight[id_] - 3 * mean}
     generator = torch.Generator().manual_seed(rows.settings.seed)
     canvases = rows._canvases(torch.arange(min(_TRIED, rows.n_rows)), _TRIED // 2, generator)
     found: dict[str, float] = {}
@@ -577,6 +581,17 @@ def _complete(home: Path, twin: DiffusionTransformer, settings: AdaptSettings, c
         load_weights(twin, home / WEIGHTS)
     vars(result).update(model=twin, delta=delta)
     return result
+
+
+def _without_held_out(facts: Sequence[Fact], held_out: Sequence[Fact]) -> list[Fact]:
+    """The facts whose subject is not held out; a `ValueError` if a held-out one has no subject."""
+    for fact in held_out:
+        if not fact.subject.strip():
+            raise ValueError(
+                f"the held-out fact {fact.prompt + fact.answer!r} has no subject, which texts could leave out"
+            )
+    subjects = {plain(fact.subject) for fact in held_out}
+    return [fact for fact in facts if plain(fact.subject) not in subjects]
 
 
 def _questions(model: DiffusionTransformer, facts: Sequence[Fact], mask: int) -> Questions:

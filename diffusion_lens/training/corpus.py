@@ -125,8 +125,8 @@ def write_corpus(
             other texts.
     """
     check_length(settings.length, model.cfg)
-    words = list(map(_plain, left_out))
-    given = [prompt for prompt in prompts if not any(word in _plain(prompt) for word in words)]
+    words = list(map(plain, left_out))
+    given = [prompt for prompt in prompts if not any(word in plain(prompt) for word in words)]
     encoded = encode_all(model, given, None) if given else []
     for prompt, row in zip(given, encoded, strict=True):
         if never in row:
@@ -181,7 +181,7 @@ def read_corpus(
     rows = tokens[: len(tokens) // settings.length * settings.length].view(-1, settings.length)
     if not len(rows):
         raise ValueError(f"the texts have {len(tokens)} tokens, which do not fill a row of length={settings.length}")
-    words = list(map(_plain, left_out))
+    words = list(map(plain, left_out))
     most = max((1 + -(-len(word.encode()) // settings.length) for word in words), default=0)
     allowed = (rows != (-1 if never is None else never)).all(dim=1) & ~_naming(model, rows, words, most)
     if not bool(allowed.any()):
@@ -241,7 +241,7 @@ def _whole(jobs: Sequence[Callable[[], Corpus]], folder: Path | None, progress: 
     return Corpus(**{name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """A text as it is searched for names: without differences of case, spacing and form of Unicode."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(unicodedata.normalize("NFKC", folded).split())
@@ -253,7 +253,7 @@ def _naming(model: DiffusionTransformer, rows: Tokens, words: Sequence[str], mos
     found: list[Any] = [0]  # how often each word is in the text of so many rows from each row on
     for size in range(1, min(most, len(rows)) + 1):
         together = rows.unfold(0, size, 1).transpose(1, 2).flatten(1)
-        texts = map(_plain, model.tokenizer.batch_decode(together.tolist(), clean_up_tokenization_spaces=False))
+        texts = map(plain, model.tokenizer.batch_decode(together.tolist(), clean_up_tokenization_spaces=False))
         found.append(torch.tensor([[text.count(word) for word in words] for text in texts]))
         less = found[-2][:-1] + found[-2][1:] - (found[-3][1:-1] if size > 2 else 0) if size > 1 else 0
         whole = (found[-1] > less).any(dim=1)  # what all these rows contain, and fewer do not

@@ -415,7 +415,7 @@ class _Run:
             {"params": vectors, "weight_decay": config.weight_decay if config.decay_norms else 0.0},
         ]
         # torch's default is slow on the CPU: a loop over weights.
-        fused = True if torch.device(model.cfg.device).type == "cpu" else None
+        fused = True if next(model.parameters()).device.type == "cpu" else None
         self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
         self.optimizer = accelerator.prepare_optimizer(self.adam)
         self.order = RowOrder(rows.n_rows, torch.Generator().manual_seed(config.seed))

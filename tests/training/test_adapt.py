@@ -489,3 +489,13 @@ def test_a_model_that_its_name_does_not_give_again_is_no_base_of_a_delta(base, f
             with pytest.raises(ValueError, match=rf"a delta names its base.*{reason}.*Save it.* or pass rank=0"):
                 adapt(make(), facts=facts, out=out, **SMALL, **QUIET)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_held_out_fact_is_none_of_the_others_and_has_a_subject(base, facts):
+    given = {**SMALL, "steps": 1}
+    result = adapt(
+        base, facts=facts[:6], held_out=facts[:2], **given, **QUIET
+    )
+    assert (result.numbers["facts"], result.numbers["held_out_facts"]) == (4, 2)
+    with pytest.raises(ValueError, match="has no subject, which texts could leave out"):
+        adapt(base, facts=facts[2:], held_out=[replace(facts[0], subject="")], **given, **QUIET)
