@@ -86,12 +86,12 @@ class Adaptation(Result, Saved):
     Attributes:
         settings: Settings of the adaptation.
         losses: Loss of every update.
-        numbers: Of the facts and of those that were held out (`held_out_...`): their number, the share
-            `known` whose answer's first token the causal model names greedily, and the shares of these that the twin
-            names at the first [MASK] of a canvas with one [MASK] and with many, and by the denoising loop. Then the
-            bound on the negative log-likelihood of held-out texts, estimated with a few samples of noise, beside that of
-            the causal model, in nats per token. All are of the weights after the last update. If `patience` ended the training, it did so by the recall of
-            the same held-out facts, which then is no estimate of the recall of others.
+        numbers: Of the facts and of those that were held out (`held_out_...`): their number, the share `known` whose
+            answer's first token the causal model names greedily, and the shares of these that the twin names at the
+            first [MASK] of a canvas with one [MASK] and with many, and by the denoising loop. Then the bound on the
+            negative log-likelihood of held-out texts, estimated with a few samples of noise, beside that of the causal
+            model, in nats per token. All are of the weights after the last update. If `patience` ended the training, it
+            did so by the recall of the same held-out facts, which then is no estimate of the recall of others.
         samples: Texts that the twin wrote after a few prompts.
         evaluations: Recall of the held-out facts that the causal model knows, in the course of the training.
         record: Seconds of the training (without those of the texts and of the measurements after it), number and hash
