@@ -485,14 +485,12 @@ class AdaptSettings(CorpusSettings):
     alpha: float | None = setting(
         None, "Factor of the additions, times the rank (LoRA's alpha). Default: the rank, a factor of 1.", positive
     )
-    steps: int = setting(300, "Number of updates.", partial(at_least, 1))
+    steps: int = setting(240, "Number of updates.", partial(at_least, 1))
     batch_size: int = setting(48, "Rows per update.", partial(at_least, 1))
     lr: float | None = setting(
-        None, "Highest learning rate. Default: 2e-3 for additions, 2e-4 for all weights.", positive
+        None, "Highest learning rate. Default: 4e-3 for additions, 2e-4 for all weights.", positive
     )
-    lr_end: float | None = setting(
-        None, "Learning rate at the end of the cosine. Default: a tenth of the highest.", not_negative
-    )
+    lr_end: float = setting(0.0, "Learning rate at the end of the cosine.", not_negative)
     betas: tuple[float, float] = setting((0.9, 0.95), "Betas of AdamW.", as_given, option=False)
     weight_decay: float = setting(0.0, "Weight decay of AdamW.", not_negative)
     warmup: int = setting(15, "Number of updates of the linear warm-up.", partial(at_least, 0))
@@ -510,7 +508,7 @@ class AdaptSettings(CorpusSettings):
         partial(not_negative, zero="no distillation"),
     )
     states: float = setting(
-        1.0,
+        3.0,
         "Weight of the residual streams in the distillation: where the twin predicts the first [MASK], they are to be "
         "those with which the causal model predicts its next token. With the readout in place there are none such.",
         partial(not_negative, zero="the predictions alone"),

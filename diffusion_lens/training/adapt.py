@@ -459,12 +459,10 @@ def _train(
     progress: bool,
 ) -> tuple[Any, Delta | None]:
     """Train all weights of the twin, or of a base a delta, rounded as it is saved; returns the record and the delta."""
-    lr = settings.lr or (2e-3 if settings.rank else 2e-4)
-    shared = ("steps", "batch_size", "betas", "weight_decay", "warmup", "clip", "mixed_precision", "seed")
+    shared = ("steps", "batch_size", "lr_end", "betas", "weight_decay", "warmup", "clip", "mixed_precision", "seed")
     config = TrainingConfig(
         **{name: getattr(settings, name) for name in shared},
-        lr=lr,
-        lr_end=lr / 10 if settings.lr_end is None else settings.lr_end,
+        lr=settings.lr or (4e-3 if settings.rank else 2e-4),
     )
 
     def recall(model: DiffusionTransformer) -> Mapping[str, float]:

@@ -493,9 +493,7 @@ def test_a_model_that_its_name_does_not_give_again_is_no_base_of_a_delta(base, f
 
 def test_a_held_out_fact_is_none_of_the_others_and_has_a_subject(base, facts):
     given = {**SMALL, "steps": 1}
-    result = adapt(
-        base, facts=facts[:6], held_out=facts[:2], **given, **QUIET
-    )
+    result = adapt(base, facts=facts[:6], held_out=facts[:2], **given, **QUIET)
     assert (result.numbers["facts"], result.numbers["held_out_facts"]) == (4, 2)
     with pytest.raises(ValueError, match="has no subject, which texts could leave out"):
         adapt(base, facts=facts[2:], held_out=[replace(facts[0], subject="")], **given, **QUIET)
