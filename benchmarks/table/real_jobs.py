@@ -29,8 +29,8 @@ from diffusion_lens.analysis.rome.canvases import default_essence
 from diffusion_lens.data import known_1000
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import TrainingConfig
-from diffusion_lens.training.adapt import _Rows
 from diffusion_lens.training.corpus import Corpus
+from diffusion_lens.training.distillation import TwinLoss
 from diffusion_lens.training.low_rank import low_rank, trained_row
 from diffusion_lens.training.trainer import _Run, _training_mode, accelerated
 
@@ -142,7 +142,7 @@ class RealSubject:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(5, self.model.cfg.d_vocab, (ROWS, settings.length), generator=generator)
         causal = HookedDiffusionTransformer.from_pretrained(self.causal, device="cpu")
-        rows = _Rows(causal, Corpus(tokens, torch.ones(ROWS, dtype=torch.long)), settings)
+        rows = TwinLoss(causal, Corpus(tokens, torch.ones(ROWS, dtype=torch.long)), settings)
         config = TrainingConfig(steps=1, batch_size=ROWS, lr=0.0)
         with ExitStack() as inside:
             if rank:

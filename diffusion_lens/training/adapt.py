@@ -1,19 +1,10 @@
 """`adapt`: from a causal model to a masked diffusion model with the same knowledge, its twin.
 
 The twin has the weights of the causal model, sees the text on both sides, and has a [MASK]. It is trained on texts that
-the causal model wrote itself (`training/corpus.py`), so that it learns to read in both directions and nothing else:
-
-    loss = masked loss of a part of the rows
-           + distil · (KL(causal model ‖ twin) + states · distance of residual streams) of the others
-
-The others are cut where the causal model began to write, and everything behind is masked. At the first [MASK], the twin
-knows as much as the causal model at its next token, and has to predict the same from the same states. That the readout
-may stay shifted is from DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891), as is attention that grows from causal to
+the causal model wrote itself (`training/corpus.py`), so that it learns to read in both directions and nothing else, by
+its masked loss and by predicting what the causal model predicts (`training/distillation.py`). That the readout may stay
+shifted is from DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891), as is attention that grows from causal to
 bidirectional.
-
-The first token of a causal model sees only itself, which makes it an attention sink (Xiao et al. 2023, arXiv
-2309.17453). In the twin it sees the whole canvas, and is none. A [MASK] that is a sink makes up for that, so its row of
-the embedding begins as that of a special token, the one with which the untrained twin predicts best, and is trained.
 
 With a rank, low-rank additions to the projections are trained (`training/low_rank.py`), and the twin is saved as a
 `Delta` of a few megabytes; without, all weights are trained, and the twin is saved as a model. `from_pretrained(out)`
@@ -27,7 +18,7 @@ import shutil
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +35,7 @@ from diffusion_lens.loading import base_of, save_pretrained
 from diffusion_lens.loading.delta import CARD, Base, Delta, LowRank, require_projections, twin_tensors
 from diffusion_lens.loading.tokenizers import mask_token_of, read_mask
 from diffusion_lens.model.config import DiffusionConfig
-from diffusion_lens.model.loss import autoregressive_loss, hide, masked_batch
+from diffusion_lens.model.loss import autoregressive_loss
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.text import require_tokenizer
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -52,15 +43,12 @@ from diffusion_lens.records.results import Result, Saved, Table, provenance, req
 from diffusion_lens.settings import own_seed, takes
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training.corpus import HAS_MASK, Corpus, plain, prompts_of, read_corpus, read_texts, write_corpus
+from diffusion_lens.training.distillation import TwinLoss, begin_mask_row, masked_loss
 from diffusion_lens.training.finetune import RUN, WEIGHTS, load_weights, require_own_folder
 from diffusion_lens.training.low_rank import low_rank, trained_row
 from diffusion_lens.training.trainer import (
-    Batch,
-    RowOrder,
-    RowSource,
     RunFolder,
     TrainingConfig,
-    sha256_of,
     train,
 )
 from weight_conversion import Architecture, as_json, write_json
@@ -72,9 +60,6 @@ _TOGETHER = 32  # canvases in one pass
 _LOOP_STEPS = 8
 _BOUND_TEXTS, _BOUND_SAMPLES = 64, 8  # that estimate the bound on the likelihood
 _SAMPLES = 3
-_CHUNKS = 4  # of the distilled rows of an update
-_TRIED = 16  # rows on which beginnings of the [MASK] row are compared
-_TRIED_TOKENS = 16  # special tokens that are tried; some tokenizers have hundreds
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -210,12 +195,12 @@ def adapt(
     else:
         whole = read_corpus(model, settings, given, left_out=subjects, never=mask)
     trained, kept = _divided(whole, settings.seed)
-    rows = _Rows(model, trained, settings)
+    rows = TwinLoss(model, trained, settings)
 
     # 4. The training. From here on the folder is that of this adaptation; the texts depend on some settings only.
     if home is not None:
         write_json(identity, home / RUN / IDENTITY)
-    begun_as = _begin_mask_row(twin, rows, model.cfg.d_vocab)
+    begun_as = begin_mask_row(twin, rows, model.cfg.d_vocab)
     record, delta = _train(twin, rows, settings, base, known["held_out_"], home, progress)
     if delta is not None:
         _write(delta, twin)
@@ -229,7 +214,7 @@ def adapt(
             recall = _recall(twin, known[prefix], settings.length, by_loop=bool(prefix) or not held_out)
             numbers |= {prefix + key: value for key, value in {**of_facts, **recall}.items()}
     noise, texts_kept = torch.Generator().manual_seed(settings.seed), kept.to(model.cfg.device)
-    bound = _nats(partial(_masked_loss, twin, generator=noise), texts_kept.repeat(_BOUND_SAMPLES, 1))
+    bound = _nats(partial(masked_loss, twin, generator=noise), texts_kept.repeat(_BOUND_SAMPLES, 1))
     numbers |= {"bound": bound, "causal_nll": _nats(partial(autoregressive_loss, model), texts_kept)}
     openings = [prompt for prompt, _ in (known["held_out_"] or known[""])[:_SAMPLES]]
     samples = _samples(twin, openings or kept[:_SAMPLES, : -(-settings.length // 8)].tolist(), settings)
@@ -293,165 +278,9 @@ def _divided(corpus: Corpus, seed: int) -> tuple[Corpus, Tokens]:
     return corpus.select(torch.tensor(others)), kept
 
 
-class _Rows(RowSource):
-    """The rows of an adaptation, and its loss; the trainer asks for rows, then for their loss."""
-
-    def __init__(self, causal: DiffusionTransformer, corpus: Corpus, settings: AdaptSettings) -> None:
-        self.causal, self.corpus, self.settings = causal, corpus, settings
-        self.step = 0
-        self.rows: Int[Tensor, "batch"] = torch.empty(0, dtype=torch.long)
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.corpus)
-
-    def sha256(self) -> str:
-        return sha256_of(vars(self.corpus))
-
-    def __repr__(self) -> str:
-        return f"adapt({self.settings.describe()})"
-
-    def next_batch(self, order: RowOrder, batch_size: int, device: str | torch.device | None) -> Batch:
-        self.step, self.rows = order.step, order.take(batch_size)
-        return Batch(self.corpus.tokens[self.rows].to(device), None, None)
-
-    def __call__(
-        self, model: DiffusionTransformer, tokens: Tokens, generator: torch.Generator | None
-    ) -> Float[Tensor, ""]:
-        s = self.settings
-        n_distilled = round(s.distil_share * len(tokens)) if s.distil else 0
-        loss = torch.zeros((), device=tokens.device)
-        with self._attention(model):
-            if n_distilled < len(tokens):
-                length = s.length - int(torch.randint(1 + (s.crop or 0), (), generator=generator))
-                loss = loss + _masked_loss(model, tokens[n_distilled:, :length], generator)
-            if n_distilled:
-                canvases = self._canvases(self.rows[:n_distilled], round(s.one_mask * n_distilled), generator)
-                # Canvases of about one length pass together, so that few positions are padding.
-                for rows, cuts, ends in canvases[:, canvases[2].argsort()].chunk(_CHUNKS, dim=1):
-                    divergence, apart = self.distances(model, rows, cuts, ends)
-                    loss = loss + s.distil / n_distilled * (divergence + s.states * apart)
-        return loss
-
-    def _canvases(
-        self, rows: Int[Tensor, "batch"], n_one: int, generator: torch.Generator | None
-    ) -> Int[Tensor, "3 batch"]:
-        """Rows, the position of their first [MASK] and the length of their canvas; `n_one` of them have one [MASK]."""
-        cuts, length = self.corpus.starts[rows], self.settings.length
-        drawn = torch.rand(2, len(rows), generator=generator)
-        # A text that the model began by itself has no beginning that matters more than others.
-        cuts = torch.where(cuts > 1, cuts, 1 + (drawn[0] * (length - 1)).long())
-        n_masks = 1 + (drawn[1] * (length - cuts)).long()
-        n_masks[:n_one] = 1
-        return torch.stack([rows, cuts, cuts + n_masks])
-
-    def distances(
-        self,
-        twin: DiffusionTransformer,
-        rows: Int[Tensor, "batch"],
-        cuts: Int[Tensor, "batch"],
-        ends: Int[Tensor, "batch"],
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """How far the twin is from the causal model where it predicts the first [MASK] of rows that are masked from
-        `cuts` to `ends`, summed over rows.
-
-        Returns:
-            KL(causal model ‖ twin), and the squared distance of the residual streams over the squared norm of the
-            causal one, mean over all blocks but the last; 0 if these have no weight.
-        """
-        states = self.settings.states > 0 and twin.cfg.readout == "shifted"
-        blank, device = twin.cfg.blank, twin.cfg.device
-        position, tokens = torch.arange(int(ends.max())), self.corpus.tokens[rows]
-        canvas = torch.where(position < cuts[:, None], tokens[:, : len(position)], blank).to(device)
-        real = (position < ends[:, None]).long().to(device)
-        with torch.no_grad():  # the causal model sees nothing of what comes after
-            given = tokens[:, : int(cuts.max())].to(device)
-            goal, streams = _read_at(self.causal, given, torch.ones_like(given), cuts - 1, states)
-        logits, found = _read_at(twin, canvas, real, twin.readout.rows(cuts), states)
-        p = torch.nn.functional.pad(goal.float(), (0, logits.shape[1] - goal.shape[1]), value=-torch.inf)
-        p = p.masked_fill(torch.arange(p.shape[1], device=device) == blank, -torch.inf)
-        divergence = torch.nn.functional.kl_div(logits.float().log_softmax(-1), p.softmax(-1), reduction="sum")
-        apart = [
-            ((own - causal).square().sum(-1) / causal.square().sum(-1)).sum()
-            for own, causal in zip(found, streams, strict=True)
-        ]
-        return divergence, torch.stack(apart).mean() if apart else divergence.new_zeros(())
-
-    def _attention(self, model: DiffusionTransformer) -> Any:
-        """As long as attention grows, hooks that hide what is too far to the right."""
-        if self.step >= self.settings.anneal:
-            return nullcontext()
-        reach = self.settings.length * self.step // self.settings.anneal
-
-        def hide_right(scores: Tensor, hook: Any) -> Tensor:
-            query, key = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
-            return scores.masked_fill(key - query[:, None] > reach, -torch.inf)
-
-        return model.hooks(
-            fwd_hooks=[(f"blocks.{i}.attn.hook_attn_scores", hide_right) for i in range(model.cfg.n_layers)]
-        )
-
-
-def _read_at(
-    model: DiffusionTransformer,
-    tokens: Tokens,
-    real: Int[Tensor, "batch pos"],
-    at: Int[Tensor, "batch"],
-    states: bool,
-) -> tuple[Float[Tensor, "batch d_vocab_out"], list[Float[Tensor, "batch d_model"]]]:
-    """The logits at one position of each row, and with `states` the residual stream there after each block but the
-    last, of which the logits say enough."""
-    place = torch.arange(len(tokens), device=tokens.device), at.to(tokens.device)
-    found: list[Tensor] = []
-
-    def keep(resid: Tensor, hook: Any) -> None:
-        found.append(resid[place].float())
-
-    hooks = [(f"blocks.{i}.hook_resid_post", keep) for i in range(model.cfg.n_layers - 1)] if states else []
-    with model.hooks(fwd_hooks=hooks):
-        return model(tokens, attention_mask=real, logits_at=place), found
-
-
-@torch.no_grad()
-def _begin_mask_row(twin: DiffusionTransformer, rows: _Rows, n_known: int) -> str:
-    """Write the row of [MASK] with which the untrained twin is nearest to the causal model; returns what it is made of.
-
-    Compared are its own row, the mean of all, and the rows of the first special tokens, also less three times the mean,
-    on canvases with one [MASK] and with many.
-    """
-    tokenizer, weight, mask = require_tokenizer(twin), twin.embed.weight, twin.cfg.blank
-    special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
-    mean = weight[:n_known].mean(dim=0)
-    tried = {"its own": weight[mask].clone(), "the mean": mean}
-    named = list(dict.fromkeys([*tokenizer.all_special_ids, *sorted(special)]))  # BOS, EOS and their like come first
-    for id_ in [id_ for id_ in named if id_ != mask and id_ < n_known][:_TRIED_TOKENS]:
-        name = repr(tokenizer.convert_ids_to_tokens(id_))
-        tried |= {name: weight[id_].clone(), f"{name} less three times the mean": weight[id_] - 3 * mean}
-    generator = torch.Generator().manual_seed(rows.settings.seed)
-    canvases = rows._canvases(torch.arange(min(_TRIED, rows.n_rows)), _TRIED // 2, generator)
-    found: dict[str, float] = {}
-    for name, row in tried.items():
-        weight[mask] = row
-        found[name] = float(rows.distances(twin, *canvases)[0])
-    best = min(found, key=lambda name: found[name])
-    weight[mask] = tried[best]
-    return best
-
-
-def _masked_loss(model: DiffusionTransformer, tokens: Tokens, generator: torch.Generator | None) -> Float[Tensor, ""]:
-    """The bound on the negative log-likelihood of texts after their first token, in nats per token, as one sample of
-    noise estimates it. The first token is given: with a shifted readout, no row predicts it."""
-    noisy, p = hide(tokens, model.cfg.blank, generator=generator)
-    noisy[:, 0] = tokens[:, 0]
-    batch = masked_batch(model, tokens, noisy, p)
-    real = torch.ones_like(batch.tokens)
-    logits = model(batch.tokens, attention_mask=real, logits_at=batch.rows, **batch.beside)
-    return batch.loss(logits) * (tokens.shape[1] / (tokens.shape[1] - 1))
-
-
 def _train(
     twin: DiffusionTransformer,
-    rows: _Rows,
+    rows: TwinLoss,
     settings: AdaptSettings,
     base: Base | None,
     held_out: Questions,

@@ -15,8 +15,9 @@ from diffusion_lens.loading.tokenizers import mask_token_of
 from diffusion_lens.records.results import provenance, require_same_run
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import Adaptation, adapt
-from diffusion_lens.training.adapt import _begin_mask_row, _Rows, _twin
+from diffusion_lens.training.adapt import _twin
 from diffusion_lens.training.corpus import prompts_of, write_corpus
+from diffusion_lens.training.distillation import TwinLoss, begin_mask_row
 from diffusion_lens.training.trainer import RunFolder
 
 SMALL = dict(n_texts=30, length=10, longest_prompt=7, top_k=6, steps=3, batch_size=8, warmup=1, rank=2, crop=2)
@@ -244,7 +245,7 @@ def test_texts_of_ones_own_are_a_file_or_a_list(llama, facts, tmp_path):
 def test_no_text_of_the_bound_is_trained_on(base, facts, monkeypatch):
     trained, measured = [], []
     monkeypatch.setattr(
-        _Rows, "__init__", recording(_Rows.__init__, lambda rows, causal, corpus, _: trained.append(corpus))
+        TwinLoss, "__init__", recording(TwinLoss.__init__, lambda rows, causal, corpus, _: trained.append(corpus))
     )
     nats = sys.modules["diffusion_lens.training.adapt"]._nats
     recorded = recording(nats, lambda _, texts: measured.append(texts))
@@ -279,14 +280,14 @@ def test_the_distillation_is_the_distance_from_the_causal_model(more, base, fact
     settings = AdaptSettings(**{**SMALL, "crop": 0, "distil_share": 1.0, "one_mask": 0.25, **more})
     corpus = write_corpus(base, settings, prompts_of(facts), progress=False)
     corpus.starts[5] = 1  # as of a text without a prompt, which is cut anywhere
-    rows = _Rows(base, corpus, settings)
+    rows = TwinLoss(base, corpus, settings)
     twin = adapt(base, facts=facts, **{**SMALL, "steps": 1, "lr": 1e-12, **more}, **QUIET).model
     mask, shifted = twin.cfg.mask_token_id, settings.readout == "shifted"
     rows.rows = torch.arange(8)
     with torch.no_grad():
         loss = rows(twin, corpus.tokens[:8], torch.Generator().manual_seed(5))
     total = 0.0
-    _, cuts, ends = rows._canvases(rows.rows, 2, torch.Generator().manual_seed(5))
+    _, cuts, ends = rows.canvases(rows.rows, 2, torch.Generator().manual_seed(5))
     assert torch.equal(cuts == corpus.starts[:8], torch.arange(8) != 5)
     assert (ends - cuts)[:2].tolist() == [1, 1]
     assert len(set((ends - cuts)[2:].tolist())) > 1
@@ -311,12 +312,12 @@ def test_the_distillation_is_the_distance_from_the_causal_model(more, base, fact
 def test_mask_begins_as_the_row_that_disturbs_the_causal_model_least(llama, facts):
     """The divergence of every beginning that is tried, and of the one that is chosen, computed anew."""
     settings = AdaptSettings(**SMALL)
-    rows = _Rows(llama, write_corpus(llama, settings, prompts_of(facts), progress=False), settings)
+    rows = TwinLoss(llama, write_corpus(llama, settings, prompts_of(facts), progress=False), settings)
     mask, n_known = mask_token_of(llama.tokenizer, llama.cfg.d_vocab), llama.cfg.d_vocab
     twin = _twin(llama, settings, mask)
-    canvases = rows._canvases(torch.arange(16), 8, torch.Generator().manual_seed(settings.seed))
+    canvases = rows.canvases(torch.arange(16), 8, torch.Generator().manual_seed(settings.seed))
     before = twin.W_E.detach().clone()
-    chosen = _begin_mask_row(twin, rows, n_known)
+    chosen = begin_mask_row(twin, rows, n_known)
     row = twin.W_E[mask].detach().clone()
     mean = before[:n_known].mean(dim=0)
     special = [id_ for id_ in llama.tokenizer.all_special_ids if id_ != mask]
@@ -351,14 +352,14 @@ def test_the_masked_loss_is_the_bound_after_the_first_token(more, base, facts):
             for position in (row == twin.cfg.mask_token_id).nonzero()[:, 0].tolist():
                 at = position - (settings.readout == "shifted")
                 total -= float(logits[at, clean[position]] / chance[position])
-        rows = _Rows(base, corpus, settings)
+        rows = TwinLoss(base, corpus, settings)
         loss = rows(twin, tokens, torch.Generator().manual_seed(2))
     assert float(loss) == pytest.approx(total / (6 * 9), rel=1e-5)
 
 
 def test_attention_begins_causal_and_opens_to_the_right(base, facts):
     settings = AdaptSettings(**SMALL, anneal=10)
-    rows = _Rows(base, write_corpus(base, settings, prompts_of(facts), progress=False), settings)
+    rows = TwinLoss(base, write_corpus(base, settings, prompts_of(facts), progress=False), settings)
     twin, tokens = (
         _twin(base, settings, mask_token_of(base.tokenizer, base.cfg.d_vocab)),
         rows.corpus.tokens[:3].clone(),
