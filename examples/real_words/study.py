@@ -85,11 +85,11 @@ class Settings:
 
     facts: str = str(SHIPPED)
     limit: int = 0
-    n_facts: int = 80
-    n_steps: int = 40
-    n_vectors: int = 40
-    n_edits: int = 30
-    n_pairs: int = 30
+    n_facts: int = 50
+    n_steps: int = 20
+    n_vectors: int = 24
+    n_edits: int = 20
+    n_pairs: int = 16
     n_texts: int = 512
     samples: int = 5
     every: int = 3
