@@ -220,13 +220,11 @@ def trace_figure(results: Any) -> Any:
 
 
 def step_figure(results: Any) -> Any:
-    """The same of the twin, at each step of a longer text."""
+    """The same of the twin, at the step that writes the attribute."""
     found = results["by_step"]
-    n_steps = len(found["steps"])
-    figure, axes = plots.panels(1, n_steps, width=3.6 * n_steps, height=3.2)
-    for step, ax in zip(found["steps"], axes, strict=True):
-        title = f"{-step['offset']} steps before the last, {step['facts']} texts"
-        title += f"\ntotal effect {with_interval(step['total'])}"
+    figure, axes = plots.panels(1, max(1, len(found["steps"])), width=5.0, height=3.2)
+    for step, ax in zip(found["steps"], axes, strict=False):
+        title = f"{step['facts']} facts, total effect {with_interval(step['total'])}"
         _draw(ax, {**step, "layers": found["layers"]}, "resid", title)
     return figure
 
