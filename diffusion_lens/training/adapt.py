@@ -46,11 +46,7 @@ from diffusion_lens.training.corpus import HAS_MASK, Corpus, plain, prompts_of, 
 from diffusion_lens.training.distillation import TwinLoss, begin_mask_row, masked_loss
 from diffusion_lens.training.finetune import RUN, WEIGHTS, load_weights, require_own_folder
 from diffusion_lens.training.low_rank import low_rank, trained_row
-from diffusion_lens.training.trainer import (
-    RunFolder,
-    TrainingConfig,
-    train,
-)
+from diffusion_lens.training.trainer import RunFolder, TrainingConfig, train
 from weight_conversion import Architecture, as_json, write_json
 
 Questions = Sequence[tuple[list[int], int]]  # the tokens of prompts, and the first token of each answer

@@ -30,6 +30,9 @@ _CHUNKS = 4  # of the distilled rows of an update
 _TRIED = 16  # rows on which beginnings of the [MASK] row are compared
 _TRIED_TOKENS = 16  # special tokens that are tried; some tokenizers have hundreds
 
+# Logits, and the residual streams from which they come.
+Goal = tuple[Float[Tensor, "batch d_vocab_out"], list[Float[Tensor, "batch d_model"]]]
+
 
 class TwinLoss(RowSource):
     """The rows of an adaptation, and its loss; the trainer asks for rows, then for their loss."""
@@ -67,7 +70,7 @@ class TwinLoss(RowSource):
                 canvases = self.canvases(self.rows[:n_distilled], round(s.one_mask * n_distilled), generator)
                 # Canvases of about one length pass together, so that few positions are padding.
                 for rows, cuts, ends in canvases[:, canvases[2].argsort()].chunk(_CHUNKS, dim=1):
-                    divergence, apart = self.distances(model, rows, cuts, ends)
+                    divergence, apart = self.distances(model, rows, cuts, ends, self.goal(rows, cuts))
                     loss = loss + s.distil / n_distilled * (divergence + s.states * apart)
         return loss
 
@@ -83,30 +86,35 @@ class TwinLoss(RowSource):
         n_masks[:n_one] = 1
         return torch.stack([rows, cuts, cuts + n_masks])
 
+    @torch.no_grad()
+    def goal(self, rows: Int[Tensor, "batch"], cuts: Int[Tensor, "batch"]) -> Goal:
+        """What the causal model predicts after the first tokens of rows, up to `cuts`, and from which states."""
+        given = self.corpus.tokens[rows][:, : int(cuts.max())].to(self.causal.cfg.device)  # it sees nothing after cuts
+        states = self.settings.states > 0 and self.settings.readout == "shifted"
+        return _read_at(self.causal, given, torch.ones_like(given), cuts - 1, states)
+
     def distances(
         self,
         twin: DiffusionTransformer,
         rows: Int[Tensor, "batch"],
         cuts: Int[Tensor, "batch"],
         ends: Int[Tensor, "batch"],
+        goal: Goal,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """How far the twin is from the causal model where it predicts the first [MASK] of rows that are masked from
-        `cuts` to `ends`, summed over rows.
+        """How far the twin is from this goal where it predicts the first [MASK] of rows that are masked from `cuts` to
+        `ends`, summed over rows.
 
         Returns:
             KL(causal model ‖ twin), and the squared distance of the residual streams over the squared norm of the
             causal one, mean over all blocks but the last; 0 if these have no weight.
         """
-        states = self.settings.states > 0 and twin.cfg.readout == "shifted"
         blank, device = twin.cfg.blank, twin.cfg.device
         position, tokens = torch.arange(int(ends.max())), self.corpus.tokens[rows]
         canvas = torch.where(position < cuts[:, None], tokens[:, : len(position)], blank).to(device)
         real = (position < ends[:, None]).long().to(device)
-        with torch.no_grad():  # the causal model sees nothing of what comes after
-            given = tokens[:, : int(cuts.max())].to(device)
-            goal, streams = _read_at(self.causal, given, torch.ones_like(given), cuts - 1, states)
-        logits, found = _read_at(twin, canvas, real, twin.readout.rows(cuts), states)
-        p = torch.nn.functional.pad(goal.float(), (0, logits.shape[1] - goal.shape[1]), value=-torch.inf)
+        predicted, streams = goal
+        logits, found = _read_at(twin, canvas, real, twin.readout.rows(cuts), bool(streams))
+        p = torch.nn.functional.pad(predicted.float(), (0, logits.shape[1] - predicted.shape[1]), value=-torch.inf)
         p = p.masked_fill(torch.arange(p.shape[1], device=device) == blank, -torch.inf)
         divergence = torch.nn.functional.kl_div(logits.float().log_softmax(-1), p.softmax(-1), reduction="sum")
         apart = [
@@ -136,7 +144,7 @@ def _read_at(
     real: Int[Tensor, "batch pos"],
     at: Int[Tensor, "batch"],
     states: bool,
-) -> tuple[Float[Tensor, "batch d_vocab_out"], list[Float[Tensor, "batch d_model"]]]:
+) -> Goal:
     """The logits at one position of each row, and with `states` the residual stream there after each block but the
     last, of which the logits say enough."""
     place = torch.arange(len(tokens), device=tokens.device), at.to(tokens.device)
@@ -166,11 +174,12 @@ def begin_mask_row(twin: DiffusionTransformer, rows: TwinLoss, n_known: int) -> 
         name = repr(tokenizer.convert_ids_to_tokens(id_))
         tried |= {name: weight[id_].clone(), f"{name} less three times the mean": weight[id_] - 3 * mean}
     generator = torch.Generator().manual_seed(rows.settings.seed)
-    canvases = rows.canvases(torch.arange(min(_TRIED, rows.n_rows)), _TRIED // 2, generator)
+    some, cuts, ends = rows.canvases(torch.arange(min(_TRIED, rows.n_rows)), _TRIED // 2, generator)
+    goal = rows.goal(some, cuts)
     found: dict[str, float] = {}
     for name, row in tried.items():
         weight[mask] = row
-        found[name] = float(rows.distances(twin, *canvases)[0])
+        found[name] = float(rows.distances(twin, some, cuts, ends, goal)[0])
     best = min(found, key=lambda name: found[name])
     weight[mask] = tried[best]
     return best

@@ -64,6 +64,11 @@ class Rival:
     pairs: dict[str, float]
 
     @property
+    def whole_odds(self) -> float:
+        """D of the subject itself, if it has a mixed name."""
+        return math.nan if math.isnan(self.mixed_odds) else self.odds
+
+    @property
     def beyond(self) -> float:
         """What the subject reaches beyond its mixed name, in nats."""
         return self.odds - self.mixed_odds
@@ -94,25 +99,16 @@ def log_odds(
 
 
 def summary(rivals: Sequence[Rival], seed: int = 0) -> dict[str, list[float]]:
-    """Mean, 95% interval and number of facts, of every number over the facts that have it; whole groups are resampled.
-
-    `whole_odds` is D of the subjects themselves where there are mixed names, and `beyond` the difference of both.
-    """
-    with_mixed = [rival for rival in rivals if not math.isnan(rival.beyond)]
-    numbers = {name: [getattr(rival, name) for rival in rivals] for name in ("prior", "share", "odds")}
-    numbers |= {
-        name: [getattr(rival, name) for rival in with_mixed] for name in ("mixed_share", "mixed_odds", "beyond")
-    }
-    numbers["whole_odds"] = [rival.odds for rival in with_mixed]
+    """Mean, 95% interval and number of facts, of every number over facts that have it; whole groups are resampled."""
     result = {}
-    for name, values in numbers.items():
-        groups = [rival.group for rival in (rivals if len(values) == len(rivals) else with_mixed)]
-        known = [i for i, value in enumerate(values) if not math.isnan(value)]
-        if known:
-            found, of = torch.tensor([values[i] for i in known]), [groups[i] for i in known]
-            is_share = name in ("prior", "share", "mixed_share")
-            ends = share_interval(found, of, 0.95) if is_share else mean_interval(found, of, 0.95, seed)
-            result[name] = [found.mean().item(), *(end.item() for end in ends), len(known)]
+    for name in ("prior", "share", "odds", "mixed_share", "mixed_odds", "whole_odds", "beyond"):
+        known = [rival for rival in rivals if not math.isnan(getattr(rival, name))]
+        values, groups = torch.tensor([getattr(rival, name) for rival in known]), [rival.group for rival in known]
+        if not known:
+            continue
+        is_share = name in ("prior", "share", "mixed_share")
+        ends = share_interval(values, groups, 0.95) if is_share else mean_interval(values, groups, 0.95, seed)
+        result[name] = [values.mean().item(), *(end.item() for end in ends), len(known)]
     return result
 
 

@@ -324,10 +324,10 @@ def test_mask_begins_as_the_row_that_disturbs_the_causal_model_least(llama, fact
     tried = [before[mask], mean, *(before[id_] - k * mean for id_ in special for k in (0, 3))]
     assert any(torch.allclose(row, each, atol=1e-6) for each in tried)
     with torch.no_grad():
-        at_best = float(rows.distances(twin, *canvases)[0])
+        at_best = float(rows.distances(twin, *canvases, rows.goal(*canvases[:2]))[0])
         for each in tried:
             twin.embed.weight[mask] = each
-            assert at_best <= float(rows.distances(twin, *canvases)[0]) + 1e-4
+            assert at_best <= float(rows.distances(twin, *canvases, rows.goal(*canvases[:2]))[0]) + 1e-4
     others = torch.arange(len(before)) != mask
     assert torch.equal(twin.W_E[others], before[others])
     assert chosen
