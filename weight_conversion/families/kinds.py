@@ -125,17 +125,11 @@ KINDS = (
         classes=r"\b(DUO|Gidd)",
     ),
     Kind(
-        "a model with uniform noise and self-conditioning",
-        "it has no [MASK], and our masked diffusion models have one",
-        model_types=("diffusion_gemma",),
-        classes=r"DiffusionGemma",
-    ),
-    Kind(
         "a diffusion model under a causal model's config",
         "its attention is bidirectional or by blocks, and its config describes a causal model",
-        classes=r"(?<!A2D)Diffusion(?!Gemma)|(?<!OP)DLM|MaskedLM|TraDo",
+        classes=r"(?<!A2D)Diffusion|(?<!OP)DLM|MaskedLM|TraDo",
         published=r"diffullama|diffugpt",
-        supported=("nemotron_labs_diffusion", "mdlm", "udlm", "bd3lm"),
+        supported=("nemotron_labs_diffusion", "diffusion_gemma", "mdlm", "udlm", "bd3lm"),
         settled_by=("mode",),
     ),
     Kind(

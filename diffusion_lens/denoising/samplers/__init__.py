@@ -7,10 +7,12 @@ from typing import Any
 
 from diffusion_lens.denoising.sampler import Proposal, Sampler
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
+from diffusion_lens.denoising.samplers.canvases import EntropyBound
 from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence, LeftToRight, ReMDM
 from diffusion_lens.denoising.samplers.presets import (
     bd3lm,
     diffullama,
+    diffusion_gemma,
     dream,
     llada,
     llada2,
@@ -39,11 +41,15 @@ SAMPLERS: dict[str, Sampler] = {
         Posterior(),
         UniformPosterior(),
         Score(),
+        EntropyBound(),
     )
 }
 PRESETS: dict[str, Callable[[], Sampler]] = {
     preset.__name__: preset
-    for preset in (smdm, llada, llada2, dream, diffullama, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd)
+    for preset in (
+        *(smdm, llada, llada2, dream, diffullama, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd),
+        diffusion_gemma,
+    )
 }
 
 
@@ -105,6 +111,7 @@ __all__ = [
     "BlockPosterior",
     "Blocks",
     "Confidence",
+    "EntropyBound",
     "FirstHitting",
     "LeftToRight",
     "Posterior",
@@ -115,6 +122,7 @@ __all__ = [
     "UniformPosterior",
     "bd3lm",
     "diffullama",
+    "diffusion_gemma",
     "dream",
     "fitting_samplers",
     "llada",
