@@ -48,8 +48,8 @@ def verified_rows() -> list[tuple[str, str, str]]:
     rows = [(f"`{family}`", *COMPARED[family]) for family in FAMILIES]
     for kind in KINDS:
         types = ", ".join(f"`{name}`" for name in kind.model_types)
-        unless = f", unless `{kind.settled_by[0]}=` says what it is" if kind.settled_by else ""
-        rows.append((f"{kind.what}{f' ({types})' if types else ''}", NOT_OFFERED, f"{kind.difference}{unless}"))
+        unsaid = f" without `{kind.settled_by[0]}=`" if kind.settled_by else ""
+        rows.append((f"{kind.what}{f' ({types})' if types else ''}{unsaid}", NOT_OFFERED, kind.difference))
     return sorted(rows, key=lambda row: list(STATES).index(row[1]))
 
 

@@ -721,7 +721,7 @@ def test_the_command_line_describes_what_was_never_downloaded():
     assert shown.exit_code == 0
     assert (facts["parameters"], facts["mask_token_id"], facts["readout"]) == (7_615_616_512, 151666, "shifted")
     listed = CliRunner().invoke(app, ["models"]).stdout.splitlines()
-    rows = {line.split()[0]: line for line in listed if line}
+    rows = {line.split()[0]: line for line in listed}
     assert re.search("16.03 GB +bidirectional +numbers equal the authors' code", rows["llada-8b-base"])
     assert rows["llada-8b-base"].endswith("GSAI-ML/LLaDA-8B-Base")
     assert "config and shapes seen" in rows["nemotron-labs-diffusion-14b"]

@@ -286,7 +286,7 @@ class _CheckRun:
         if not cfg.has_mask:
             return []
         candidates = [
-            None if self.expected is None else self.expected.architecture.mask_token_id,
+            None if self.expected is None else getattr(self.expected.architecture, "mask_token_id", None),
             getattr(tokenizer, "mask_token_id", None),
             None if tokenizer is None else len(tokenizer),
             cfg.d_vocab - 1,

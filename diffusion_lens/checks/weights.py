@@ -45,13 +45,14 @@ class Expected:
 
     Attributes:
         name: Name in the catalogue.
+        architecture: Architecture, `None` if it is not to be compared.
         sha256: SHA-256 of the published safetensors file, or of the packaged copy; `None` if unknown.
         n_bytes: Size of that file in bytes.
         tuned_on_reversals: Whether the model was fine-tuned on the facts of the reversal curse.
     """
 
     name: str
-    architecture: Architecture
+    architecture: Architecture | None
     sha256: str | None = None
     n_bytes: int | None = None
     tuned_on_reversals: bool = False
@@ -126,6 +127,9 @@ def check_config(expected: Expected | None, architecture: Architecture) -> Findi
     actual = asdict(unfolded_architecture(architecture))
     if expected is None:
         said = f"{n_params(architecture):,} parameters; no name to compare with (--as NAME)"
+        return Finding(name, "not run", said, numbers={"architecture": actual})
+    if expected.architecture is None:
+        said = f"the architecture of {expected.name!r} is not known"
         return Finding(name, "not run", said, numbers={"architecture": actual})
     published = asdict(unfolded_architecture(expected.architecture))
     different = [key for key in published if key not in NAMES and published[key] != actual[key]]

@@ -32,7 +32,7 @@ def models(
 
     max_bytes = None if largest is None else int(largest * 1e9)
     matches = find_pretrained(text, kind=kind, family=family, max_bytes=max_bytes)
-    report.say(*as_table(matches), "", *(f"{state}: {meaning}" for state, meaning in STATES.items()))
+    report.say(*as_table(matches), *(f"{state}: {meaning}" for state, meaning in STATES.items()))
     report.finish({"models": [asdict(entry) for entry in matches]})
 
 

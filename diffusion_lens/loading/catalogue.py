@@ -46,7 +46,7 @@ _MDLM = (
     "conditioning. Folding and back: 1 unit in the last place"
 )
 COMPARED: Mapping[str, tuple[str, str]] = {
-    "bd3lm": (NUMBERS, f"{_MDLM}; except at t = 0, and except rows that share a prediction"),
+    "bd3lm": (NUMBERS, f"{_MDLM}. Its sampler is not compared at t = 0, nor in rows that share a prediction"),
     "diffusion_lens": (SEEN, "this library's own format: a model survives saving and loading bit for bit"),
     "dream": (NUMBERS, "dllm's copy, `diffusion_generate` (canvases equal except where ties decide)"),
     "lit_gpt": (NUMBERS, "SMDM and its AR baseline: the authors' `lit_gpt`, to 10⁻⁵"),
