@@ -164,8 +164,7 @@ class Run:
         self.tokens = self.canvas.tokens
         self.canvases = [self.tokens]
         self.noise = PositionNoise(self.seeds, self.canvas.positions)
-        changes_nothing = self.sampler.may_change_nothing
-        self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale, changes_nothing)
+        self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale, self.sampler)
         self.identity = RunIdentity()
         self.kept = torch.full((len(self.seeds),), float("nan"), dtype=torch.float64)
 

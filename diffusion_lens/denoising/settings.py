@@ -47,13 +47,20 @@ class DenoiseSettings(DenoiseFields):
         """These settings for one model, with its default sampler if none was chosen.
 
         Raises:
-            ValueError: The sampler does not fit this variant, or guidance is requested of a model without [MASK].
+            ValueError: The sampler does not fit this variant, or guidance is requested of a model without [MASK] or
+                with an approximate cache.
         """
         if self.cfg_scale and not variant.has_mask:
             raise ValueError(
                 f"cfg_scale={self.cfg_scale} masks the prompt, and {model_name!r} has no [MASK]; use cfg_scale=0"
             )
-        return replace(self, sampler=resolve_sampler(self.sampler, variant, self.steps))
+        sampler = resolve_sampler(self.sampler, variant, self.steps)
+        if self.cfg_scale and sampler.approximate_cache:
+            raise ValueError(
+                f"cfg_scale={self.cfg_scale} takes two passes of a step, and approximate_cache="
+                f"{sampler.approximate_cache!r} keeps the keys and values of one: use cfg_scale=0, or no cache"
+            )
+        return replace(self, sampler=sampler)
 
     def fitted_to(self, variant: Variant) -> "DenoiseSettings":
         """These settings, with `cfg_scale=0` on a model without [MASK]; lets one study cover both variants."""
@@ -79,4 +86,5 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant, steps: int 
         raise ValueError(
             f"the sampler {sampler.name!r} {problem}. Samplers that fit: {', '.join(fitting_samplers(variant))}"
         )
+    sampler = sampler.adapted(variant)
     return sampler.settled(variant) if steps is None else sampler

@@ -7,7 +7,14 @@ from typing import Any
 
 from diffusion_lens.denoising.sampler import Proposal, Sampler
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
-from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence, LeftToRight, ReMDM
+from diffusion_lens.denoising.samplers.masked import (
+    Ancestral,
+    Blocks,
+    Confidence,
+    ConfidenceThreshold,
+    LeftToRight,
+    ReMDM,
+)
 from diffusion_lens.denoising.samplers.presets import (
     bd3lm,
     diffullama,
@@ -20,6 +27,7 @@ from diffusion_lens.denoising.samplers.presets import (
     sdar,
     sedd,
     smdm,
+    threshold,
     udlm,
 )
 from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
@@ -33,6 +41,7 @@ SAMPLERS: dict[str, Sampler] = {
         LeftToRight(),
         ReMDM(),
         Blocks(),
+        ConfidenceThreshold(),
         BlockConfidence(),
         BlockPosterior(),
         FirstHitting(),
@@ -43,7 +52,7 @@ SAMPLERS: dict[str, Sampler] = {
 }
 PRESETS: dict[str, Callable[[], Sampler]] = {
     preset.__name__: preset
-    for preset in (smdm, llada, llada2, dream, diffullama, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd)
+    for preset in (smdm, llada, threshold, llada2, dream, diffullama, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd)
 }
 
 
@@ -105,6 +114,7 @@ __all__ = [
     "BlockPosterior",
     "Blocks",
     "Confidence",
+    "ConfidenceThreshold",
     "FirstHitting",
     "LeftToRight",
     "Posterior",
@@ -126,5 +136,6 @@ __all__ = [
     "sdar",
     "sedd",
     "smdm",
+    "threshold",
     "udlm",
 ]
