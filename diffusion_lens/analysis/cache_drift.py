@@ -41,8 +41,8 @@ class CacheDrift(PicturedResult, Saved):
     Columns of the data frame: step, layer, keys, values, n_held.
 
     Attributes:
-        keys: Float[step layer], drift of the keys. Those of the first layer do not drift: they depend on their token
-            alone.
+        keys: Float[step layer], drift of the keys. The first layer has none: its keys and values depend on their own
+            token alone.
         values: Float[step layer], drift of the values.
         n_held: Int[step], number of positions that the cache holds, in all rows together.
         record: Steps, approximate cache ("prefix", "dual", or `None` for an exact one), trajectory, model, hash of the

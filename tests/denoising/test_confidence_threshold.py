@@ -224,7 +224,7 @@ def test_analyses_read_exact_keys_and_say_so(tmp_path):
     assert torch.equal(again.canvases, run.canvases)
     assert not torch.equal(again.confidence, run.confidence)
     query = Query(run.prompt[0], (0, 2), (4,), (int(run.tokens[0, 4]),))
-    with pytest.raises(ValueError, match="temporal_effect compares the trajectory.*approximate cache 'dual'"):
+    with pytest.raises(ValueError, match=r"temporal_effect compares the trajectory.*approximate cache 'dual'"):
         temporal_effect(model, query, trajectory=run, noise=1.0, samples=1)
 
 

@@ -75,7 +75,7 @@ def threshold(
     the least confident position is revealed whenever all others are.
 
     With an approximate cache, steps read keys and values outside the block as its first step left them
-    ({py:func}`cache_drift` measures the error). On a model that reads a token in the row before it (Dream), the first
+    (`analysis.cache_drift` measures the error). On a model that reads a token in the row before it (Dream), the first
     step of a block then reveals its first position alone, as the authors' code does.
 
     Differences from the authors' code:
@@ -89,7 +89,8 @@ def threshold(
 
     Args:
         confidence: Confidence above which a position is revealed; by default 0.9, without `factor`.
-        factor: Factor f: the k-th most confident of the revealed positions has a confidence of at least 1 - f / (k + 1).
+        factor: f, in place of `confidence`: the k-th most confident of the revealed positions has a confidence of at
+            least 1 - f / (k + 1).
         block_length: Number of masked positions of a block; `None` makes one block.
         approximate_cache: "prefix", "dual" or `None`, as in `ConfidenceThreshold`.
     """
