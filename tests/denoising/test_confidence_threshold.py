@@ -10,13 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recorded_runs import same
 from safetensors.torch import load_file
+from small_networks import small_architecture
 
 from diffusion_lens import HookedDiffusionTransformer, load
 from diffusion_lens.analysis import cache_drift, logit_lens, temporal_effect
+from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.sampler import Plan, most_confident
 from diffusion_lens.denoising.samplers import describe_sampler, llada, sampler_from, threshold
 from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.facts.fact import Query
+from diffusion_lens.model.config import DiffusionConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WEIGHTS = {"llada": "llada/gqa", "dream": "dream"}
@@ -173,6 +177,25 @@ def test_a_cached_run_is_replayed_as_it_was(family, cached, block_length, confid
         same(branch.replay(model, fwd_hooks=LOOK), branch)
 
 
+@pytest.mark.parametrize("kind", ["rotary", "standard", "alibi"])
+@pytest.mark.parametrize("cached", ["prefix", "dual"])
+def test_a_step_computes_the_span_alone(kind, cached, monkeypatch):
+    """Except where scores are biased by distance; and the numbers are those of the whole canvas, as hooks see it."""
+    cfg = DiffusionConfig.from_architecture(small_architecture(mask_token_id=39, positional_embedding_type=kind))
+    model, widths, whole = HookedDiffusionTransformer(cfg, seed=5), [], HookedDiffusionTransformer.forward
+
+    def counted(self, tokens, **options):
+        widths.append(tokens.shape[1])
+        return whole(self, tokens, **options)
+
+    monkeypatch.setattr(HookedDiffusionTransformer, "forward", counted)
+    options = dict(max_new_tokens=6, sampler=threshold(1.0, None, 3, cached))
+    run = model.denoise(PROMPT, **options)
+    spans = {"prefix": [9, 6, 6, 9, 3, 3], "dual": [9, 3, 3, 9, 3, 3]}
+    assert widths == ([9] * 6 if kind == "alibi" else spans[cached])
+    same(model.denoise(PROMPT, **options, fwd_hooks=LOOK), run)
+
+
 def test_a_held_position_is_read_as_it_was():
     """A hook on the prompt acts in the step that opens a block, and in no later one of the block."""
     model, sampler = model_of("llada"), threshold(1.0, None, 6, "prefix")
@@ -228,6 +251,17 @@ def test_analyses_read_exact_keys_and_say_so(tmp_path):
         temporal_effect(model, query, trajectory=run, noise=1.0, samples=1)
 
 
+def test_more_steps_than_masks_change_nothing():
+    """So studies of recall, whose prompts differ in length, take one number for all."""
+    model = model_of("tiny-mdm")
+    short, long = (model.denoise(PROMPT, max_new_tokens=5, steps=n, sampler=threshold(0.5)) for n in (None, 9))
+    assert torch.equal(long.revealed_at, short.revealed_at)
+    assert (long.n_steps, long.forward_passes) == (9, short.forward_passes)
+    facts = toy_facts.load().facts("d2p")[:2]
+    recall = recall_by_steps(model, facts, steps=[14], length=14, sampler=threshold(0.9))
+    assert recall.record["sampler"]["name"] == "confidence_threshold"
+
+
 def test_settings_are_recorded():
     for sampler in (threshold(), threshold(factor=1.0, block_length=4, approximate_cache="prefix")):
         assert sampler_from(json.loads(json.dumps(describe_sampler(sampler)))) == sampler
@@ -252,7 +286,10 @@ def test_bad_settings(make, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(steps=3, sampler=threshold()), "steps=3, but a step reveals as many positions.*leave steps out"),
+        (
+            dict(steps=3, sampler=threshold()),
+            "steps=3, but a step reveals as many positions.*give 6 or more, or leave steps out",
+        ),
         (dict(cfg_scale=0.5, sampler=threshold(approximate_cache="dual")), "cfg_scale=0.5 takes two passes"),
     ],
 )

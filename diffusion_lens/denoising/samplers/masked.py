@@ -280,7 +280,7 @@ class ConfidenceThreshold(Sampler):
     """Reveals in each step all positions of the open block that are confident enough, and at least the most confident.
 
     The masks of a row are divided into blocks as by `Blocks`, and a row opens its next block in the step after the one
-    that filled the last. There is a step for each mask; after the text is filled, steps take no forward pass.
+    that filled the last. There are as many steps as masks; those after the text is filled take no forward pass.
 
     Attributes:
         confidence: Confidence above which a position is revealed; `None` with `factor`.
@@ -319,18 +319,18 @@ class ConfidenceThreshold(Sampler):
         return replace(self, first_alone=self.approximate_cache is not None and variant.readout == "shifted")
 
     def n_steps(self, steps: int | None, blanks: PosMask) -> int:
-        """One step for each masked position, of the row with most of them.
+        """By default one step for each masked position, of the row with most of them.
 
         Raises:
-            ValueError: `steps` is another number.
+            ValueError: `steps` are fewer.
         """
         most = int(blanks.sum(dim=1).max())
-        if steps not in (None, most):
+        if steps is not None and steps < most:
             raise ValueError(
-                f"steps={steps}, but a step reveals as many positions as are confident enough, and at most one step "
-                f"for each of the {most} masked ones is needed: leave steps out"
+                f"steps={steps}, but a step reveals as many positions as are confident enough, which may be one alone: "
+                f"give {most} or more, or leave steps out. Steps after the text is filled take no forward pass"
             )
-        return most
+        return steps or most
 
     def open_block(self, writable: PosMask, masked: PosMask) -> PosMask:
         size = writable.shape[1] if self.block_length is None else self.block_length
