@@ -178,9 +178,9 @@ class ApproximatelyCached(Predictor):
 
     The first step of a block, in which all of it is masked, computes the whole canvas. Later ones renew the keys and
     values of the block; with the cache "prefix", also those after it. Nothing else is computed, unless something is
-    hooked, a row is padded or rows are in different blocks: then the whole canvas is, and reads the same keys and
-    values. What hooks see and change at a position that is not renewed is therefore read by no other position. Source:
-    Wu et al. 2025, Fast-dLLM, arXiv 2505.22618, section 3.2.
+    hooked, a row is padded, rows are in different blocks or a token is read before its block: then the whole canvas is,
+    and reads the same keys and values. What hooks see and change at a position that is not renewed is therefore read by
+    no other position. Source: Wu et al. 2025, Fast-dLLM, arXiv 2505.22618, section 3.2.
     """
 
     inner: Conditional
@@ -219,13 +219,13 @@ class ApproximatelyCached(Predictor):
         renewed = span | opens[:, None]
         self._starts, self._held = starts, inside & ~span & writes[:, None]
 
-        # 3. The span alone, if it is that of all rows.
+        # 3. The span alone, if it is that of all rows and has all rows of the logits that are read.
+        batch, rows = model.readout.locate(positions, canvas.real)
         start, stop, spans = 0, n_pos, torch.stack([starts, stops], dim=1)[writes].unique(dim=0).tolist()
         whole = model.is_hooked or canvas.real is not None or model.positions.biases_scores or bool(opens.any())
-        if len(spans) == 1 and not whole:
+        if len(spans) == 1 and not whole and int(rows.min()) >= spans[0][0]:
             ((start, stop),) = spans
         self._cache.renew(renewed, start)
-        batch, rows = model.readout.locate(positions, canvas.real)
         logits: Tensor = model(
             state.tokens[:, start:stop],
             attention_mask=canvas.real,

@@ -54,11 +54,11 @@ def canvas_provenance(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     replay = record.get("replay")
     if replay is None:
-        return _network_of(record)
+        return _network_and_cache(record)
     replayed: dict[str, Any] = {**network_of({}), **record.get("trajectory", {})}
     if replay == "forced":
         return replayed
-    begun, network = record.get("replayed_from", record["first_step"]), _network_of(record)
+    begun, network = record.get("replayed_from", record["first_step"]), _network_and_cache(record)
     return network if not begun or replayed == network else {**network, "earlier": {**replayed, "before_step": begun}}
 
 
@@ -129,7 +129,7 @@ def without_canvas_hooks(network: Mapping[str, Any]) -> dict[str, Any]:
     return {**network, "hooks": kept}
 
 
-def _network_of(record: Mapping[str, Any]) -> dict[str, Any]:
+def _network_and_cache(record: Mapping[str, Any]) -> dict[str, Any]:
     """The network of a run, with the approximate cache from which it read keys and values, if it had one."""
     kind = record.get("sampler", {}).get("approximate_cache")
     return {**network_of(record), **({} if kind is None else {"approximate_cache": kind})}

@@ -16,7 +16,7 @@ from diffusion_lens import HookedDiffusionTransformer, load
 from diffusion_lens.analysis import cache_drift, logit_lens, temporal_effect
 from diffusion_lens.data import toy_facts
 from diffusion_lens.denoising.sampler import Plan, most_confident
-from diffusion_lens.denoising.samplers import describe_sampler, llada, sampler_from, threshold
+from diffusion_lens.denoising.samplers import ConfidenceThreshold, describe_sampler, llada, sampler_from, threshold
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.facts.fact import Query
@@ -177,6 +177,42 @@ def test_a_cached_run_is_replayed_as_it_was(family, cached, block_length, confid
         same(branch.replay(model, fwd_hooks=LOOK), branch)
 
 
+def slow_run(model, prompt, n_new, size, confidence, cached):
+    """Every canvas of one row, with whole passes whose hooks put back what a block's first pass had outside it."""
+    mask, canvas = model.cfg.mask_token_id, torch.cat([prompt, torch.full((n_new,), model.cfg.mask_token_id)])
+    canvases = [canvas]
+    for start in range(len(prompt), len(canvas), size):
+        block, held = slice(start, start + size), {}
+        outside = torch.arange(len(canvas)) < start
+        outside[start + size :] = cached == "dual"
+
+        def read(x, hook, held=held, outside=outside):
+            held.setdefault(hook.name, x.clone())
+            x[:, outside] = held[hook.name][:, outside]
+            return x
+
+        while bool((canvas[block] == mask).any()):
+            hooks = [(lambda name: name.endswith(("hook_rot_k", "hook_v")), read)]
+            logits = model.run_with_hooks(canvas[None], fwd_hooks=hooks)[0, block].double()
+            p, proposed = logits.softmax(dim=1).max(dim=1)  # the head has no column for [MASK]
+            p = p.masked_fill(canvas[block] != mask, -1)
+            sure = (p > confidence) | (p == p.max())
+            canvas = canvas.clone()
+            canvas[block] = torch.where(sure, proposed, canvas[block])
+            canvases.append(canvas)
+    return torch.stack(canvases)
+
+
+@pytest.mark.parametrize("cached", ["prefix", "dual"])
+@pytest.mark.parametrize(("size", "confidence"), [(4, 0.5), (3, 0.9), (8, 0.7)])
+def test_smdm_reads_what_the_cache_holds(size, confidence, cached):
+    model, prompt = model_of("tiny-mdm"), model_of("tiny-mdm").to_tokens("Gustav Geisser is the")[0]
+    run = model.denoise(prompt[None], max_new_tokens=8, sampler=threshold(confidence, None, size, cached))
+    slow = slow_run(model, prompt, 8, size, confidence, cached)
+    assert torch.equal(run.canvases[: len(slow), 0], slow)
+    assert run.forward_passes == len(slow) - 1 < 8
+
+
 @pytest.mark.parametrize("kind", ["rotary", "standard", "alibi"])
 @pytest.mark.parametrize("cached", ["prefix", "dual"])
 def test_a_step_computes_the_span_alone(kind, cached, monkeypatch):
@@ -222,6 +258,14 @@ def test_the_first_position_of_a_block_is_alone_where_its_row_is_held():
     assert run.record["sampler"]["first_alone"]
     run = model_of("llada").denoise(PROMPT, max_new_tokens=6, sampler=threshold(0.0, None, 3, "dual"))
     assert run.revealed_at[:, 3:].tolist() == [[0, 0, 0, 1, 1, 1]] * 2
+
+
+def test_a_token_read_before_its_block_has_its_row_computed():
+    """As where a hook reveals other positions first, and the run is taken again without it."""
+    options = dict(max_new_tokens=8, sampler=ConfidenceThreshold(0.2, None, 4, "dual", first_alone=False))
+    run = model_of("dream").denoise(PROMPT, **options)
+    assert (run.revealed_at[:, 3] > 0).any()
+    same(model_of("dream").denoise(PROMPT, **options, fwd_hooks=LOOK), run)
 
 
 def test_an_exact_cache_does_not_drift():

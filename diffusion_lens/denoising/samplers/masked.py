@@ -289,7 +289,8 @@ class ConfidenceThreshold(Sampler):
         block_length: Number of masked positions of a block, fewer in the last; `None` makes one block.
         approximate_cache: Keys and values that are held from the first step of a block while it is written: those of
             the positions before the block ("prefix"), those of all outside it ("dual"), or none. They are those of an
-            earlier canvas, so that probabilities differ from those without a cache.
+            earlier canvas, so that probabilities differ from those without a cache. Hooks see all positions; what they
+            change at a held one is read by no other.
         first_alone: Whether the first step of a block reveals its first position, and no other. By default it does with
             an approximate cache, if a token is read in the row before it, which later steps do not compute.
     """
