@@ -75,7 +75,7 @@ def threshold(
     the least confident position is revealed whenever all others are.
 
     With an approximate cache, steps read keys and values outside the block as its first step left them
-    (`analysis.cache_drift` measures the error). On a model that reads a token in the row before it (Dream), the first
+    (`cache_drift` measures the error). On a model that reads a token in the row before it (Dream), the first
     step of a block then reveals its first position alone, as the authors' code does.
 
     Differences from the authors' code:
@@ -211,7 +211,7 @@ def sdar(
     It writes block after block, in the blocks of the model, which are counted from the first token of the prompt. A
     step of a block reveals a number of its positions, as `BlockConfidence` describes it:
 
-    - "low_confidence_dynamic": all positions whose confidence is above `threshold`, if these are more than the number;
+    - "low_confidence_dynamic": all positions whose confidence is above the threshold, if these are more than the number;
       otherwise the most confident ones.
     - "low_confidence_static": the most confident ones.
     - "sequential": the leftmost ones.
@@ -262,7 +262,7 @@ def llada2(
     """LLaDA2.0's sampler (inclusionAI `modeling_llada2_moe.py::generate`): SDAR's "low_confidence_dynamic" at 0.95.
 
     It writes block after block, in the blocks of the model, which are counted from the first token of the prompt. A
-    step of a block reveals all positions whose confidence is above `threshold`, if these are more than the step's share
+    step of a block reveals all positions whose confidence is above the threshold, if these are more than the step's share
     of the block, as `BlockConfidence` describes it; otherwise the most confident ones. The published models have blocks
     of 32 positions, and as many steps for each.
 
