@@ -284,7 +284,7 @@ class Plan:
         jitter: Float[batch pos], noise added to the confidence before positions are ranked; `None` for none.
         threshold: Score above which a position is revealed beyond the number; `None` for none.
         factor: The n most confident positions are revealed beyond the number, for the largest n such that each k-th of
-            them has a score of at least 1 - factor / (k + 1), and the last one with all others; `None` for none.
+            them has a score of at least 1 - factor / (k + 1); the last position with all others; `None` for none.
         bound: Nats: the first positions whose scores, negative entropies, add up to no more are revealed beyond the
             number; `None` for none.
     """

@@ -89,8 +89,8 @@ def threshold(
 
     Args:
         confidence: Confidence above which a position is revealed; by default 0.9, without `factor`.
-        factor: f, in place of `confidence`: the k-th most confident of the revealed positions has a confidence of at
-            least 1 - f / (k + 1).
+        factor: f, in place of `confidence`: from the second on, the k-th most confident of the revealed positions has a
+            confidence of at least 1 - f / (k + 1).
         block_length: Number of masked positions of a block; `None` makes one block.
         approximate_cache: "prefix", "dual" or `None`, as in `ConfidenceThreshold`.
     """
@@ -211,7 +211,7 @@ def sdar(
     It writes block after block, in the blocks of the model, which are counted from the first token of the prompt. A
     step of a block reveals a number of its positions, as `BlockConfidence` describes it:
 
-    - "low_confidence_dynamic": all positions whose confidence is above the threshold, if these are more than the number;
+    - "low_confidence_dynamic": all positions of a confidence above the threshold, if these are more than the number;
       otherwise the most confident ones.
     - "low_confidence_static": the most confident ones.
     - "sequential": the leftmost ones.
@@ -262,7 +262,7 @@ def llada2(
     """LLaDA2.0's sampler (inclusionAI `modeling_llada2_moe.py::generate`): SDAR's "low_confidence_dynamic" at 0.95.
 
     It writes block after block, in the blocks of the model, which are counted from the first token of the prompt. A
-    step of a block reveals all positions whose confidence is above the threshold, if these are more than the step's share
+    step of a block reveals all positions of a confidence above the threshold, if these are more than the step's share
     of the block, as `BlockConfidence` describes it; otherwise the most confident ones. The published models have blocks
     of 32 positions, and as many steps for each.
 
