@@ -62,6 +62,7 @@ class Variant:
     attention_dir: Direction
     causal_block: int | None
     block_context: Context
+    readout: Literal["in_place", "shifted"]
     mask_token_id: int | None
     time: TimeConditioning | None
     n_heads: int

@@ -8,7 +8,14 @@ from typing import Any
 from diffusion_lens.denoising.sampler import Proposal, Sampler
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
 from diffusion_lens.denoising.samplers.canvases import EntropyBound
-from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence, LeftToRight, ReMDM
+from diffusion_lens.denoising.samplers.masked import (
+    Ancestral,
+    Blocks,
+    Confidence,
+    ConfidenceThreshold,
+    LeftToRight,
+    ReMDM,
+)
 from diffusion_lens.denoising.samplers.presets import (
     bd3lm,
     diffullama,
@@ -22,6 +29,7 @@ from diffusion_lens.denoising.samplers.presets import (
     sdar,
     sedd,
     smdm,
+    threshold,
     udlm,
 )
 from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
@@ -35,6 +43,7 @@ SAMPLERS: dict[str, Sampler] = {
         LeftToRight(),
         ReMDM(),
         Blocks(),
+        ConfidenceThreshold(),
         BlockConfidence(),
         BlockPosterior(),
         FirstHitting(),
@@ -47,7 +56,7 @@ SAMPLERS: dict[str, Sampler] = {
 PRESETS: dict[str, Callable[[], Sampler]] = {
     preset.__name__: preset
     for preset in (
-        *(smdm, llada, llada2, dream, diffullama, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd),
+        *(smdm, llada, threshold, llada2, dream, diffullama, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd),
         diffusion_gemma,
     )
 }
@@ -111,6 +120,7 @@ __all__ = [
     "BlockPosterior",
     "Blocks",
     "Confidence",
+    "ConfidenceThreshold",
     "EntropyBound",
     "FirstHitting",
     "LeftToRight",
@@ -134,5 +144,6 @@ __all__ = [
     "sdar",
     "sedd",
     "smdm",
+    "threshold",
     "udlm",
 ]
