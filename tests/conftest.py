@@ -23,6 +23,7 @@ import pytest
 import torch
 import typer.testing
 from safetensors.torch import load_file
+from small_networks import diffusion_gemma
 
 # Without this every invocation of the command line would build all of its commands again.
 typer.testing._get_command = cache(typer.testing._get_command)
@@ -206,6 +207,8 @@ DIFFUSION_TRANSFORMERS = {
         "model": {"type": "ddit_wot", "hidden_size": 32, "n_blocks": 3, "n_heads": 4, "length": 128},
     },
 }
+# Networks with a part for images, of which ours is the text network.
+WITH_IMAGES = {"diffusion_gemma": diffusion_gemma()}
 # Architectures that no published family has.
 NATIVE = {"uniform": uniform_noise()}
 # Between them: both directions, both readouts, every bias, norms of heads, clipped projections, tied and untied heads,
@@ -311,7 +314,7 @@ def built(family: str) -> Any:
     """The small model of a family, built once for all fixtures that give it."""
     if family.startswith("lit_gpt-"):
         return Golden("gqa", family.removeprefix("lit_gpt-"))
-    return Specimen({**CONFIGS, **DIFFUSION_TRANSFORMERS, **NATIVE}[family])
+    return Specimen({**CONFIGS, **DIFFUSION_TRANSFORMERS, **WITH_IMAGES, **NATIVE}[family])
 
 
 @pytest.fixture(scope="session", params=UNDER_LAW)

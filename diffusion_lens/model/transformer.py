@@ -40,6 +40,7 @@ from diffusion_lens.model.inputs import (
     check_layers,
     check_length,
     check_past,
+    check_readable,
     check_storage,
     check_tokens,
     warn_unless_masked,
@@ -281,6 +282,8 @@ class DiffusionTransformer(HookedRootModule):
             if isinstance(self._pattern, FromPrompt) and clean is None and (start < stop or self.cfg.self_conditioning):
                 origins = origins_of(self, tokens, real, len(resid))
             if self.cfg.self_conditioning and start_at_layer is None:
+                if tokens is not None and self.clock.step is None:
+                    check_readable(tokens[~open_positions(resid, origins, None, n_past)], self.cfg)
                 resid = self._conditioned(resid, origins, real, n_past, self_conditioning)
             condition = None
             if "hook_time" in self._modules and (start < stop or stop_at_layer is None):

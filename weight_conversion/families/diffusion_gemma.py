@@ -141,26 +141,26 @@ def _is_global(layer_types: object, n_layers: int) -> tuple[bool, ...]:
 
 
 def _global_layers(values: Config, is_global: tuple[bool, ...], rotary: Mapping[str, Any]) -> GlobalLayers:
-    own: Any = values.get("per_layer_config")
-    if own is None:
-        own = {"head_dim": values.get("global_head_dim", 512)}
-        if (n_heads := values.get("num_global_key_value_heads")) is not None:
-            own["num_key_value_heads"] = n_heads
+    usual = {"head_dim": values["head_dim"], "num_key_value_heads": values["num_key_value_heads"]}
+    of_layers = values.get("per_layer_config")
+    if of_layers is None:  # the keys of Gemma 4
+        heads = values.get("num_global_key_value_heads") or usual["num_key_value_heads"]
+        own = {"head_dim": values.get("global_head_dim", 512), "num_key_value_heads": heads}
     else:
-        layers = [str(layer) for layer, is_one in enumerate(is_global) if is_one]
-        of_layers = {str(layer): settings for layer, settings in own.items()}
-        if sorted(of_layers) != sorted(layers) or any(each != of_layers[layers[0]] for each in of_layers.values()):
+        # A layer or a number that is not named is as usual.
+        named = {str(layer): {**usual, **numbers} for layer, numbers in of_layers.items()}
+        each = [named.pop(str(layer), usual) for layer, is_one in enumerate(is_global) if is_one]
+        own = each[0]
+        if named or any(other != own for other in each) or own.keys() != usual.keys():
             raise ValueError(
-                f"per_layer_config={own!r} must give the same numbers for each of the global layers, {layers}"
+                f"per_layer_config={of_layers!r} must give the same {sorted(usual)} for each of the global layers, and "
+                "nothing else"
             )
-        own = of_layers[layers[0]]
-    if unknown := sorted(own.keys() - {"head_dim", "num_key_value_heads"}):
-        raise ValueError(f"per_layer_config has keys that are not understood: {unknown}")
     turned = _rotary(rotary, GLOBAL, "proportional", 1_000_000.0)
     return GlobalLayers(
         is_global,
         own["head_dim"],
-        own.get("num_key_value_heads", values["num_key_value_heads"]),
+        own["num_key_value_heads"],
         turned["rope_theta"],
         turned.get("partial_rotary_factor", 1.0),
         keys_as_values=True,
