@@ -217,8 +217,9 @@ NATIVE = {"uniform": uniform_noise()}
 UNDER_LAW = (
     *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "diffullama", "nemotron-block", "nemotron-prompt"),
     *("llada_moe", "llada_moe-options", "llada2", "sdar", "mdlm", "bd3lm", "sedd", "radd"),
-    *("uniform", "udlm", "sedd-uniform"),
+    *("uniform", "udlm", "sedd-uniform", "diffusion_gemma"),
 )
+START = 4  # of the open block of a model whose tokens do not show it, outside the loop
 TIME = 0.6  # which a time-conditioned network hears outside the loop
 
 
@@ -241,7 +242,7 @@ class OneModel:
 
     def tell(self, other: Any) -> Any:
         """Another model, such as a copy, at the time of this one."""
-        other.clock.time = self.model.clock.time
+        other.clock.time, other.clock.origins = self.model.clock.time, self.model.clock.origins
         return other
 
 
@@ -288,6 +289,8 @@ class Specimen(OneModel):
         self.tokens = torch.randint(500, (3, 17), generator=torch.Generator().manual_seed(seed))
         # As inside `model.at_time(TIME)`, but for all tests that share the model.
         self.model.clock.time = TIME if self.model.cfg.time_conditioning else None
+        # Likewise as inside `model.at_block(START)`.
+        self.model.clock.origins = torch.tensor([START]) if self.model.cfg.self_conditioning else None
 
 
 def lively_tensors(architecture: Any, seed: int) -> list[tuple[str, torch.Tensor]]:

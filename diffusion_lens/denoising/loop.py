@@ -381,7 +381,7 @@ class Run:
         if plan.renoises:
             fresh = self.tokens.clone()
             fresh[state.masked] = self.noise.tokens(state.index, state.masked, self.model.cfg.d_vocab_out)
-            fresh = self.model.loop_hooks.hook_noise(fresh)
+            fresh = self.model.loop_hooks.get_submodule("hook_noise")(fresh)
             _require_ids("denoise.hook_noise", fresh, state, state.masked, self.model)
             self.tokens = torch.where(plan.positions & ~revealed, fresh.long(), self.tokens)
 

@@ -145,11 +145,9 @@ def test_runs_equal_generate_with_its_random_numbers(pair: Any, name: str) -> No
 
 
 @pytest.fixture(scope="module")
-def gemma() -> Any:
+def gemma(specimen: Any) -> Any:
     """A small random model, and a run of two canvases."""
-    from conftest import built
-
-    model = built("diffusion_gemma").model
+    model = specimen(small_config()).model
     sampler = diffusion_gemma(entropy_bound=8.0, stability_threshold=1, confidence_threshold=1e-9)
     return model, model.denoise(tokens(2, N_PROMPT), max_new_tokens=12, steps=4, sampler=sampler, seed=5)
 
