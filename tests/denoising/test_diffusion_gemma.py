@@ -9,10 +9,11 @@ from small_networks import diffusion_gemma as small_config
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
-from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.analysis import logit_lens
+from diffusion_lens import HookedDiffusionTransformer, Query
+from diffusion_lens.analysis import causal_trace, logit_lens
 from diffusion_lens.denoising import Trajectory
 from diffusion_lens.denoising.samplers import diffusion_gemma
+from diffusion_lens.interventions import swap as swap_in
 
 SIZE, N_PROMPT = 6, 9  # positions of a canvas, and of a prompt
 # Windows shorter and longer than a prompt, heads of equal and other widths, one and several global layers.
@@ -233,6 +234,21 @@ def test_the_lens_of_the_last_layer_gives_the_logits_of_the_step(gemma: Any) -> 
         found = lens.top_tokens[index, -1, ..., 0] if hasattr(lens, "top_tokens") else None
         assert found is not None
         assert torch.equal(found.masked_fill(~masked, -1), best)
+
+
+def test_a_trace_of_mlps_restores_the_sum_of_experts_and_dense_mlp(gemma: Any) -> None:
+    model, run = gemma
+    text, answer, position = run.canvases[3, 0, : N_PROMPT + SIZE], int(run.tokens[0, N_PROMPT]), 3
+    query, swap = Query(text, (2, 4), (N_PROMPT,), (answer,)), [11, 12]
+    changed = text.clone()
+    changed[2:4] = torch.tensor(swap)
+    with model.at_block(N_PROMPT):
+        trace = causal_trace(model, query, "mlp", window=1, corruption="swap", swap=swap, positions=[position])
+        clean = model.run_with_cache(text[None])[1]
+        for layer in range(model.cfg.n_layers):
+            restored = [(f"blocks.{layer}.hook_mlp_out", swap_in(clean, position))]
+            logits = model.run_with_hooks(changed[None], fwd_hooks=restored)
+            near(trace.scores[0, layer], logits[0, N_PROMPT].softmax(-1)[answer])
 
 
 def test_switching_off_self_conditioning_changes_every_later_step_of_a_canvas(gemma: Any) -> None:

@@ -129,8 +129,10 @@ def points_of(kind: str | None, block: int, cfg: DiffusionConfig) -> list[str]:
     """The hook points of a kind of state in a block, if any. The output of its shared expert is a part of the MLP's."""
     if kind is None:
         return []
-    shared = kind == "mlp" and cfg.experts is not None and cfg.experts.has_shared(block)
-    return [SITES[kind](block), *([shared_out(block)] if shared else [])]
+    experts = cfg.experts if kind == "mlp" else None
+    # With norms of their own, experts and shared one have one output, which is that of the MLP.
+    adds_beside = experts is not None and experts.has_shared(block) and not experts.own_norms
+    return [SITES[kind](block), *([shared_out(block)] if adds_beside else [])]
 
 
 @torch.no_grad()
