@@ -326,6 +326,14 @@ def every(request: pytest.FixtureRequest) -> Any:
     return built(request.param)
 
 
+@pytest.fixture(scope="session", params=[name for name in UNDER_LAW if name != "diffusion_gemma"])
+def summed(request: pytest.FixtureRequest) -> Any:
+    """Those whose stream is the sum of what their parts write, with an MLP of its own in some layer: for laws of sums,
+    of keys and values of an MLP, and of pairs of canvases. DiffusionGemma refuses what they are about
+    (`test_what_it_cannot_do_is_said`)."""
+    return built(request.param)
+
+
 @pytest.fixture(scope="session", params=["llada_moe-options", "dream", "llama", "bd3lm", "uniform"])
 def several(request: pytest.FixtureRequest) -> Any:
     """Models that predict in place (with experts), shifted by one position, causally, by blocks (conditioned on
