@@ -161,6 +161,7 @@ def uniform_noise(**more: Any) -> dict[str, Any]:
     return {**names, **sizes, "d_vocab": 512, "d_vocab_out": 512, **kind, **more}
 
 
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 CONFIGS = {
     "llada": {
         "model_type": "llada",
@@ -187,6 +188,8 @@ CONFIGS = {
     "a2d-qwen2": hugging_face("a2d-qwen2", tie_word_embeddings=True),
     "a2d-qwen3": hugging_face("a2d-qwen3", head_dim=16),
     "sdar": hugging_face("sdar", mask_token_id=512, vocab_size=513, block_size=4, attention_bias=True, mode="block"),
+    "rnd1": hugging_face("rnd1", mask_token_id=512, vocab_size=513, **QWEN_EXPERTS),
+    "sdar_moe": hugging_face("sdar_moe", mask_token_id=512, vocab_size=513, block_size=4, **QWEN_EXPERTS),
     "diffullama": hugging_face("llama", mode="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron": scaled_by_yarn(dlm_paradigm="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron-ar": scaled_by_yarn(dlm_paradigm="autoregressive"),

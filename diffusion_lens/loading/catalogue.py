@@ -321,6 +321,9 @@ LLADA2_FLASH = _resized(LLADA2_MINI, layers=32, width=4096, heads=32, mlp=9216, 
 LLADA2 = {"block_size": 32, "mask_token_id": 156895}
 
 
+SDAR_30B = {"block_size": 4, "mask_token_id": 151669}
+
+
 def _sdar() -> list[Repository]:
     """The sizes of SDAR, each with blocks of 4 positions, and of the number in its name.
 
@@ -336,8 +339,23 @@ def _sdar() -> list[Repository]:
     return entries
 
 
+_QWEN3_30B_SIZES = {"layers": 48, "width": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "mlp": 6144}
+# The numbers are those of the authors' code, which a config does not change.
+RND1_30B = {
+    **_decoder("rnd1", **_QWEN3_30B_SIZES, vocab=151936, context=40960, eps=1e-6, base=1e6),
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "mask_token_id": 151669,
+}
+
 BY_BLOCKS = (
     *_sdar(),
+    *(
+        _repository(f"JetLM/SDAR-30B-A3B-{kind}", "name seen", options=SDAR_30B, family="sdar_moe")
+        for kind in ("Chat", "Sci")
+    ),
     *(
         _repository(f"divelab/OPDLM-{size}", "name seen", options={"block_size": 4})
         for size in ("0.6B", "4B", "MATH-4B")
@@ -479,6 +497,7 @@ REPOSITORIES: tuple[Repository, ...] = (
         )
         for kind in ("Base", "Instruct")
     ),
+    _repository("radicalnumerics/RND1-Base-0910", "config seen", RND1_30B),
     # Its config is Llama-2's; the id of [MASK] is that of the training code.
     _repository(
         "diffusionfamily/diffullama",

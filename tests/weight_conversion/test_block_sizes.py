@@ -20,6 +20,7 @@ SDAR = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "mask_token_
         ("JetLM/SDAR-4B-Chat-b16", 16),
         ("models--JetLM--SDAR-1.7B-Chat-b64/snapshots/0123", 64),
         ("JetLM/SDAR-8B-Chat", 4),
+        ("JetLM/SDAR-30B-A3B-Sci", 4),
         ("divelab/OPDLM-MATH-4B", 4),
         ("inclusionAI/LLaDA2.0-mini", 32),
         ("models--inclusionAI--LLaDA2.1-flash/snapshots/0123", 32),

@@ -27,7 +27,6 @@ BLOCKS, EXPERTS, DIT, EDITS = (
     [
         (FAST, [BLOCKS, "model_type='Fast_dLLM_Qwen'"]),
         ({"model_type": "qwen2", "architectures": ["Fast_dLLM_QwenForCausalLM"]}, [BLOCKS, "['Fast_dLLM_Qwen"]),
-        ({"model_type": "sdar_moe", "num_experts": 128}, [EXPERTS, "model_type='sdar_moe'"]),
         (EFFICIENT_DLM, [BLOCKS, "architectures=['DiffEncoderModel']"]),
         (QWEN_MOE, [EXPERTS, "architectures=['Qwen3MoeForCausalLM']", "router"]),
         ({"model_type": "llada2_moe_veomni", "architectures": ["LLaDA2MoeModelLM"]}, [BLOCKS, "LLaDA2MoeModelLM"]),

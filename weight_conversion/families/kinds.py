@@ -112,11 +112,10 @@ KINDS = (
     Kind(
         "a mixture of experts",
         "its router is another one than that of the mixtures of experts that are supported",
-        model_types=("sdar_moe",),
         classes=r"(?<!LLaDA)(MoE|Moe)",
         keys=("num_experts", "n_routed_experts", "num_local_experts"),
         tensors=("model.*.mlp.experts.*",),
-        supported=("llada", "lladamoe", "llada2_moe"),
+        supported=("llada", "lladamoe", "llada2_moe", "rnd1", "sdar_moe"),
     ),
     Kind(
         "a diffusion transformer (DiT) of another kind",
@@ -135,7 +134,7 @@ KINDS = (
         "its attention is bidirectional or by blocks, and its config describes a causal model",
         classes=r"(?<!A2D)Diffusion(?!Gemma)|(?<!OP)DLM|MaskedLM|TraDo",
         published=r"diffullama|diffugpt",
-        supported=("nemotron_labs_diffusion", "mdlm", "udlm", "bd3lm"),
+        supported=("nemotron_labs_diffusion", "mdlm", "udlm", "bd3lm", "rnd1"),
         settled_by=("mode",),
     ),
     Kind(
@@ -164,7 +163,7 @@ KINDS = (
 BY_BLOCKS = Kind(
     "a block-diffusion model",
     "its positions see finished blocks and their own, never the blocks after them",
-    model_types=("sdar", "llada2_moe"),
+    model_types=("sdar", "sdar_moe", "llada2_moe"),
     classes=r"SDAR|BD3LM|OPDLM",
     keys=("block_size",),
     published=r"(?<![a-z])(bd3-?lm|opdlm|sdar|block[-_]?diffusion)(?![a-z])",
@@ -173,7 +172,7 @@ BY_BLOCKS = Kind(
 # ("SDAR-4B-Chat-b16"); that of the names without one is in the training code's configs. All of LLaDA2 have one size.
 _NAMED = (
     (r"(?<![a-z])sdar-.*-b(\d+)(?![\w.])", None),
-    (r"(?<![a-z])sdar-(1\.7b|4b|8b)-chat$", 4),
+    (r"(?<![a-z])sdar-(1\.7b|4b|8b|30b-a3b)-(chat|sci)$", 4),
     (r"(?<![a-z])opdlm(?![a-z])", 4),
     (r"(?<![a-z])llada2\.[01]-(mini|flash)(?![a-z])", 32),
 )

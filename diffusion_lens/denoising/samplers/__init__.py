@@ -17,6 +17,7 @@ from diffusion_lens.denoising.samplers.presets import (
     mdlm,
     nemotron,
     radd,
+    rnd1,
     sdar,
     sedd,
     smdm,
@@ -43,7 +44,7 @@ SAMPLERS: dict[str, Sampler] = {
 }
 PRESETS: dict[str, Callable[[], Sampler]] = {
     preset.__name__: preset
-    for preset in (smdm, llada, llada2, dream, diffullama, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd)
+    for preset in (smdm, llada, llada2, dream, diffullama, rnd1, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd)
 }
 
 
@@ -54,6 +55,8 @@ def describe_sampler(sampler: Sampler) -> dict[str, Any]:
     for later in ("first", "crosses"):
         if "proposal" in settings and settings["proposal"][later] == getattr(Proposal, later):
             del settings["proposal"][later]
+    if settings.get("rounding") == Confidence.rounding:
+        del settings["rounding"]
     return {"name": sampler.name, **settings}
 
 
@@ -123,6 +126,7 @@ __all__ = [
     "named_sampler",
     "nemotron",
     "radd",
+    "rnd1",
     "sdar",
     "sedd",
     "smdm",

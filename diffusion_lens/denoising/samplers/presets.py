@@ -112,6 +112,30 @@ def dream(
 
 
 @checked_arguments
+def rnd1(top_k: int | None = None, top_p: float | None = None) -> Confidence:
+    """RND1's sampler (Radical Numerics 2025; RadicalNumerics/RND1 `rnd/sampling.py::diffusion_sample`).
+
+    Each step reveals the positions of the lowest entropy, so that after step k of N, floor(all · (N - k) / N) of the
+    positions to write are masked. Logits are divided by the temperature, then filtered by top-k, then by top-p; the
+    entropy is read after that.
+
+    Differences from the authors' code:
+
+    - Entropies at temperature 0 are those of temperature 1. The authors' demonstration divides by 1e-8, after which
+      they are all 0 and the order is that of `torch.topk` on equal numbers. With top-k or top-p, they are all NaN
+      there.
+    - [MASK] is never written. In the authors' code it may be proposed; the position then stays masked to the end.
+    - The canvas is yours. The authors' code keeps one position more than the new tokens at its end, which holds the
+      padding token, or with `add_eos_at_end` the end token, and is seen by all others.
+    - The strategy bounded by entropy (`eb_gamma`) is left out.
+
+    Args:
+        top_k, top_p: Limits of the likeliest tokens that are sampled from.
+    """
+    return Confidence(rounding="up", proposal=Proposal("entropy", "sampled", top_p, top_k, first="top_k"))
+
+
+@checked_arguments
 def nemotron(threshold: float | None = None, block_length: int | None = None) -> BlockConfidence:
     """The sampler of Nemotron-Labs-Diffusion (`generate` of the hub model).
 
