@@ -682,7 +682,7 @@ def test_the_bytes_of_llada_and_diffucoder_are_those_of_their_shards():
     assert PUBLISHED["diffucoder-7b-base"].n_bytes / 1e9 == pytest.approx(4.88 + 4.93 + 4.33 + 1.09, abs=0.03)
 
 
-SHIFTED = ("dream", "diffucoder", "diffullama")
+SHIFTED = ("dream", "diffucoder", "diffullama", "rnd1")
 DIFFUSION = ("llada", "nemotron", "sdar", "mdlm", "bd3lm", "udlm", *SHIFTED)
 
 

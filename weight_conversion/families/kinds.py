@@ -133,7 +133,7 @@ KINDS = (
         "a diffusion model under a causal model's config",
         "its attention is bidirectional or by blocks, and its config describes a causal model",
         classes=r"(?<!A2D)Diffusion(?!Gemma)|(?<!OP)DLM|MaskedLM|TraDo",
-        published=r"diffullama|diffugpt",
+        published=r"diffullama|diffugpt|open-?dcoder",
         supported=("nemotron_labs_diffusion", "mdlm", "udlm", "bd3lm", "rnd1"),
         settled_by=("mode",),
     ),

@@ -1,8 +1,9 @@
 """Hugging Face's Llama (TinyLlama, Llama-2 to 3.3), and bidirectional diffusion models of its layout.
 
 The config of "a2d-llama" names such a model. That of DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891) does not: it is a
-causal model's, and `mode="bidirectional"` reads it as the diffusion model, whose logits are shifted by one as Llama's.
-With `"is_causal": false`, which is written for these, transformers 5 reads such a config in both directions too.
+causal model's, as is Open-dCoder's (`qwen.py`), and `mode="bidirectional"` reads it as the diffusion model, whose
+logits are shifted by one as Llama's. With `"is_causal": false`, which is written for these, transformers 5 reads such a
+config in both directions too.
 Queries, keys, values and the output have biases if `attention_bias` is true, the MLP if `mlp_bias` is true. Rotary
 tables have the precision of the activations. Source: transformers `models/llama/modeling_llama.py`.
 """

@@ -7,6 +7,8 @@ and keys instead. Sources: transformers `models/qwen2/modeling_qwen2.py`, `model
 - Dream-7B and DiffuCoder are Qwen2 without its causal mask, with logits shifted by one: row i - 1 predicts the token at
   position i, as in the causal model from which Dream was trained. Sources: DreamLM/Dream and ZHZisZZ/dllm
   `dllm/pipelines/dream/models/modeling_dream.py`, `generation_utils.py`.
+- Open-dCoder is Qwen2.5-Coder without its causal mask, read in the row before, under a causal model's config:
+  `mode="bidirectional"` reads it. Source: pengzhangzhi/Open-dLLM `veomni/models/transformers/qwen2/modeling_qwen2.py`.
 - SDAR is block diffusion made from Qwen3 (Cheng et al. 2025, arXiv 2510.06303): a position sees its block and the
   blocks before it, and predicts its own token. The published configs say neither the number of positions in a block nor
   the id of [MASK], and I-DLM and RCD have the same model type (`kinds.py`). Source: JetAstra/SDAR
