@@ -188,6 +188,9 @@ CONFIGS = {
     "a2d-qwen2": hugging_face("a2d-qwen2", tie_word_embeddings=True),
     "a2d-qwen3": hugging_face("a2d-qwen3", head_dim=16),
     "sdar": hugging_face("sdar", mask_token_id=512, vocab_size=513, block_size=4, attention_bias=True, mode="block"),
+    "stable_diffcoder": hugging_face(
+        "llama", architectures=["StableDiffcoderForCausalLM"], mask_token_id=5, vocab_size=512, block_size=4
+    ),
     "rnd1": hugging_face("rnd1", mask_token_id=512, vocab_size=513, **QWEN_EXPERTS),
     "sdar_moe": hugging_face("sdar_moe", mask_token_id=512, vocab_size=513, block_size=4, **QWEN_EXPERTS),
     "diffullama": hugging_face("llama", mode="bidirectional", mask_token_id=512, vocab_size=513),

@@ -683,7 +683,7 @@ def test_the_bytes_of_llada_and_diffucoder_are_those_of_their_shards():
 
 
 SHIFTED = ("dream", "diffucoder", "diffullama", "rnd1")
-DIFFUSION = ("llada", "nemotron", "sdar", "mdlm", "bd3lm", "udlm", *SHIFTED)
+DIFFUSION = ("llada", "nemotron", "sdar", "stable-diffcoder", "mdlm", "bd3lm", "udlm", *SHIFTED)
 
 
 def test_every_repository_has_one_name_and_a_family():

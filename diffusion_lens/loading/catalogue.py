@@ -350,8 +350,25 @@ RND1_30B = {
     "mask_token_id": 151669,
 }
 
+# The numbers of a public copy of its config.
+STABLE_DIFFCODER_8B = {
+    **_decoder(
+        "llama", layers=32, width=4096, heads=32, kv_heads=8, mlp=14336, vocab=155136, context=8192, eps=1e-6, base=5e5
+    ),
+    "architectures": ["StableDiffcoderForCausalLM"],
+}
+
 BY_BLOCKS = (
     *_sdar(),
+    *(
+        _repository(
+            f"ByteDance-Seed/Stable-DiffCoder-8B-{kind}",
+            "config seen",
+            STABLE_DIFFCODER_8B,
+            options={"block_size": 4, "mask_token_id": 5},
+        )
+        for kind in ("Base", "Instruct")
+    ),
     *(
         _repository(f"JetLM/SDAR-30B-A3B-{kind}", "name seen", options=SDAR_30B, family="sdar_moe")
         for kind in ("Chat", "Sci")

@@ -24,6 +24,7 @@ NAMES = {
 OPTIONS = {
     "rnd1": {},
     "sdar_moe": {"block_size": 4, "mask_token_id": MASK},
+    "stable_diffcoder": {"block_size": 4, "mask_token_id": 5},
     "open_dcoder": {"mode": "bidirectional", "mask_token_id": MASK},
 }
 
@@ -38,6 +39,8 @@ def load(name, **how):
         ("rnd1", {}, "", 12),
         ("sdar_moe", {}, "b4.", 10),
         ("sdar_moe", {"block_size": 8}, "b8.", 0),
+        ("stable_diffcoder", {}, "b4.", 7),
+        ("stable_diffcoder", {"block_size": 8}, "b8.", 0),
         ("open_dcoder", {}, "", 8),
     ],
 )
@@ -97,6 +100,19 @@ def test_every_canvas_of_sdar_moe(canvases, settings):
     ours = run.canvases[:, 0].where(run.canvases[:, 0] >= 0, MASK)
     filled = canvases[(canvases[:, : prompt.shape[1]] != MASK).all(dim=1)]
     assert torch.equal(ours.unique_consecutive(dim=0), filled.unique_consecutive(dim=0))
+
+
+@pytest.mark.parametrize(("canvases", "settings"), runs_of("stable_diffcoder"))
+def test_every_canvas_of_stable_diffcoder(canvases, settings):
+    """The authors' steps are those of the run; here a block has its own."""
+    block = settings["block_length"]
+    steps_per_block = settings["steps"] * block // settings["gen_length"]
+    strategy = "low_confidence_static" if settings["threshold"] is None else "low_confidence_dynamic"
+    sampler = sdar(block, steps_per_block, strategy, threshold=settings["threshold"])
+    prompt = canvases[:1, : settings["P"]]
+    run = load("stable_diffcoder", block_size=block).denoise(prompt, length=canvases.shape[1], sampler=sampler)
+    ours = run.canvases[:, 0].where(run.canvases[:, 0] >= 0, 5)
+    assert torch.equal(ours.unique_consecutive(dim=0), canvases)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

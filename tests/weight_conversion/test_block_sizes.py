@@ -22,6 +22,7 @@ SDAR = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "mask_token_
         ("JetLM/SDAR-8B-Chat", 4),
         ("JetLM/SDAR-30B-A3B-Sci", 4),
         ("divelab/OPDLM-MATH-4B", 4),
+        ("ByteDance-Seed/Stable-DiffCoder-8B-Base", 4),
         ("inclusionAI/LLaDA2.0-mini", 32),
         ("models--inclusionAI--LLaDA2.1-flash/snapshots/0123", 32),
     ],

@@ -164,9 +164,9 @@ BY_BLOCKS = Kind(
     "a block-diffusion model",
     "its positions see finished blocks and their own, never the blocks after them",
     model_types=("sdar", "sdar_moe", "llada2_moe"),
-    classes=r"SDAR|BD3LM|OPDLM",
+    classes=r"SDAR|BD3LM|OPDLM|StableDiffcoder",
     keys=("block_size",),
-    published=r"(?<![a-z])(bd3-?lm|opdlm|sdar|block[-_]?diffusion)(?![a-z])",
+    published=r"(?<![a-z])(bd3-?lm|opdlm|sdar|stable-?diffcoder|block[-_]?diffusion)(?![a-z])",
 )
 # Published names that say the number of positions in a block. JetLM/SDAR writes other sizes than 4 into the name
 # ("SDAR-4B-Chat-b16"); that of the names without one is in the training code's configs. All of LLaDA2 have one size.
@@ -174,6 +174,7 @@ _NAMED = (
     (r"(?<![a-z])sdar-.*-b(\d+)(?![\w.])", None),
     (r"(?<![a-z])sdar-(1\.7b|4b|8b|30b-a3b)-(chat|sci)$", 4),
     (r"(?<![a-z])opdlm(?![a-z])", 4),
+    (r"(?<![a-z])stable-diffcoder-8b-(base|instruct)(?![a-z])", 4),
     (r"(?<![a-z])llada2\.[01]-(mini|flash)(?![a-z])", 32),
 )
 
