@@ -205,6 +205,7 @@ DIFFUSION_TRANSFORMERS = {
     "mdlm": diffusion_transformer("mdlm"),
     "bd3lm": diffusion_transformer("bd3lm", block_size=4, time_conditioning=True),
     "udlm": diffusion_transformer("udlm", vocab_size=512),
+    "duo": diffusion_transformer("duo", vocab_size=512, causal=False),
     "sedd": score_network("absorb", "loglinear"),
     "sedd-uniform": score_network("uniform", "geometric", sigma_min=1e-4, sigma_max=20.0),
     "radd": {

@@ -516,6 +516,7 @@ REPOSITORIES: tuple[Repository, ...] = (
     ),
     # Its config is Qwen2.5-Coder's.
     _repository("fredzzp/open-dcoder-0.5B", "name seen", options={"mode": "bidirectional"}, family="qwen2"),
+    *(_repository(f"s-sahoo/{name}", "name seen", family="duo") for name in ("duo", "duo-distilled")),
     _repository("radicalnumerics/RND1-Base-0910", "config seen", RND1_30B),
     # Its config is Llama-2's; the id of [MASK] is that of the training code.
     _repository(

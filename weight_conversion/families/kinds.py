@@ -119,9 +119,9 @@ KINDS = (
     ),
     Kind(
         "a diffusion transformer (DiT) of another kind",
-        "its noise mixes [MASK] with other tokens, or its network reads a time of another kind",
-        model_types=("duo", "gidd"),
-        classes=r"\b(DUO|Gidd)",
+        "its noise mixes [MASK] with other tokens",
+        model_types=("gidd",),
+        classes=r"\bGidd",
     ),
     Kind(
         "a model with uniform noise and self-conditioning",
@@ -134,7 +134,7 @@ KINDS = (
         "its attention is bidirectional or by blocks, and its config describes a causal model",
         classes=r"(?<!A2D)Diffusion(?!Gemma)|(?<!OP)DLM|MaskedLM|TraDo",
         published=r"diffullama|diffugpt|open-?dcoder",
-        supported=("nemotron_labs_diffusion", "mdlm", "udlm", "bd3lm", "rnd1"),
+        supported=("nemotron_labs_diffusion", "mdlm", "udlm", "duo", "DUO", "bd3lm", "rnd1"),
         settled_by=("mode",),
     ),
     Kind(

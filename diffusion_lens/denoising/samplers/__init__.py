@@ -12,6 +12,7 @@ from diffusion_lens.denoising.samplers.presets import (
     bd3lm,
     diffullama,
     dream,
+    duo,
     llada,
     llada2,
     mdlm,
@@ -44,8 +45,10 @@ SAMPLERS: dict[str, Sampler] = {
 }
 PRESETS: dict[str, Callable[[], Sampler]] = {
     preset.__name__: preset
-    for preset in (smdm, llada, llada2, dream, diffullama, rnd1, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd)
+    for preset in (smdm, llada, llada2, dream, diffullama, rnd1, nemotron, sdar, mdlm, bd3lm, sedd, udlm, duo, radd)
 }
+
+_LATER = {Confidence: ("rounding",), UniformPosterior: ("removes_rest", "greedy_tail")}
 
 
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
@@ -55,8 +58,9 @@ def describe_sampler(sampler: Sampler) -> dict[str, Any]:
     for later in ("first", "crosses"):
         if "proposal" in settings and settings["proposal"][later] == getattr(Proposal, later):
             del settings["proposal"][later]
-    if settings.get("rounding") == Confidence.rounding:
-        del settings["rounding"]
+    for later in _LATER.get(type(sampler), ()):
+        if settings[later] == getattr(type(sampler), later):
+            del settings[later]
     return {"name": sampler.name, **settings}
 
 
@@ -119,6 +123,7 @@ __all__ = [
     "bd3lm",
     "diffullama",
     "dream",
+    "duo",
     "fitting_samplers",
     "llada",
     "llada2",

@@ -344,6 +344,19 @@ def udlm(use_cache: bool = True, eps: float = 1e-5) -> UniformPosterior:
 
 
 @checked_arguments
+def duo(noise_removal: str = "ancestral", eps: float = 1e-5) -> UniformPosterior:
+    """DUO's ancestral sampler (Sahoo et al. 2025, arXiv 2506.10892; s-sahoo/duo `trainer_base.py::generate_samples`).
+
+    Args:
+        noise_removal: What the last step, from `eps` to 0, does: "ancestral" draws from the posterior, "greedy" writes
+            the likeliest token everywhere (the "greedy tail" of the distilled models); "none" leaves it out.
+        eps: Time at which that step begins, or the run ends.
+    """
+    removes_rest = one_of("ancestral", "greedy", "none")("noise_removal", noise_removal) != "none"
+    return UniformPosterior(eps=eps, removes_rest=removes_rest, greedy_tail=noise_removal == "greedy")
+
+
+@checked_arguments
 def radd(
     strategy: str = "direct", top_p: float | None = None, top_k: int | None = None, eps: float = 1e-5
 ) -> Posterior | Ancestral:
