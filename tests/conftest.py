@@ -188,6 +188,7 @@ CONFIGS = {
     "a2d-qwen2": hugging_face("a2d-qwen2", tie_word_embeddings=True),
     "a2d-qwen3": hugging_face("a2d-qwen3", head_dim=16),
     "sdar": hugging_face("sdar", mask_token_id=512, vocab_size=513, block_size=4, attention_bias=True, mode="block"),
+    "fast_dllm": hugging_face("Fast_dLLM_Qwen", mask_token_id=512, vocab_size=513, bd_size=4),
     "stable_diffcoder": hugging_face(
         "llama", architectures=["StableDiffcoderForCausalLM"], mask_token_id=5, vocab_size=512, block_size=4
     ),
@@ -221,7 +222,7 @@ NATIVE = {"uniform": uniform_noise()}
 UNDER_LAW = (
     *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "diffullama", "nemotron-block", "nemotron-prompt"),
     *("llada_moe", "llada_moe-options", "llada2", "sdar", "mdlm", "bd3lm", "sedd", "radd"),
-    *("uniform", "udlm", "sedd-uniform"),
+    *("fast_dllm", "uniform", "udlm", "sedd-uniform"),
 )
 TIME = 0.6  # which a time-conditioned network hears outside the loop
 

@@ -60,6 +60,7 @@ class Variant:
     """The kind of a model: its attention pattern and its noise, and what follows from these for a text."""
 
     attention_dir: Direction
+    readout: Literal["in_place", "shifted"]
     causal_block: int | None
     block_context: Context
     mask_token_id: int | None

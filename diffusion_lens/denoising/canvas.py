@@ -47,15 +47,22 @@ class Reach:
         context: "blocks" counts blocks from the first token of the text, so that a prompt may end inside one. "causal"
             counts them from the end of the prompt, in both directions; what comes before the open one is causal.
             "prompt" makes the prompt the first block, whatever its length, and counts the others from its end.
+        shifted: Whether every token is read in the row before it.
     """
 
     size: int
     context: Context
+    shifted: bool = False
 
     @property
     def first_shifted(self) -> bool:
-        """Whether the first token of a block is read in the row before it, which is finished: it is written first."""
+        """Whether the first token of a block, and no other, is read in the row before it."""
         return self.context == "causal"
+
+    @property
+    def first_alone(self) -> bool:
+        """Whether the first token of a block is read in a finished row: it is written before the others."""
+        return self.first_shifted or (self.shifted and self.size > 1)
 
     def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
         """The number of the block of each position, from 0.
@@ -88,7 +95,7 @@ def reach_of(variant: Variant) -> Reach | None:
     if not variant.opens_blocks:
         return None
     assert variant.block_size is not None
-    return Reach(variant.block_size, variant.block_context)
+    return Reach(variant.block_size, variant.block_context, variant.readout == "shifted")
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,7 @@ class Canvas:
             n_blocks=written.sum(dim=1),
             size=self.reach.size,
             first_shifted=self.reach.first_shifted,
+            first_alone=self.reach.first_alone,
         )
 
     def extent(self, rows: tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]) -> int:

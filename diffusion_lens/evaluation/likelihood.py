@@ -99,8 +99,8 @@ def chain_rule_nll(
     A time-conditioned network gets, for each canvas, that at which the chance of a mask is the share of the
     answer that is masked there: 1 for the first token, 1/n for the last of n.
 
-    A model by blocks is scored as it is trained: blocks are counted from the first token of the text, and every row is
-    read in place. Where the loop counts them from the end of the prompt (`cfg.counts_from_prompt`), and reads the first
+    A model by blocks is scored as it is trained: blocks are counted from the first token of the text, and rows are
+    read as there. Where the loop counts them from the end of the prompt (`cfg.counts_from_prompt`), and reads the first
     token of a block in the row before it, this is not the probability with which the loop writes the answer. The same
     is true of `monte_carlo_nll`.
 

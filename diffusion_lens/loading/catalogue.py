@@ -362,6 +362,15 @@ BY_BLOCKS = (
     *_sdar(),
     *(
         _repository(
+            f"Efficient-Large-Model/Fast_dLLM_v2_{size}",
+            "name seen",
+            options={"mask_token_id": 151665},
+            family="fast_dllm",
+        )
+        for size in ("1.5B", "7B")
+    ),
+    *(
+        _repository(
             f"ByteDance-Seed/Stable-DiffCoder-8B-{kind}",
             "config seen",
             STABLE_DIFFCODER_8B,

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.denoising.samplers import dream, rnd1, sdar
+from diffusion_lens.analysis import trace_trajectory
+from diffusion_lens.denoising.samplers import dream, fast_dllm_v2, rnd1, sdar
+from diffusion_lens.facts.fact import Query
 from weight_conversion import export, open_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -24,13 +26,17 @@ NAMES = {
 OPTIONS = {
     "rnd1": {},
     "sdar_moe": {"block_size": 4, "mask_token_id": MASK},
+    "fast_dllm": {"mask_token_id": MASK},
     "stable_diffcoder": {"block_size": 4, "mask_token_id": 5},
     "open_dcoder": {"mode": "bidirectional", "mask_token_id": MASK},
 }
 
 
 def load(name, **how):
-    return HookedDiffusionTransformer.from_pretrained(GOLDEN / name, device="cpu", **{**OPTIONS[name], **how})
+    """The golden model; `config` replaces values of its config."""
+    config = {**json.loads((GOLDEN / name / "config.json").read_text()), **how.pop("config", {})}
+    options = {"config": config, "device": "cpu", **OPTIONS[name], **how}
+    return HookedDiffusionTransformer.from_pretrained(GOLDEN / name, **options)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +47,8 @@ def load(name, **how):
         ("sdar_moe", {"block_size": 8}, "b8.", 0),
         ("stable_diffcoder", {}, "b4.", 7),
         ("stable_diffcoder", {"block_size": 8}, "b8.", 0),
+        ("fast_dllm", {}, "b8.", 7),
+        ("fast_dllm", {"config": {"bd_size": 4}}, "b4.", 0),
         ("open_dcoder", {}, "", 8),
     ],
 )
@@ -58,8 +66,7 @@ def test_activations(name, how, prefix, n_compared):
 
 def test_weights_of_experts_are_divided_by_their_sum_if_the_config_says_so():
     golden = load_file(GOLDEN / "sdar_moe" / "golden.safetensors")
-    config = {**json.loads((GOLDEN / "sdar_moe" / "config.json").read_text()), "norm_topk_prob": False}
-    model = load("sdar_moe", config=config)
+    model = load("sdar_moe", config={"norm_topk_prob": False})
     torch.testing.assert_close(model(golden["tokens"]), golden["unnormalised.logits"], **CLOSE)
 
 
@@ -113,6 +120,32 @@ def test_every_canvas_of_stable_diffcoder(canvases, settings):
     run = load("stable_diffcoder", block_size=block).denoise(prompt, length=canvases.shape[1], sampler=sampler)
     ours = run.canvases[:, 0].where(run.canvases[:, 0] >= 0, 5)
     assert torch.equal(ours.unique_consecutive(dim=0), canvases)
+
+
+@pytest.mark.parametrize(("canvases", "settings"), runs_of("fast_dllm"))
+def test_every_canvas_of_fast_dllm_v2(canvases, settings):
+    block = settings["block_size"]
+    sampler = fast_dllm_v2(float(settings["threshold"]), settings["small_block_size"], block)
+    prompt = canvases[:1, : settings["P"]]
+    run = load("fast_dllm", config={"bd_size": block}).denoise(prompt, length=canvases.shape[1], sampler=sampler)
+    ours = run.canvases[:, 0].where(run.canvases[:, 0] >= 0, MASK)
+    assert torch.equal(ours.unique_consecutive(dim=0), canvases.unique_consecutive(dim=0))
+
+
+def test_the_first_token_of_a_block_is_written_alone_and_traced_where_the_loop_reads_it():
+    model = load("fast_dllm")
+    prompt = load_file(GOLDEN / "fast_dllm" / "trajectories.safetensors")["one_a_step/x_steps"][:1, :10]
+    run = model.denoise(prompt, length=20, sampler=fast_dllm_v2(0.0, None))
+    assert run.revealed_at[0, 10:].tolist() == [0] * 6 + [1] + [2] * 3
+    hooked = model.denoise(
+        prompt, length=20, sampler=fast_dllm_v2(0.0, None), fwd_hooks=[("hook_embed", lambda *_, **__: None)]
+    )
+    assert torch.equal(hooked.canvases, run.canvases)
+    canvas = torch.cat([prompt[0], torch.full((10,), MASK)])
+    for position in (10, 16, 18):
+        query = Query(canvas, (1, 3), (position,), (int(run.tokens[0, position]),))
+        trace = trace_trajectory(model, query, trajectory=run, noise=1.0, samples=2, layers=[1], positions=[2])
+        torch.testing.assert_close(trace.clean[-1], run.confidence[0, position], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

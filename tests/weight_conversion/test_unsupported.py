@@ -24,7 +24,6 @@ BLOCKS, EXPERTS, DIT, EDITS = (
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (FAST, [BLOCKS, "model_type='Fast_dLLM_Qwen'"]),
         ({"model_type": "qwen2", "architectures": ["Fast_dLLM_QwenForCausalLM"]}, [BLOCKS, "['Fast_dLLM_Qwen"]),
         (EFFICIENT_DLM, [BLOCKS, "architectures=['DiffEncoderModel']"]),
         (QWEN_MOE, [EXPERTS, "architectures=['Qwen3MoeForCausalLM']", "router"]),

@@ -97,11 +97,10 @@ KINDS = (
     Kind(
         "a block-diffusion model of another kind",
         "its blocks or the way in which they are seen differ from those of the families here",
-        model_types=("Fast_dLLM_Qwen",),
         classes=r"Fast_?dLLM|LLaDA2|DiffEncoderModel",
         keys=("bd_size", "block_length", "dlm_paradigm"),
         published=r"(?<![a-z])fast[-_]?dllm(?![a-z])",
-        supported=("nemotron_labs_diffusion", "llada2_moe"),
+        supported=("nemotron_labs_diffusion", "llada2_moe", "Fast_dLLM_Qwen"),
     ),
     Kind(
         "a model that inserts and deletes tokens (LLaDA2.2)",
@@ -134,7 +133,7 @@ KINDS = (
         "its attention is bidirectional or by blocks, and its config describes a causal model",
         classes=r"(?<!A2D)Diffusion(?!Gemma)|(?<!OP)DLM|MaskedLM|TraDo",
         published=r"diffullama|diffugpt|open-?dcoder",
-        supported=("nemotron_labs_diffusion", "mdlm", "udlm", "duo", "DUO", "bd3lm", "rnd1"),
+        supported=("nemotron_labs_diffusion", "Fast_dLLM_Qwen", "mdlm", "udlm", "duo", "DUO", "bd3lm", "rnd1"),
         settled_by=("mode",),
     ),
     Kind(

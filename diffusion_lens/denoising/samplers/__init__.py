@@ -13,6 +13,7 @@ from diffusion_lens.denoising.samplers.presets import (
     diffullama,
     dream,
     duo,
+    fast_dllm_v2,
     llada,
     llada2,
     mdlm,
@@ -45,10 +46,26 @@ SAMPLERS: dict[str, Sampler] = {
 }
 PRESETS: dict[str, Callable[[], Sampler]] = {
     preset.__name__: preset
-    for preset in (smdm, llada, llada2, dream, diffullama, rnd1, nemotron, sdar, mdlm, bd3lm, sedd, udlm, duo, radd)
+    for preset in (
+        smdm,
+        llada,
+        llada2,
+        dream,
+        diffullama,
+        rnd1,
+        nemotron,
+        sdar,
+        fast_dllm_v2,
+        mdlm,
+        bd3lm,
+        sedd,
+        udlm,
+        duo,
+        radd,
+    )
 }
 
-_LATER = {Confidence: ("rounding",), UniformPosterior: ("removes_rest", "greedy_tail")}
+_LATER = {BlockConfidence: ("sub_block",), Confidence: ("rounding",), UniformPosterior: ("removes_rest", "greedy_tail")}
 
 
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
@@ -124,6 +141,7 @@ __all__ = [
     "diffullama",
     "dream",
     "duo",
+    "fast_dllm_v2",
     "fitting_samplers",
     "llada",
     "llada2",

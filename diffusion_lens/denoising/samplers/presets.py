@@ -237,6 +237,38 @@ def sdar(
 
 
 @checked_arguments
+def fast_dllm_v2(
+    threshold: float | None = None,
+    sub_block: int | None = 8,
+    block_length: int | None = None,
+    top_p: float | None = None,
+) -> BlockConfidence:
+    """The sampler of Fast-dLLM v2 (Wu et al. 2025, arXiv 2509.26328; `generate` of the hub model).
+
+    It writes block after block, in the blocks of the model, which are counted from the first token of the prompt. The
+    first token of a block is the one that the finished text predicts, as a causal model. Then each step reveals, in the
+    first part of the block that is not filled, the most confident position and all others above the threshold.
+
+    Differences from the authors' code:
+
+    - A run does not stop at an end token, and does not begin the block after the last with its first token.
+    - A prompt of exactly one block is read. The authors' code forgets it.
+    - [MASK] is never written. In the authors' code it may be proposed; the position then stays masked.
+    - The approximate cache of the block (`use_block_cache`) is left out, and a row of a batch does not wait for others.
+
+    Args:
+        threshold: Confidence above which a position is revealed in any case; `None` reveals one in each step. The
+            published configs name none; the authors evaluate with 0.9 and 1.
+        sub_block: Number of positions in a part of a block (`small_block_size`); `None` for one part.
+        block_length: Number of positions in a block; a model with another one is refused.
+        top_p: Limit of the likeliest tokens that are sampled from, after which confidence is read. In the authors' code
+            it is 0.95, and has no effect at temperature 0, where here it has one on the confidence.
+    """
+    proposal = Proposal(scored_on="sampled", top_p=top_p)
+    return BlockConfidence(threshold=threshold, block_length=block_length, proposal=proposal, sub_block=sub_block)
+
+
+@checked_arguments
 def llada2(
     block_length: int | None = None,
     steps_per_block: int | None = None,
