@@ -213,6 +213,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         time: Time | None = None,
         clean: Tensor | None = None,
         sigma: Tensor | None = None,
+        self_conditioning: Tensor | None = None,
         loss_per_token: bool = False,
         samples: Whole = 1,
         generator: torch.Generator | None = None,
@@ -244,6 +245,9 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 the earlier blocks as they are there, as in training. The network then reads both texts, one after the
                 other, which hooks see; the logits are those of `input`.
             sigma: Noise level of each row, Float[batch], in place of `time`; it may be any that a schedule has.
+            self_conditioning: Float[batch canvas d_vocab], for a network with self-conditioning the logits of the step
+                before at the open block, divided by their temperature. By default those that the step of the loop
+                read; outside the loop none, as in the first step of a block.
             loss_per_token: Whether to return the contribution of each position instead of the mean over the positions
                 that count: of an autoregressive model Float[batch pos-1], as in TransformerLens; of a masked diffusion
                 model Float[batch pos], its weighted cross-entropy (cross-entropy / p) where the token was masked.
@@ -289,6 +293,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 past_kv_cache=past,
                 sigma=self.time.read(time) if sigma is None and time is not None else sigma,
                 clean=clean,
+                self_conditioning=self_conditioning,
                 unembed=return_type is not None,
                 mask_id=self._mask_id if reads_all and from_text else None,
             )
@@ -297,6 +302,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             return output
         parts: dict[str, Any] = {"start_at_layer": start_at_layer, "stop_at_layer": stop_at_layer}
         parts |= {"logits_at": logits_at, "past_kv_cache": past_kv_cache, "time": time, "clean": clean, "sigma": sigma}
+        parts |= {"self_conditioning": self_conditioning}
         if unfit := [name for name, value in parts.items() if value is not None]:
             raise ValueError(f"return_type={return_type!r} runs the whole network; leave out {unfit}")
         both = return_type == "both"

@@ -1,4 +1,8 @@
-"""Tables of families: `{family-table}` and `{pair-table}` from the catalogue, `{family-sizes}` from the files."""
+"""Tables of families.
+
+From the catalogue: `{family-table}`, `{pair-table}`, `{state-table}` of what may have been verified, and
+`{verified-table}` of what was. From the files: `{family-sizes}`.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +12,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from tables import markdown, parsed
 
-from diffusion_lens.loading.catalogue import PUBLISHED, Repository
+from diffusion_lens.loading.catalogue import COMPARED, NOT_OFFERED, PUBLISHED, STATES
 from diffusion_lens.loading.pairs import PAIRS
+from weight_conversion.families.kinds import KINDS
 from weight_conversion.registry import FAMILIES, MODULES
 
 MOST = 8  # names in a cell
@@ -19,7 +24,7 @@ SEES = {
     "causal": "earlier positions",
 }
 READS = {"in_place": "in its own row", "shifted": "in the row before"}
-UNKNOWN = "known only from its config"
+NO_NAME = ("by the id of a repository", "as its config says", "as its config says")
 
 
 def family_rows() -> list[tuple[str, str, str, str]]:
@@ -27,12 +32,25 @@ def family_rows() -> list[tuple[str, str, str, str]]:
     kinds: dict[tuple[str, str, str], list[str]] = {}
     for name, entry in PUBLISHED.items():
         shape = entry.architecture
-        family = (entry.family if isinstance(entry, Repository) else None) or ""
-        kind = (shape.family, SEES[shape.attention_dir], READS[shape.readout]) if shape else (family, UNKNOWN, UNKNOWN)
-        kinds.setdefault(kind, []).append(name)
-    order = [*FAMILIES, ""]
-    rows = sorted(kinds.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
-    return [(f"`{family}`" if family else "", _names(names), *how) for (family, *how), names in rows]
+        kinds.setdefault((shape.family, SEES[shape.attention_dir], READS[shape.readout]), []).append(name)
+    rows = [(f"`{family}`", _names(names), *how) for (family, *how), names in kinds.items()]
+    rows += [(f"`{family}`", *NO_NAME) for family in FAMILIES.keys() - {family for family, *_ in kinds}]
+    return sorted(rows, key=lambda row: (row[0], row[2]))
+
+
+def state_rows() -> list[tuple[str, str]]:
+    """Each state of a name with its meaning."""
+    return list(STATES.items())
+
+
+def verified_rows() -> list[tuple[str, str, str]]:
+    """Each family and each refused kind, its state, and what it was compared with or why it is refused."""
+    rows = [(f"`{family}`", *COMPARED[family]) for family in FAMILIES]
+    for kind in KINDS:
+        types = ", ".join(f"`{name}`" for name in kind.model_types)
+        unsaid = f" without `{kind.settled_by[0]}=`" if kind.settled_by else ""
+        rows.append((f"{kind.what}{f' ({types})' if types else ''}{unsaid}", NOT_OFFERED, kind.difference))
+    return sorted(rows, key=lambda row: list(STATES).index(row[1]))
 
 
 def size_rows() -> list[tuple[str, str, str]]:
@@ -75,6 +93,20 @@ class FamilyTable(SphinxDirective):
         return parsed(self, markdown(head, family_rows()))
 
 
+class StateTable(SphinxDirective):
+    """`{state-table}`."""
+
+    def run(self) -> list[nodes.Node]:
+        return parsed(self, markdown(("evidence", "what it means"), state_rows()))
+
+
+class VerifiedTable(SphinxDirective):
+    """`{verified-table}`."""
+
+    def run(self) -> list[nodes.Node]:
+        return parsed(self, markdown(("family, or kind", "evidence", "compared with, or why not"), verified_rows()))
+
+
 class FamilySizes(SphinxDirective):
     """`{family-sizes}`."""
 
@@ -90,6 +122,13 @@ class PairTable(SphinxDirective):
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    for name, directive in (("family-table", FamilyTable), ("family-sizes", FamilySizes), ("pair-table", PairTable)):
+    tables = {
+        "family-table": FamilyTable,
+        "family-sizes": FamilySizes,
+        "pair-table": PairTable,
+        "state-table": StateTable,
+        "verified-table": VerifiedTable,
+    }
+    for name, directive in tables.items():
         app.add_directive(name, directive)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

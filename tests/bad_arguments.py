@@ -148,6 +148,7 @@ QUICK: dict[str, dict[str, Any]] = {
     **{name: dict(path="missing.json") for name in ("bake", "counterfact", "known_1000", "parent_child", "read_facts")},
     "save": dict(path="saved.safetensors"),
     "monte_carlo_nll": dict(samples=2),
+    "nll_by_order": dict(n_orders=2),
     "fit_translators": dict(iterations=2),
     "denoise": dict(max_new_tokens=2, steps=2),
     "denoise_with_cache": dict(max_new_tokens=2, steps=2),

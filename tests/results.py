@@ -217,7 +217,7 @@ def _studies() -> Iterator[Any]:
 
 def _measures() -> Iterator[Any]:
     from diffusion_lens.analysis import Comparison, Comparisons, DictionaryLoss
-    from diffusion_lens.evaluation import AnswerRanks, NLLEstimate
+    from diffusion_lens.evaluation import AnswerRanks, NLLByOrder, NLLEstimate
     from diffusion_lens.training import Adaptation, TrainingConfig, TrainingRecord
 
     comparison = Comparison(
@@ -240,6 +240,7 @@ def _measures() -> Iterator[Any]:
     yield DictionaryLoss(rand(2, 2, 4), counted, torch.arange(2), spans, rand(2), rand(2), rows, 0.5, name)
     yield AnswerRanks(["a"], ["<b>"], rows[:1], rand(1), rand(1), [["<b>", "c"]], rand(1, 2), rand(1, 2), RECORD)
     yield NLLEstimate(1.5, 0.1, 64, RECORD)
+    yield NLLByOrder(["a", "<b>"], torch.tensor([[1, 0], [0, 1]]), rand(2, 2), RECORD)
     yield TrainingRecord(TrainingConfig(steps=30), rand(30), RECORD)
     numbers = {"facts": 2.0, "known": 0.5, "bound": 3.5, "causal_nll": 3.25}
     yield Adaptation({"rank": 16}, rand(30), numbers, ("a <b>",), ({"step": 30, "one_mask": 1.0},), RECORD)

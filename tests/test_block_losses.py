@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.evaluation import chain_rule_nll, monte_carlo_nll
+from diffusion_lens.evaluation import chain_rule_nll, monte_carlo_nll, nll_by_order
 from diffusion_lens.model.attention import AttentionPattern
 from diffusion_lens.training import masked_diffusion_loss
 
@@ -101,6 +101,31 @@ def test_the_bound_is_above_the_chain_rule_and_tight_for_one_token(block_model):
         scores = block_model(canvas)[0, start:stop].log_softmax(dim=-1)
         by_block -= float(scores.gather(1, text[start:stop, None]).sum())
     assert answer.value == pytest.approx(by_block, rel=1e-5)
+
+
+@torch.no_grad()
+def test_orders_are_within_blocks(block_model):
+    """Blocks of the text, of which the answer begins at its position 6, from left to right."""
+    text = torch.randint(140, (11,), generator=torch.Generator().manual_seed(0))
+    question = block_model, text[:6], text[6:]
+
+    def one_at_a_time(order):
+        canvas, total = text.clone()[None], 0.0
+        canvas[:, 6:] = block_model.cfg.mask_token_id
+        for place in order:
+            stop = 4 * ((6 + place) // 4 + 1)
+            total -= float(block_model(canvas[:, :stop])[0, 6 + place].log_softmax(dim=-1)[text[6 + place]])
+            canvas[0, 6 + place] = text[6 + place]
+        return total
+
+    for order, named in (([0, 1, 2, 3, 4], "left_to_right"), ([1, 0, 4, 3, 2], "right_to_left")):
+        expected = pytest.approx(one_at_a_time(order), rel=1e-5)
+        assert float(chain_rule_nll(*question, order=named)) == expected
+        assert float(chain_rule_nll(*question, order=torch.tensor(order))) == expected
+    found = nll_by_order(*question, n_orders=5)
+    assert found.nll.tolist() == pytest.approx([one_at_a_time(order) for order in found.orders.tolist()], rel=1e-5)
+    with pytest.raises(ValueError, match=r"order=\[0, 2, 1, 3, 4\] reveals a token before one of an earlier block"):
+        chain_rule_nll(*question, order=torch.tensor([0, 2, 1, 3, 4]))
 
 
 def test_clean_is_for_models_that_attend_by_blocks(block_model, either):

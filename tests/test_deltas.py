@@ -283,7 +283,7 @@ def test_a_bundled_delta_is_a_name(llama, saved, tmp_path, monkeypatch):
     twin = HookedDiffusionTransformer.from_pretrained("delta", device="cpu")
     assert (twin.cfg.model_name, twin.cfg.trained_length) == ("delta", 12)
     (listed,) = find_pretrained("a delta of base")
-    assert (listed.name, listed.sees, listed.evidence) == ("delta", "bidirectional", "in the package")
+    assert (listed.name, listed.sees, listed.evidence) == ("delta", "bidirectional", catalogue.NUMBERS)
 
 
 @pytest.mark.parametrize("entry", catalogue.DELTAS.values(), ids=lambda entry: entry.name)

@@ -43,7 +43,7 @@ from typer.testing import CliRunner
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.cli import app
 from diffusion_lens.loading import shape_of
-from diffusion_lens.loading.catalogue import PUBLISHED, REPOSITORIES
+from diffusion_lens.loading.catalogue import PUBLISHED, REPOSITORIES, STATES
 from diffusion_lens.loading.hub import fetch_repository
 from diffusion_lens.model.text import token_spans
 from diffusion_lens.training import TrainingConfig, finetune
@@ -414,7 +414,7 @@ def test_the_repository_of_smdm_is_not_one_model(online, tmp_path):
     ("name", "words"),
     [
         ("llada-8b-base", ("'llada-8b-base'", "huggingface.co/GSAI-ML/LLaDA-8B-Base", "(16.0 GB)")),
-        ("illada-8b-base", ("'illada-8b-base'", "huggingface.co/GSAI-ML/iLLaDA-8B-Base")),
+        ("GSAI-ML/iLLaDA-8B-Base", ("huggingface.co/GSAI-ML/iLLaDA-8B-Base", "there is no file or folder")),
         ("owner/name", ("huggingface.co/owner/name", "there is no file or folder 'owner/name' here")),
     ],
 )
@@ -467,10 +467,10 @@ def test_the_configs_mask_comes_before_the_tokenizers(tmp_path):
 
 def test_the_tokenizers_mask_comes_before_the_catalogues(tmp_path):
     a2d(tmp_path / "a2d", "qwen3")
-    publish(tmp_path / "a2d", "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", tmp_path / "cache")
-    model = load("qwen3-0.6b-mdlm", cache_dir=tmp_path / "cache", device="cpu")
-    assert model.cfg.mask_token_id == MASK
-    assert PUBLISHED["qwen3-0.6b-mdlm"].architecture.mask_token_id != MASK
+    publish(tmp_path / "a2d", "JetLM/SDAR-4B-Chat", tmp_path / "cache")
+    model = load("sdar-4b-chat", cache_dir=tmp_path / "cache", device="cpu")
+    assert (model.cfg.mask_token_id, model.cfg.block_size) == (MASK, 4)
+    assert PUBLISHED["sdar-4b-chat"].architecture.mask_token_id != MASK
 
 
 def test_without_a_mask_anywhere_there_is_no_diffusion_model(tmp_path):
@@ -649,19 +649,39 @@ def test_parts_that_do_not_make_a_tokenizer(tmp_path):
 
 # Weights in all, as the hub's pages or the arithmetic of the published tensors give them.
 WEIGHTS = {
-    "llada-8b-base": 8_015_581_184,
-    "dream-7b-base": 7_615_616_512,
-    "diffucoder-7b-base": 7_615_616_512,
-    "qwen3-0.6b-mdlm": 596_049_920,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-7b": 7_615_616_512,
+    **dict.fromkeys(["llada-8b-base", "llada-8b-instruct"], 8_015_581_184),
+    **dict.fromkeys(["dream-7b-base", "dream-7b-instruct", "dream-coder-7b-instruct"], 7_615_616_512),
+    **dict.fromkeys(["diffucoder-7b-base", "qwen2.5-7b", "qwen2.5-7b-instruct"], 7_615_616_512),
+    **dict.fromkeys(["llama-2-7b", "diffullama-7b"], 6_738_415_616),
+    **dict.fromkeys(["llama-3-8b", "llama-3-8b-instruct"], 8_030_261_248),
+    **dict.fromkeys(["llama-3.1-8b", "llama-3.1-8b-instruct"], 8_030_261_248),
+    **dict.fromkeys(["llama-3.2-1b", "llama-3.2-1b-instruct"], 1_235_814_400),
+    **dict.fromkeys(["qwen2.5-0.5b", "qwen2.5-coder-0.5b-instruct"], 494_032_768),
+    "qwen3-0.6b": 596_049_920,
     "tinyllama-1.1b": 1_100_048_384,
-    "llama-2-7b": 6_738_415_616,
-    "llama-3-8b": 8_030_261_248,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
+    "smollm2-135m-instruct": 134_515_008,
 }
+# As the hub rounds them: bytes of the files in GB, or weights in billions.
+GB = {
+    "sdar-4b-chat": 8.82,
+    **dict.fromkeys(["nemotron-labs-diffusion-3b", "nemotron-labs-diffusion-3b-base"], 7.66),
+    **dict.fromkeys(["mdlm-owt", "mdlm-no_flashattn-fp32-owt"], 0.679),
+    **dict.fromkeys([f"bd3lm-owt-block_size{size}" for size in (4, 8, 16)], 0.679),
+}
+BILLIONS = {
+    "nemotron-labs-diffusion-14b": 14,
+    **{"llada2.0-mini": 16, "llada2.1-mini": 16, "llada2.0-flash": 103},
+    **dict.fromkeys(["stable-diffcoder-8b-base", "stable-diffcoder-8b-instruct"], 8.25),
+    "rnd1-base-0910": 30.5,
+}
+
+
+def test_every_name_has_its_published_number_of_weights():
+    assert {*WEIGHTS, *GB, *BILLIONS} == {entry.name for entry in REPOSITORIES}
+    for name, size in GB.items():
+        assert PUBLISHED[name].n_bytes / 1e9 == pytest.approx(size, abs=0.006 if size > 1 else 0.0006)
+    for name, size in BILLIONS.items():
+        assert n_params(shape_of(name)) / 1e9 == pytest.approx(size, abs=0.5)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -683,26 +703,21 @@ def test_the_bytes_of_llada_and_diffucoder_are_those_of_their_shards():
 
 
 SHIFTED = ("dream", "diffucoder", "diffullama", "rnd1")
-DIFFUSION = ("llada", "nemotron", "sdar", "stable-diffcoder", "mdlm", "bd3lm", "udlm", *SHIFTED)
+DIFFUSION = ("llada", "nemotron", "sdar", "stable-diffcoder", "mdlm", "bd3lm", *SHIFTED)
 
 
-def test_every_repository_has_one_name_and_a_family():
+def test_every_repository_has_one_name_and_a_shape():
     assert len({entry.repo for entry in REPOSITORIES}) == len(REPOSITORIES)
     for entry in REPOSITORIES:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", entry.repo)
-        assert entry.evidence in ("weights run", "config seen", "name seen")
-        if entry.config:
-            shape = entry.architecture
-            diffusion = entry.name.startswith(DIFFUSION) or entry.name.endswith(("-mdlm", "-bd3lm"))
-            by_blocks = "block_size" in entry.known and not entry.name.startswith("nemotron")
-            sees = "block_causal" if by_blocks else "bidirectional"
-            assert shape.attention_dir == (sees if diffusion else "causal"), entry.name
-            assert (shape.noise == "absorbing") == (diffusion and not entry.name.startswith("udlm"))
-            shifted = not diffusion or entry.name.startswith(SHIFTED)
-            assert shape.readout == ("shifted" if shifted else "in_place")
-            assert shape.name == entry.repo
-        else:
-            assert (entry.architecture, entry.n_bytes) == (None, None)
+        shape, diffusion = entry.architecture, entry.name.startswith(DIFFUSION)
+        by_blocks = "block_size" in entry.known and not entry.name.startswith("nemotron")
+        sees = "block_causal" if by_blocks else "bidirectional"
+        assert shape.attention_dir == (sees if diffusion else "causal"), entry.name
+        assert (shape.noise == "absorbing") == diffusion
+        shifted = not diffusion or entry.name.startswith(SHIFTED)
+        assert shape.readout == ("shifted" if shifted else "in_place")
+        assert shape.name == entry.repo
 
 
 def test_the_command_line_describes_what_was_never_downloaded():
@@ -712,12 +727,13 @@ def test_the_command_line_describes_what_was_never_downloaded():
     assert (facts["parameters"], facts["mask_token_id"], facts["readout"]) == (7_615_616_512, 151666, "shifted")
     listed = CliRunner().invoke(app, ["models"]).stdout.splitlines()
     rows = {line.split()[0]: line for line in listed}
-    assert re.search("16.03 GB +bidirectional +config seen", rows["llada-8b-base"])
+    assert re.search("16.03 GB +bidirectional +numbers equal the authors' code", rows["llada-8b-base"])
     assert rows["llada-8b-base"].endswith("GSAI-ML/LLaDA-8B-Base")
-    assert "unknown" in rows["illada-8b-base"]
+    assert "config and shapes seen" in rows["nemotron-labs-diffusion-14b"]
+    assert [line.partition(":")[0] for line in listed[-3:]] == list(STATES)
     assert "causal" in rows["qwen2.5-7b"]
     question = ["--prompt", "x", "--subject", "x", "--answer", " y"]
-    dry = CliRunner().invoke(app, ["trace", "qwen3-0.6b-mdlm", *question, "--dry-run", "--flops", "1e12"])
+    dry = CliRunner().invoke(app, ["trace", "mdlm-owt", *question, "--dry-run", "--flops", "1e12"])
     assert dry.exit_code == 0, dry.output
 
 
@@ -725,10 +741,10 @@ def test_a_shape_that_is_known_only_from_the_files(llada, tmp_path, monkeypatch)
     folder, model = llada
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(FileNotFoundError, match="is not complete in the Hugging Face cache"):
-        shape_of("illada-8b-base")
+        shape_of("GSAI-ML/iLLaDA-8B-Base")
     publish(folder, "GSAI-ML/iLLaDA-8B-Base", tmp_path / "cache")
     publish(folder, "owner/name", tmp_path / "cache")
-    assert shape_of("illada-8b-base") == shape_of("owner/name") == model.cfg.architecture
+    assert shape_of("GSAI-ML/iLLaDA-8B-Base") == shape_of("owner/name") == model.cfg.architecture
 
 
 def test_an_offline_fetch_returns_the_snapshot(llada, tmp_path):

@@ -151,7 +151,7 @@ def test_the_mode_of_a_pair_is_one_of_diffusion():
             load_pair("tiny-mdm", **given, device="cpu")
 
 
-@pytest.mark.parametrize("name", ["smdm-336m", "smdm-1028m-reverse", "illada-8b-base"])
+@pytest.mark.parametrize("name", ["smdm-336m", "smdm-1028m-reverse", "dream-coder-7b-instruct"])
 def test_a_model_without_a_baseline_is_refused(name):
     with pytest.raises(ValueError, match=f"'{name}' has no published AR baseline") as caught:
         load_pair(name)

@@ -8,6 +8,7 @@ from weight_conversion.architecture import (
     Architecture,
     Context,
     Experts,
+    GlobalLayers,
     NoiseSchedule,
     PositionKind,
     QueryScale,

@@ -65,6 +65,21 @@ class Variant:
     block_context: Context
     mask_token_id: int | None
     time: TimeConditioning | None
+    n_heads: int
+    n_key_value_heads: Any
+    d_head: int
+    global_layers: GlobalLayers | None
+
+    def is_global(self, layer: int) -> bool:
+        """Whether a layer is one of the `global_layers`."""
+        return self.global_layers is not None and self.global_layers.layers[layer]
+
+    def head_sizes(self, layer: int) -> tuple[int, int]:
+        """Width of a head, and number of key/value heads, of a layer."""
+        own = self.global_layers
+        if own is None or not own.layers[layer]:
+            return self.d_head, self.n_key_value_heads or self.n_heads
+        return own.d_head, own.n_key_value_heads
 
     @property
     def block_size(self) -> int | None:
@@ -147,6 +162,10 @@ class Experts:
         bias_weighs: Whether this bias is also a part of the weights.
         normalised: Whether the weights of the chosen experts are divided by their sum.
         scale: Factor of the weights.
+        scales: Whether the weight of each expert is multiplied by a trained factor of its own.
+        own_norms: Whether the router and the experts read the residual stream itself, each through a norm of its own,
+            and the outputs of the experts and of the MLP beside them pass a norm each before they are added up
+            (Gemma 4). Otherwise all read what the block's norm gives.
         n_groups, n_chosen_groups: Equal groups of experts, and how many of them, by the sum of their two best scores,
             the experts are chosen from; 1 and 1 without groups.
     """
@@ -162,6 +181,8 @@ class Experts:
     bias_weighs: bool = False
     normalised: bool = False
     scale: float = 1.0
+    scales: bool = False
+    own_norms: bool = False
     n_groups: int = 1
     n_chosen_groups: int = 1
 
@@ -181,10 +202,41 @@ class Experts:
             raise ValueError(f"layers is {self.layers!r}; it must be true or false for each layer, at least once true")
         if self.n_chosen > self.n_experts:
             raise ValueError(f"n_chosen is {self.n_chosen}; it must be at most n_experts, {self.n_experts}")
+        if self.own_norms and (self.d_shared is None or self.router_bias):
+            raise ValueError("own_norms=True is the arrangement of Gemma 4: give d_shared, and no router_bias")
         if self.n_experts % self.n_groups or self.n_chosen_groups > self.n_groups:
             raise ValueError(
                 f"{self.n_experts} experts cannot be chosen from {self.n_chosen_groups} of {self.n_groups} equal groups"
             )
+
+
+@dataclass(frozen=True)
+class GlobalLayers:
+    """The layers whose attention has no sliding window, where they differ from the others also in their heads.
+
+    Attributes:
+        layers: For each layer, whether it is one of them.
+        d_head, n_key_value_heads: As of the other layers, whose numbers the architecture has.
+        rotary_base: Base of the rotary frequencies.
+        rotary_share: Share of the frequencies by which heads are rotated, from the highest on; the others are 0 (type
+            "proportional" of transformers, `_compute_proportional_rope_parameters`).
+        keys_as_values: Whether values are the projected keys, before norm and rotation.
+    """
+
+    layers: tuple[bool, ...]
+    d_head: int
+    n_key_value_heads: int
+    rotary_base: float
+    rotary_share: float = 1.0
+    keys_as_values: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        check_fields(self)
+        if any(not isinstance(layer, bool) for layer in self.layers):
+            raise ValueError(f"layers is {self.layers!r}; it must be true or false for each layer")
+        if self.rotary_share > 1 or self.d_head % 2:
+            raise ValueError(f"{self}: rotary_share must be at most 1, and d_head even")
 
 
 @_renamed(told="conditioned")
@@ -394,6 +446,18 @@ class Architecture(Variant):
         head: Meaning of the head's output: "logits" of the clean tokens; "subs", the same where a softmax without
             [MASK] gives their probabilities (MDLM, Sahoo et al. 2024, arXiv 2406.07524); or "log_scores", logarithms of
             the ratios p_t(y) / p_t(x) of the noised distribution (SEDD, Lou et al. 2023, arXiv 2310.16834).
+        window: Positions that a token of a context sees in the layers that are not `global_layers`, itself included;
+            the open block sees as many less one before it. `None` for all.
+        global_layers: Layers without the window, with heads of their own, or `None`.
+        v_norm: Presence of a norm without weights on each head's values.
+        attn_scale: Divisor of the scores, under TransformerLens's name; `None` for the square root of `d_head`.
+        use_normalization_before_and_after: Presence of norms on the outputs of attention and MLP before they are added
+            to the stream, under TransformerLens's name.
+        layer_scalars: Whether each block ends with a factor of the whole stream.
+        scaled_embedding: Whether embedding vectors are multiplied by the square root of `d_model`.
+        output_logits_soft_cap: The c of logits c tanh(x / c), under TransformerLens's name; `None` without it.
+        self_conditioning: Whether the embedding of the open block is changed by what the step before predicted.
+        unread_tokens: Ids that stand for images or other input that the network here does not read.
     """
 
     family: str
@@ -435,8 +499,19 @@ class Architecture(Variant):
     time: TimeConditioning | None = None
     schedule: NoiseSchedule | None = None
     head: Literal["logits", "subs", "log_scores"] = "logits"
+    window: int | None = None
+    global_layers: GlobalLayers | None = None
+    v_norm: bool = False
+    attn_scale: float | None = None
+    use_normalization_before_and_after: bool = False
+    layer_scalars: bool = False
+    scaled_embedding: bool = False
+    output_logits_soft_cap: float | None = None
+    self_conditioning: bool = False
+    unread_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "unread_tokens", tuple(self.unread_tokens))
         check_count("n_layers", self.n_layers, MOST_LAYERS)
         check_fields(self, unless=("mask_token_id",))
         self._check_heads()
@@ -460,11 +535,14 @@ class Architecture(Variant):
         if self.norm == "rms" and (self.norm_bias or self.time is not None):
             given = "norm_bias=True" if self.norm_bias else "time="
             raise ValueError(f"{given} needs norm='layer': an RMSNorm has no bias, and the time shifts none")
-        if self.experts is not None and len(self.experts.layers) != self.n_layers:
-            raise ValueError(
-                f"experts says of {len(self.experts.layers)} layers whether they have experts, and n_layers is "
-                f"{self.n_layers}"
-            )
+        for name, part in (("experts", self.experts), ("global_layers", self.global_layers)):
+            if part is not None and len(part.layers) != self.n_layers:
+                raise ValueError(
+                    f"{name} says of {len(part.layers)} layers whether they are such, and n_layers is {self.n_layers}"
+                )
+        in_open_block = [name for name in ("window", "layer_scalars", "self_conditioning") if getattr(self, name)]
+        if in_open_block and not self.counts_from_prompt:
+            raise ValueError(f"{in_open_block[0]} needs a block_context, which says where the open block begins")
 
     def _check_heads(self) -> None:
         if self.n_heads % self.n_key_value_heads:
@@ -504,6 +582,13 @@ class Architecture(Variant):
             data["rotary_scaling"] = scaling_data(self.rotary_scaling)
         if self.experts is not None:
             data["experts"] |= {"layers": list(self.experts.layers)}
+            for later in ("scales", "own_norms"):
+                if not data["experts"][later]:
+                    del data["experts"][later]
+        if self.global_layers is not None:
+            data["global_layers"] |= {"layers": list(self.global_layers.layers)}
+        if self.unread_tokens:
+            data["unread_tokens"] = list(self.unread_tokens)
         if self.time is not None:
             data["time"] = _with_names(data["time"], {"conditioned": TIME_KEY})
         return data
@@ -526,6 +611,7 @@ _PARTS: dict[str, Any] = {
     "time": TimeConditioning,
     "schedule": NoiseSchedule,
     "experts": Experts,
+    "global_layers": GlobalLayers,
 }
 TIME_KEY = "told"  # Key of `TimeConditioning.conditioned` in files and records, which stays that of earlier versions.
 # Files and records do not name these where a model has none of them, so that those of earlier versions stay the same.

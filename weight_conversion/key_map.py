@@ -36,8 +36,9 @@ def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"embed.weight": (a.d_vocab, a.d_model)}
     for i in range(a.n_layers):
         block: dict[str, Shape] = {}
-        for part in (_norm("ln1", a), _attention(a), _norm("ln2", a), _mlp(a, i), _modulation("modulation", 6, a)):
+        for part in (_norm("ln1", a), _attention(a, i), _norm("ln2", a), _mlp(a, i), _modulation("modulation", 6, a)):
             block.update(part)
+        block.update(_at_end(a))
         shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
     shapes.update(_norm("ln_final", a))
     if not a.tied:
@@ -51,6 +52,9 @@ def tensor_shapes(architecture: Architecture) -> dict[str, Shape]:
         shapes.update(_linear("time_embed.hidden", a.time.d_cond, N_FREQUENCIES, bias=True))
         shapes.update(_linear("time_embed.out", a.time.d_cond, a.time.d_cond, bias=True))
         shapes.update(_modulation("final_modulation", 2, a))
+    if a.self_conditioning:
+        shapes["self_conditioning.norm.weight"] = (a.d_model,)
+        shapes.update(_dense("self_conditioning.mlp", a.d_mlp, a))
     return shapes
 
 
@@ -145,6 +149,34 @@ class Stacked(Layout):
 
 
 @dataclass(frozen=True)
+class ByExpert(Layout):
+    """The matrices of all experts of a layer in one tensor [expert row column], as transformers 5 has them.
+
+    Attributes:
+        parts: Number of our matrices of an expert that one of theirs has, one below the other.
+    """
+
+    parts: int = 1
+
+    def their_shape(self, our_shapes: Sequence[Shape], architecture: Architecture) -> Shape:
+        n_experts = self.block_rows(architecture)
+        rows, columns = sum(shape[0] for shape in our_shapes) // n_experts, our_shapes[0][1]
+        return n_experts, rows, columns
+
+    def block_rows(self, architecture: Architecture) -> int:
+        assert architecture.experts is not None
+        return architecture.experts.n_experts
+
+    def split(self, theirs: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+        return tuple(matrix for part in theirs.chunk(self.parts, dim=1) for matrix in part)
+
+    def join(self, ours: Sequence[Tensor], architecture: Architecture) -> Tensor:
+        n_experts = self.block_rows(architecture)
+        names = [torch.stack(list(ours[start : start + n_experts])) for start in range(0, len(ours), n_experts)]
+        return torch.cat(names, dim=1)
+
+
+@dataclass(frozen=True)
 class Rule:
     """Their tensor `theirs` contains our tensors `ours`, arranged by `layout`."""
 
@@ -157,7 +189,13 @@ class Rule:
         layers = range(n_layers) if "{i}" in self.theirs else range(1)
         experts = range(n_experts) if "{e}" in self.theirs else range(1)
         for i, e in product(layers, experts):
-            yield Rule(self.theirs.format(i=i, e=e), tuple(name.format(i=i, e=e) for name in self.ours), self.layout)
+            # Without a placeholder of theirs, their tensor contains those of all experts.
+            ours = [
+                name.format(i=i, e=expert)
+                for name in self.ours
+                for expert in (range(n_experts) if "{e}" in name and "{e}" not in self.theirs else (e,))
+            ]
+            yield Rule(self.theirs.format(i=i, e=e), tuple(ours), self.layout)
 
 
 OUR_NAMES: tuple[Rule, ...] = ()  # The table of a checkpoint whose tensors have our names already.
@@ -300,12 +338,22 @@ def _norm(name: str, a: Architecture) -> Iterator[tuple[str, Shape]]:
         yield f"{name}.bias", (a.d_model,)
 
 
-def _attention(a: Architecture) -> Iterator[tuple[str, Shape]]:
-    queries, keys = a.n_heads * a.d_head, a.n_key_value_heads * a.d_head
-    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+def _at_end(a: Architecture) -> Iterator[tuple[str, Shape]]:
+    """What changes the outputs of a block's parts, and that of the block."""
+    if a.use_normalization_before_and_after:
+        yield from (*_norm("ln1_post", a), *_norm("ln2_post", a))
+    if a.layer_scalars:
+        yield from (("scale_context", (1,)), ("scale_open", (1,)))
+
+
+def _attention(a: Architecture, layer: int) -> Iterator[tuple[str, Shape]]:
+    d_head, n_kv_heads = a.head_sizes(layer)
+    queries, keys = a.n_heads * d_head, n_kv_heads * d_head
+    own_values = a.global_layers is None or not (a.is_global(layer) and a.global_layers.keys_as_values)
+    for name, rows in (("q", queries), ("k", keys), *((("v", keys),) if own_values else ())):
         yield from _linear(f"attn.{name}", rows, a.d_model, a.qkv_bias)
     if a.qk_norm:
-        yield from (("attn.q_norm.weight", (a.d_head,)), ("attn.k_norm.weight", (a.d_head,)))
+        yield from (("attn.q_norm.weight", (d_head,)), ("attn.k_norm.weight", (d_head,)))
     yield from _linear("attn.o", a.d_model, queries, a.o_bias)
 
 
@@ -317,6 +365,12 @@ def _mlp(a: Architecture, layer: int) -> Iterator[tuple[str, Shape]]:
     yield "mlp.router.weight", (experts.n_experts, a.d_model)
     if experts.router_bias:
         yield "mlp.router.bias", (experts.n_experts,)
+    if experts.scales:
+        yield "mlp.router.expert_scale", (experts.n_experts,)
+    if experts.own_norms:
+        yield "mlp.router.scale", (a.d_model,)
+        for name in ("experts_norm", "experts_post", "shared_post"):
+            yield f"mlp.{name}.weight", (a.d_model,)
     for expert in range(experts.n_experts):
         yield from _dense(f"mlp.experts.{expert}", experts.d_expert, a)
     if experts.d_shared is not None:

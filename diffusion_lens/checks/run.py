@@ -320,7 +320,7 @@ def _missing_parts(path: Path, expected: Expected | None) -> tuple[Any, Path | N
     entry, bundled = PUBLISHED.get(expected.name), BUNDLED.get(expected.name)
     config = None
     if isinstance(entry, Repository) and not (folder / "config.json").exists():
-        config = dict(entry.config) or None
+        config = dict(entry.config)
     if any((folder / name).exists() for name in TOKENIZER_FILES):
         return config, None
     if bundled is not None or not isinstance(entry, PublishedFile):

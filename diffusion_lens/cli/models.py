@@ -24,13 +24,15 @@ def models(
 ) -> None:
     """List published models with size and source: all, or those that match every filter.
 
+    Below them stands what the evidence means. `from_pretrained` takes the id of any other repository, too.
+
     Example: diffusion-lens models reverse --kind masked --largest 5
     """
-    from diffusion_lens.loading.catalogue import as_table, find_pretrained
+    from diffusion_lens.loading.catalogue import STATES, as_table, find_pretrained
 
     max_bytes = None if largest is None else int(largest * 1e9)
     matches = find_pretrained(text, kind=kind, family=family, max_bytes=max_bytes)
-    report.say(*as_table(matches))
+    report.say(*as_table(matches), *(f"{state}: {meaning}" for state, meaning in STATES.items()))
     report.finish({"models": [asdict(entry) for entry in matches]})
 
 

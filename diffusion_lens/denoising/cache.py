@@ -225,7 +225,7 @@ def resolve_steps(steps_filter: SupportsIndex | Iterable[SupportsIndex] | None, 
 
 
 # Bytes of numbers whose dtype is not that of the model.
-_ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1, "hook_experts": 8}
+_ITEM_BYTES = {"hook_tokens": 8, "hook_candidates": 8, "hook_reveal": 1, "hook_noise": 8, "hook_experts": 8}
 _IN_EXPERT = re.compile(r"\.mlp\.(experts\.\d+|shared)\.")
 
 
@@ -238,7 +238,9 @@ def activation_shape(
         kept_pos: Number of positions (of scores and patterns, of queries) that are cached; by default all.
     """
     assert cfg.d_mlp is not None
-    n_pos, kv_heads, experts = pos if kept_pos is None else kept_pos, cfg.n_key_value_heads or cfg.n_heads, cfg.experts
+    n_pos, experts = pos if kept_pos is None else kept_pos, cfg.experts
+    layer = re.match(r"blocks\.(\d+)\.", name)
+    d_head, kv_heads = cfg.head_sizes(int(layer[1]) if layer else 0)
     *_, module, tail = ["", *name.split(".")]
     if tail in ("hook_attn_scores", "hook_pattern"):
         return (batch, cfg.n_heads, n_pos, pos)
@@ -252,20 +254,20 @@ def activation_shape(
             batch,
             n_pos,
             cfg.n_heads if module == "q_norm" else kv_heads,
-            1 if tail == "hook_scale" else cfg.d_head,
+            1 if tail == "hook_scale" else d_head,
         )
     d_mlp = cfg.d_mlp
     if experts is not None and (inside := _IN_EXPERT.search(name)):
         d_mlp = (experts.d_shared or 0) if inside[1] == "shared" else experts.d_expert
     widths: dict[str, tuple[int, ...]] = {
         "hook_scale": (1,),
-        **dict.fromkeys(("hook_q", "hook_rot_q", "hook_z"), (cfg.n_heads, cfg.d_head)),
-        **dict.fromkeys(("hook_k", "hook_rot_k", "hook_v"), (kv_heads, cfg.d_head)),
+        **dict.fromkeys(("hook_q", "hook_rot_q", "hook_z"), (cfg.n_heads, d_head)),
+        **dict.fromkeys(("hook_k", "hook_rot_k", "hook_v"), (kv_heads, d_head)),
         **dict.fromkeys(("hook_result", "hook_attn_in", "hook_q_input"), (cfg.n_heads, cfg.d_model)),
         **dict.fromkeys(("hook_k_input", "hook_v_input"), (kv_heads, cfg.d_model)),
         **dict.fromkeys(("hook_pre", "hook_pre_linear", "hook_post"), (d_mlp,)),
         "hook_logits": (cfg.d_vocab_out,),
-        **dict.fromkeys(("hook_tokens", "hook_candidates", "hook_confidence", "hook_reveal"), ()),
+        **dict.fromkeys(("hook_tokens", "hook_candidates", "hook_confidence", "hook_reveal", "hook_noise"), ()),
     }
     if experts is not None:
         widths |= dict.fromkeys(("hook_router_logits", "hook_router_weights"), (experts.n_experts,))

@@ -47,22 +47,14 @@ class Reach:
         context: "blocks" counts blocks from the first token of the text, so that a prompt may end inside one. "causal"
             counts them from the end of the prompt, in both directions; what comes before the open one is causal.
             "prompt" makes the prompt the first block, whatever its length, and counts the others from its end.
-        shifted: Whether every token is read in the row before it.
+        first_shifted: Whether the first token of a block, and no other, is read in the row before it.
+        first_alone: Whether the first token of a block is read in a finished row: it is written before the others.
     """
 
     size: int
     context: Context
-    shifted: bool = False
-
-    @property
-    def first_shifted(self) -> bool:
-        """Whether the first token of a block, and no other, is read in the row before it."""
-        return self.context == "causal"
-
-    @property
-    def first_alone(self) -> bool:
-        """Whether the first token of a block is read in a finished row: it is written before the others."""
-        return self.first_shifted or (self.shifted and self.size > 1)
+    first_shifted: bool = False
+    first_alone: bool = False
 
     def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
         """The number of the block of each position, from 0.
@@ -95,7 +87,9 @@ def reach_of(variant: Variant) -> Reach | None:
     if not variant.opens_blocks:
         return None
     assert variant.block_size is not None
-    return Reach(variant.block_size, variant.block_context, variant.readout == "shifted")
+    shifted = variant.block_context == "causal" and variant.has_mask
+    alone = shifted or (variant.readout == "shifted" and variant.block_size > 1)
+    return Reach(variant.block_size, variant.block_context, first_shifted=shifted, first_alone=alone)
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,10 @@ class Canvas:
 
     def masked(self, tokens: Tokens) -> PosMask:
         """Bool[batch pos], those of them that are open."""
-        return self._inside(~self.given if self.uniform_noise else tokens == self.blank)
+        if not self.uniform_noise:
+            return self._inside(tokens == self.blank)
+        open_ = self._inside(~self.given)
+        return open_ if self.blocks is None else open_ & (self.blocks == self._first_unfilled(tokens)[:, None])
 
     @cached_property
     def blocks(self) -> Int[Tensor, "batch pos"] | None:
@@ -146,8 +143,13 @@ class Canvas:
         first = self.blocks == self._first_unfilled(tokens)[:, None]
         return tokens.masked_fill(first & self._inside(~reached(tokens)), self.blank)
 
-    def open_block(self, tokens: Tokens, revealed_at: Int[Tensor, "batch pos"], step: int) -> OpenBlock | None:
-        """The block that each row writes in a step, from the canvas before it; of a filled row, the last one."""
+    def open_block(
+        self, tokens: Tokens, revealed_at: Int[Tensor, "batch pos"], step: int, n_steps: int
+    ) -> OpenBlock | None:
+        """The block that each row writes in a step, from the canvas before it; of a filled row, the last one.
+
+        Under uniform noise, where no token shows when a block was opened, each block has as many of the `n_steps`.
+        """
         if self.reach is None or self.blocks is None:
             return None
         # 1. Each row's first block with something to write; of a filled row, its last block.
@@ -163,14 +165,18 @@ class Canvas:
         written = written.scatter_(1, to_write, True)[:, : int(self.blocks.max()) + 1]
         numbers = torch.arange(written.shape[1], device=own.device)
         in_blocks = inside & self.reach.in_blocks(self.blocks, index)
+        order, n_blocks = (written & (numbers < index[:, None])).sum(dim=1), written.sum(dim=1)
+        begun = step - 1 - revealed_at.masked_fill(~before, -1).amax(dim=1).clamp(max=step - 1)
+        if self.uniform_noise:
+            begun = step - order * (n_steps // n_blocks.max())
         return OpenBlock(
             index=index,
             origin=places.masked_fill(~in_blocks, own.shape[1]).amin(dim=1),
             start=places.masked_fill(~own, own.shape[1]).amin(dim=1),
             stop=places.masked_fill(~own, -1).amax(dim=1) + 1,
-            step=step - 1 - revealed_at.masked_fill(~before, -1).amax(dim=1).clamp(max=step - 1),
-            order=(written & (numbers < index[:, None])).sum(dim=1),
-            n_blocks=written.sum(dim=1),
+            step=begun,
+            order=order,
+            n_blocks=n_blocks,
             size=self.reach.size,
             first_shifted=self.reach.first_shifted,
             first_alone=self.reach.first_alone,
@@ -191,20 +197,31 @@ class Canvas:
         return int(rest.min()) if len(rest) else tokens.shape[1]
 
     def _first_unfilled(self, tokens: Tokens) -> Int[Tensor, "batch"]:
-        """The first block of each row with something to write; `_NO_BLOCK` of a filled row."""
+        """The first block of each row with something to write; `_NO_BLOCK` of a filled row.
+
+        Under uniform noise it is the last one that was opened.
+        """
         assert self.blocks is not None
+        if self.uniform_noise:
+            return self.blocks.masked_fill(~self._inside(reached(tokens)), -1).amax(dim=1)
         return self.blocks.masked_fill(~self.blanks(tokens), _NO_BLOCK).amin(dim=1)
 
     def _inside(self, positions: PosMask) -> PosMask:
         return positions if self.real is None else positions & self.real
 
-    def started(self, seeds: Sequence[int], n_tokens: int) -> "Canvas":
-        """This canvas as a run under uniform noise begins: with a random one of `n_tokens` at each open position."""
-        unfilled = self.blanks(self.tokens) & (self.tokens == self.blank)
-        uniform = PositionNoise(seeds, self.positions).by_token(_START, unfilled, 1)[:, 0]
-        tokens = self.tokens.clone()
-        tokens[unfilled] = (uniform * n_tokens).long()
-        return replace(self, tokens=tokens)
+    def with_noise(self, tokens: Tokens, noise: PositionNoise, step: int, n_tokens: int) -> Tokens:
+        """A state of this canvas under uniform noise, with a random one of `n_tokens` at each position that is not
+        reached, of a canvas with blocks in the next block of each row."""
+        where = self.blanks(tokens) & ~reached(tokens)
+        if self.blocks is not None:
+            where &= self.blocks == self.blocks.masked_fill(~where, _NO_BLOCK).amin(dim=1, keepdim=True)
+        tokens = tokens.clone()
+        tokens[where] = noise.tokens(step, where, n_tokens)
+        return tokens
+
+    def started(self, noise: PositionNoise, n_tokens: int) -> "Canvas":
+        """This canvas as a run under uniform noise begins."""
+        return replace(self, tokens=self.with_noise(self.tokens, noise, _START, n_tokens))
 
 
 def lay_out(

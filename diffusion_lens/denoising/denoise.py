@@ -11,7 +11,7 @@ from torch import Tensor
 from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.loop import Run, run_loop
-from diffusion_lens.denoising.sampler import Sampler, row_seeds
+from diffusion_lens.denoising.sampler import PositionNoise, Sampler, SequentialNoise, row_seeds
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.clock import restoring
@@ -119,9 +119,13 @@ def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettin
     """A run that has not begun; a `ValueError` if the settings do not fit the model or the canvas."""
     settings = settings.on(model.cfg, model.cfg.model_name)
     assert isinstance(settings.sampler, Sampler)
-    seeds = row_seeds(settings.seed, canvas.tokens.shape[0])
+    noise: PositionNoise
+    if isinstance(settings.seed, torch.Generator) and settings.sampler.hands_on:
+        noise = SequentialNoise(settings.seed, canvas.positions)
+    else:
+        noise = PositionNoise(row_seeds(settings.seed, canvas.tokens.shape[0]), canvas.positions)
     if canvas.uniform_noise:
-        canvas = canvas.started(seeds, model.cfg.d_vocab_out)
+        canvas = canvas.started(noise, model.cfg.d_vocab_out)
     blanks = canvas.blanks(canvas.tokens)
     if canvas.reach is None or canvas.blocks is None:
         n_steps = settings.sampler.n_steps(settings.steps, blanks)
@@ -131,7 +135,8 @@ def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettin
         model=model,
         canvas=canvas,
         settings=settings,
-        seeds=seeds,
+        seeds=noise.seeds,
+        noise=noise,
         times=settings.sampler.times(n_steps),
         revealed_at=torch.full_like(canvas.tokens, -1),
         confidence=torch.full(blanks.shape, float("nan"), device=blanks.device),

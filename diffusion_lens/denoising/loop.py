@@ -12,6 +12,7 @@ sampler plans which, and how many. A step passes these hook points, in this orde
                                                            are the probabilities of the proposed tokens, unless the
                                                            sampler's `proposal` says otherwise
     denoise.hook_reveal      Bool[batch pos]               the positions revealed in this step
+    denoise.hook_noise       Int[batch pos]                random tokens, for the positions that become noise again
 
 The loop uses what a hook returns there. It reveals masked positions only, and a position where [MASK] itself is
 proposed stays masked. Under uniform noise no position is masked: the canvas starts from random tokens, and every
@@ -33,21 +34,30 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.predictor import predictor_for
-from diffusion_lens.denoising.sampler import Plan, PositionNoise, Prediction, Sampler, confidence_of, most_confident
+from diffusion_lens.denoising.sampler import (
+    Plan,
+    PositionNoise,
+    Prediction,
+    Sampler,
+    SequentialNoise,
+    confidence_of,
+    most_confident,
+)
 from diffusion_lens.denoising.samplers import describe_sampler
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.hooks.names import FwdHooks
-from diffusion_lens.hooks.step import RunIdentity, StepState
+from diffusion_lens.hooks.step import Handed, RunIdentity, StepState
 from diffusion_lens.model.config import UNREACHED, reached
 from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.hooking import require_set_up
-from diffusion_lens.model.noise import Head, draw, schedule_of
+from diffusion_lens.model.noise import Head, schedule_of
+from diffusion_lens.model.self_conditioning import expected_embedding
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import provenance
@@ -99,10 +109,15 @@ def run_loop(
                     candidates = run.rank(state, positions, prediction, tokens)
 
                     # 6. Reveal: write the planned number of the most confident tokens.
-                    run.reveal(state, plan, candidates)
+                    revealed = run.reveal(state, plan, candidates)
 
-                # 7. Remask: return revealed positions to [MASK] where the plan says so (Wang et al. 2025, ReMDM,
-                #    arXiv 2503.00307). The canvas is now x_s.
+                    # 7a. Renoise: under uniform noise, positions that are not revealed may become noise again. What was
+                    #     predicted is handed to the next step, or written where the block is finished.
+                    if run.sampler.hands_on:
+                        run.hand_on(state, plan, prediction, candidates, revealed)
+
+                # 7b. Remask: return revealed positions to [MASK] where the plan says so (Wang et al. 2025, ReMDM,
+                #     arXiv 2503.00307). The canvas is now x_s.
                 if plan.remask is not None:
                     run.remask(plan.remask)
 
@@ -136,6 +151,9 @@ class Run:
         scripted_at: Int[batch pos], `revealed_at` of the run that wrote the script; `None` for a free run.
         sigmas: Noise at each step, which the network is given, or that of each row; by default that of the schedule.
         revealed_before: Int[batch pos], as in `Trajectory`.
+        noise: Random numbers, by default those of the seeds.
+        handed_script: What each step of a forced run reads of earlier ones, where the sampler hands something on.
+        handed: What the next step reads of the earlier ones; `None` where the sampler hands nothing on.
         kept: Float[batch], noise of the rows that the last step left as they were, where the sampler keeps it; NaN for
             the others.
     """
@@ -150,6 +168,9 @@ class Run:
     script: Int[Tensor, "canvas batch pos"] | None = None
     scripted_at: Int[Tensor, "batch pos"] | None = None
     sigmas: list[float | tuple[float, ...]] | None = None
+    noise: PositionNoise | None = None
+    handed_script: Handed | None = None
+    handed: Handed | None = None
 
     def __post_init__(self) -> None:
         assert isinstance(self.settings.sampler, Sampler)
@@ -163,7 +184,11 @@ class Run:
         self.revealed_before = self.revealed_at
         self.tokens = self.canvas.tokens
         self.canvases = [self.tokens]
-        self.noise = PositionNoise(self.seeds, self.canvas.positions)
+        if self.noise is None:
+            self.noise = PositionNoise(self.seeds, self.canvas.positions)
+        self.handed_history: list[Handed] = []
+        if self.sampler.hands_on and self.handed is None:
+            self.handed = self._handed_at_first()
         changes_nothing = self.sampler.may_change_nothing
         self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale, changes_nothing)
         self.identity = RunIdentity()
@@ -195,6 +220,8 @@ class Run:
             "temperature": self.settings.temperature,
             "seeds": self.seeds,
             "blank": self.canvas.blank,
+            # Of such numbers none can be drawn again from the middle of a run on.
+            **({"drawn_in_sequence": True} if isinstance(self.noise, SequentialNoise) else {}),
             **provenance(self.model, cfg),
         }
 
@@ -222,10 +249,13 @@ class Run:
             state = self.model.clock.step = self._state(index)
         if len(self.canvases) == 1:
             self.revealed_before = self.revealed_at
+        if state.handed is not None:
+            self.handed_history.append(state.handed)
         return state
 
     def plan(self, state: StepState) -> Plan:
         """The sampler's plan; in a forced run, the plan that follows the script."""
+        assert self.noise is not None
         if self.script is None:
             return self.sampler.plan(state, self.noise, self.confidence)
         after = self.script[len(self.canvases)]
@@ -264,7 +294,7 @@ class Run:
         if isinstance(sigma, tuple):
             of_rows = torch.tensor(sigma, dtype=torch.float64, device=positions.device)
             sigma = of_rows[positions.nonzero()[:, 0]]
-        present, temperature = state.tokens[positions], self.settings.temperature
+        present, temperature = state.tokens[positions], self.sampler.temperature(state, self.settings.temperature)
         return Prediction(logits, present, self.head, self.schedule, sigma, temperature, self.sampler.proposal)
 
     def propose(self, state: StepState, positions: PosMask, prediction: Prediction) -> Tokens:
@@ -280,11 +310,12 @@ class Run:
             if bool(unwritten.any()):
                 tokens[unwritten] = propose(prediction.logits, mask_id=mask_id)[unwritten[positions]]
             return tokens
-        tokens, temperature = self.tokens.clone(), self.settings.temperature
+        assert self.noise is not None
+        tokens, temperature = self.tokens.clone(), prediction.temperature
         transition = self.sampler.transition(state, prediction)
         if transition is not None:
             _require_distribution(transition, state, positions)
-            tokens[positions] = draw(transition, self.noise.by_token(state.index, positions, transition.shape[-1]))
+            tokens[positions] = self.noise.drawn(state.index, positions, transition, state.masked)
         else:
             logits = prediction.logits
             uniform = self.noise.by_token(state.index, positions, logits.shape[-1]) if temperature else None
@@ -305,7 +336,7 @@ class Run:
         confidence[positions] = confidence_of(logits, proposed)
         ranking = confidence.clone()
         if not proposal.is_plain:
-            ranking[positions] = proposal.scores(logits, proposed, self.settings.temperature)
+            ranking[positions] = proposal.scores(logits, proposed, prediction.temperature)
         ranking = point(ranking)
         if is_hooked(point) and (where := _first(ranking[positions].isnan(), state, positions)):
             raise FloatingPointError(
@@ -314,8 +345,11 @@ class Run:
             )
         return Candidates(positions, tokens, confidence, ranking)
 
-    def reveal(self, state: StepState, plan: Plan, candidates: Candidates) -> None:
-        """Write the planned number of the most confident candidates; in a forced run, those that the script writes."""
+    def reveal(self, state: StepState, plan: Plan, candidates: Candidates) -> PosMask:
+        """Write the planned number of the most confident candidates; in a forced run, those that the script writes.
+
+        Returns the positions that are written.
+        """
         reveal = plan.positions
         if self.script is None:
             reveal = self.model.loop_hooks.hook_reveal(most_confident(candidates.ranking, plan))
@@ -329,6 +363,52 @@ class Run:
         self.tokens = torch.where(reveal, candidates.tokens, self.tokens)
         self.revealed_at = self.revealed_at.masked_fill(changed, state.index)
         self.confidence = torch.where(reveal, candidates.confidence.float(), self.confidence)
+        return reveal
+
+    def hand_on(
+        self, state: StepState, plan: Plan, prediction: Prediction, candidates: Candidates, revealed: PosMask
+    ) -> None:
+        """Put noise at the positions of the plan that were not revealed, and hand the prediction to the next step.
+
+        Rows whose block is finished keep the likeliest tokens instead. In a forced run the script says both.
+        """
+        before, block, noise = state.handed, state.block, self.noise
+        assert before is not None and block is not None and noise is not None
+        if self.script is not None:
+            return
+        # 1. New noise.
+        positions, logits = candidates.positions, prediction.logits
+        if plan.renoises:
+            fresh = self.tokens.clone()
+            fresh[state.masked] = noise.tokens(state.index, state.masked, self.model.cfg.d_vocab_out)
+            fresh = self.model.loop_hooks.hook_noise(fresh)
+            _require_ids("denoise.hook_noise", fresh, state, state.masked, self.model)
+            self.tokens = torch.where(plan.positions & ~revealed, fresh.long(), self.tokens)
+
+        # 2. What the next step reads of this prediction. A row that has waited keeps what it had.
+        waits = before.finished
+        rows, places = positions.nonzero(as_tuple=True)
+        places = places - block.start[rows]
+        expected, likeliest = before.expected.clone(), before.likeliest.clone()
+        active = ~waits[rows]
+        embedded = expected_embedding(self.model.embed, logits / (prediction.temperature or 1.0))
+        expected[rows[active], places[active]] = embedded[active].to(expected.dtype)
+        likeliest[rows[active], places[active]] = logits.argmax(dim=-1)[active]
+        same = (likeliest == before.likeliest).all(dim=1)
+        streak = torch.where(waits, before.streak, torch.where(same, before.streak, 0) + 1)
+        handed = Handed(expected, likeliest, streak, before.finished)
+
+        # 3. Rows that end their block with this step.
+        entropy = -candidates.ranking.masked_fill(~plan.positions, 0)
+        done = ~waits & (self.sampler.finishes(state, handed, entropy) | self._is_last_of_block(state))
+        written = self.tokens.clone()
+        written[rows, places + block.start[rows]] = likeliest[rows, places]
+        self.tokens = torch.where(done[:, None] & plan.positions, written, self.tokens)
+        certain = candidates.confidence.clone()
+        certain[positions] = confidence_of(logits, self.tokens[positions])
+        self.confidence = torch.where(plan.positions, certain.float(), self.confidence)
+        self.revealed_at = self.revealed_at.masked_fill(plan.positions & (self.tokens != state.tokens), state.index)
+        self.handed = replace(handed, finished=waits | done)
 
     def remask(self, positions: PosMask) -> None:
         """Mask the positions that the plan remasks."""
@@ -353,9 +433,28 @@ class Run:
             # The next step, if there is one, is given the same time.
             for index in range(state.index + 1, state.n_steps)[:1]:
                 self.sigmas[index] = self.sigmas[state.index]
-        if self.canvas.reach is not None:
+        if self.canvas.uniform_noise and self.canvas.reach is not None:
+            if bool(self._is_last_of_block(state).all()):
+                assert self.noise is not None
+                opened = self.canvas.with_noise(self.tokens, self.noise, state.index, self.model.cfg.d_vocab_out)
+                if not torch.equal(opened, self.tokens):
+                    self.tokens, filled = opened, (opened == self.tokens).all(dim=1)
+                    self.handed = replace(self._handed_at_first(), finished=filled)
+        elif self.canvas.reach is not None:
             self.tokens = self.canvas.opened(self.tokens)
         self.canvases.append(self.tokens)
+
+    def _handed_at_first(self) -> Handed:
+        """What the first step of a block reads."""
+        assert self.canvas.reach is not None
+        cfg = self.model.cfg
+        return Handed.empty(len(self.tokens), self.canvas.reach.size, cfg.d_model, cfg.dtype, self.tokens.device)
+
+    def _is_last_of_block(self, state: StepState) -> Bool[Tensor, "batch"]:
+        """Whether the step is the last of the block that a row writes."""
+        assert state.block is not None
+        n_steps = state.n_steps // int(state.block.n_blocks.max())
+        return state.block.step >= n_steps - 1
 
     def _written_by_hooks(self, index: int, new: PosMask, changed: PosMask) -> None:
         """Note what hooks wrote before a step: masks, new tokens in place of masks, and others over tokens."""
@@ -375,7 +474,10 @@ class Run:
             given=self.canvas.given,
             sigma=None if self.sigmas is None else self.sigmas[index],
             run=self.identity,
-            block=self.canvas.open_block(self.tokens, self.revealed_at, index) if self.canvas.reach else None,
+            block=self.canvas.open_block(self.tokens, self.revealed_at, index, len(self.times) - 1)
+            if self.canvas.reach
+            else None,
+            handed=self.handed if self.handed_script is None else self.handed_script[len(self.canvases) - 1],
         )
         if self.script is not None or self.sigmas is None or not self.sampler.has_times_of_rows:
             return state

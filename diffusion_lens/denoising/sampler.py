@@ -24,8 +24,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffusion_lens.hooks.step import StepState
-from diffusion_lens.model.noise import Absorbing, Head, Noise, Schedule
+from diffusion_lens.hooks.step import Handed, StepState
+from diffusion_lens.model.noise import Absorbing, Head, Noise, Schedule, draw
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.settings import at_least, checked_arguments, one_of, own_seed, whole_number
 from weight_conversion import NoiseSchedule, Variant
@@ -186,27 +186,61 @@ class PositionNoise:
     """
 
     def __init__(self, seeds: Sequence[int], positions: Tokens) -> None:
-        self._seeds = seeds
+        self.seeds = list(seeds)
         self._positions = positions.cpu()
 
     def by_position(self, step: int, positions: PosMask) -> Float[Tensor, "selected"]:
         """Float[selected], one number in [0, 1) for each selected position, in reading order."""
         width = int(self._positions.max()) + 1
         # The word "place" is part of the hashed key, so another word would give other numbers.
-        uniform = torch.stack([_uniform(width, seed, step, "place") for seed in self._seeds])
+        uniform = torch.stack([_uniform(width, seed, step, "place") for seed in self.seeds])
         return uniform.gather(1, self._positions)[positions.cpu()].to(positions.device)
+
+    def tokens(self, step: int, positions: PosMask, n_tokens: int) -> Int[Tensor, "selected"]:
+        """A random token for each selected position, of which each of the `n_tokens` is as likely."""
+        return (self.by_token(step, positions, 1)[:, 0] * n_tokens).long()
+
+    def drawn(
+        self, step: int, positions: PosMask, p: Float[Tensor, "selected d_vocab"], among: PosMask
+    ) -> Int[Tensor, "selected"]:
+        """A token for each selected position, with probability proportional to its entry."""
+        return draw(p, self.by_token(step, positions, p.shape[-1]))
 
     def by_row(self, step: int) -> Float[Tensor, "batch"]:
         """One number in [0, 1) for each row, on the CPU."""
-        return torch.cat([_uniform(1, seed, step, "row") for seed in self._seeds])
+        return torch.cat([_uniform(1, seed, step, "row") for seed in self.seeds])
 
     def by_token(self, step: int, positions: PosMask, n_tokens: int) -> Float[Tensor, "selected d_vocab_out"]:
         """`n_tokens` numbers in (0, 1) for each selected position, in reading order."""
         selected = positions.cpu().nonzero().tolist()
-        uniform = [_uniform(n_tokens, self._seeds[row], step, int(self._positions[row, pos])) for row, pos in selected]
+        uniform = [_uniform(n_tokens, self.seeds[row], step, int(self._positions[row, pos])) for row, pos in selected]
         if not uniform:
             return torch.empty(0, n_tokens, dtype=torch.float64, device=positions.device)
         return torch.stack(uniform).clamp_(min=torch.finfo(torch.float64).tiny).to(positions.device)
+
+
+class SequentialNoise(PositionNoise):
+    """Random tokens from one generator, in the order in which authors' code draws them for a batch.
+
+    A run with it cannot be taken up in the middle, since its numbers depend on all that were drawn before.
+    """
+
+    def __init__(self, generator: torch.Generator, positions: Tokens) -> None:
+        super().__init__([generator.initial_seed()] * len(positions), positions)
+        self.generator = generator
+
+    def tokens(self, step: int, positions: PosMask, n_tokens: int) -> Int[Tensor, "selected"]:
+        size, device = (int(positions.sum()),), self.generator.device
+        return torch.randint(n_tokens, size, generator=self.generator, device=device).to(positions.device)
+
+    def drawn(
+        self, step: int, positions: PosMask, p: Float[Tensor, "selected d_vocab"], among: PosMask
+    ) -> Int[Tensor, "selected"]:
+        # The authors' code draws for the whole batch, also where it keeps what it has.
+        of_all = torch.ones(int(among.sum()), p.shape[-1], device=self.generator.device)
+        of_all[positions[among].to(of_all.device)] = p.to(of_all)
+        drawn = torch.multinomial(of_all, 1, generator=self.generator)[:, 0]
+        return drawn.to(positions.device)[positions[among]]
 
 
 @dataclass(frozen=True)
@@ -285,6 +319,8 @@ class Plan:
         threshold: Score above which a position is revealed beyond the number; `None` for none.
         bound: Nats: the first positions whose scores, negative entropies, add up to no more are revealed beyond the
             number; `None` for none.
+        crosses: Whether the position with which the sum crosses the bound is revealed too.
+        renoises: Whether the positions that are not revealed become noise again.
     """
 
     positions: PosMask
@@ -293,6 +329,8 @@ class Plan:
     jitter: Float[Tensor, "batch pos"] | None = None
     threshold: float | None = None
     bound: float | None = None
+    crosses: bool = False
+    renoises: bool = False
 
     @classmethod
     def of_all(cls, positions: PosMask, remask: PosMask | None = None) -> "Plan":
@@ -316,6 +354,7 @@ class Sampler(ABC):
         writes: Where it writes: "anywhere" on the canvas, the "next" position, or in the open "block".
         reads_confidence: Whether `plan` reads probabilities of revealed tokens, rather than only where there are any.
             Runs whose canvases agree then still differ.
+        hands_on: Whether its steps read what earlier ones predicted (`Handed`).
     """
 
     name: str
@@ -328,6 +367,7 @@ class Sampler(ABC):
     has_times_of_rows: bool = False
     writes: str = "anywhere"
     reads_confidence: bool = True
+    hands_on: bool = False
 
     def misfit(self, variant: Variant) -> str | None:
         """Why this sampler cannot write the text of a kind of model; `None` if it can."""
@@ -402,6 +442,19 @@ class Sampler(ABC):
         """
         return None
 
+    def temperature(self, step: StepState, temperature: float) -> float:
+        """The temperature of a step, by default that of the run."""
+        return temperature
+
+    def finishes(self, step: StepState, handed: Handed, entropy: Float[Tensor, "batch pos"]) -> Bool[Tensor, "batch"]:
+        """The rows whose block is written with this step, of a sampler that `hands_on`; they keep the likeliest tokens.
+
+        Args:
+            handed: What the step hands to the next one.
+            entropy: Entropy of the prediction in nats at the positions of the plan, 0 elsewhere.
+        """
+        return torch.zeros_like(handed.finished)
+
     @abstractmethod
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         """The positions considered between `step.t` and `step.s`, and the number of them to reveal.
@@ -424,7 +477,9 @@ def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> PosMas
     if plan.threshold is not None:
         counts = counts.maximum((scores > plan.threshold).sum(dim=1))
     if plan.bound is not None:
-        counts = counts.maximum((-scores.gather(1, order).cumsum(dim=1) <= plan.bound).sum(dim=1))
+        entropies = -scores.gather(1, order)
+        before = entropies.cumsum(dim=1) - (entropies if plan.crosses else 0)
+        counts = counts.maximum((before <= plan.bound).sum(dim=1))
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     rank = torch.empty_like(order).scatter_(1, order, places)
     return (rank < counts[:, None]).reshape(plan.positions.shape) & plan.positions

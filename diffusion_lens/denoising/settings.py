@@ -53,7 +53,13 @@ class DenoiseSettings(DenoiseFields):
             raise ValueError(
                 f"cfg_scale={self.cfg_scale} masks the prompt, and {model_name!r} has no [MASK]; use cfg_scale=0"
             )
-        return replace(self, sampler=resolve_sampler(self.sampler, variant, self.steps))
+        sampler = resolve_sampler(self.sampler, variant, self.steps)
+        if self.temperature and sampler.hands_on:
+            raise ValueError(
+                f"temperature={self.temperature}: the sampler {sampler.name!r} has temperatures of its own, t_max and "
+                "t_min; leave it out"
+            )
+        return replace(self, sampler=sampler)
 
     def fitted_to(self, variant: Variant) -> "DenoiseSettings":
         """These settings, with `cfg_scale=0` on a model without [MASK]; lets one study cover both variants."""
@@ -72,6 +78,8 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant, steps: int 
         name = {"absorbing": "confidence", "uniform": "uniform_posterior", None: "left_to_right"}[variant.noise]
         if variant.opens_blocks and variant.has_mask:
             name = "block_posterior" if variant.time_conditioning else "block_confidence"
+        elif variant.opens_blocks and variant.uniform_noise:
+            name = "entropy_bound"
         sampler = SAMPLERS[name]
     elif isinstance(sampler, str):
         sampler = named_sampler(sampler)

@@ -18,7 +18,7 @@ from diffusion_lens.denoising.same_network import canvas_provenance, require_sam
 from diffusion_lens.denoising.sampler import Sampler, Seed, row_seeds
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.hooks.names import FwdHooks
-from diffusion_lens.hooks.step import StepState
+from diffusion_lens.hooks.step import Handed, StepState
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.noise import schedule_of
 from diffusion_lens.model.shapes import PosMask, Tokens
@@ -99,6 +99,8 @@ class Trajectory(Saved, Result):
         record: Sampler, steps, times, guidance, temperature, seeds, model, hash of the weights, hooks, modules,
             versions, forward passes and seconds; of a replay also its kind, and the network that wrote the replayed
             canvases.
+        handed: What each step read of the steps before it, beside the canvas, with a first axis for steps; `None` where
+            steps read the canvas alone.
     """
 
     tokens: Tokens
@@ -113,6 +115,7 @@ class Trajectory(Saved, Result):
     completion: list[str]
     words: dict[int, str]
     record: dict[str, Any]
+    handed: Handed | None = None
     KIND = "trajectory"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "blank": int, "first_step": int, "forward_passes": int}
 
@@ -149,6 +152,7 @@ class Trajectory(Saved, Result):
             completion=[to_completion(model, row) if has_text else "" for row in written],
             words=dict(zip(ids, model.words(ids), strict=True)),
             record=record,
+            handed=Handed.stacked(run.handed_history) if run.handed_history else None,
         )
 
     @property
@@ -249,7 +253,8 @@ class Trajectory(Saved, Result):
             record["sigmas"] = [
                 [sigma[row] for row in rows] if isinstance(sigma, Sequence) else sigma for sigma in sigmas
             ]
-        return replace(self, **tensors, **texts, canvases=self.canvases[:, rows], record=record)
+        handed = None if self.handed is None else self.handed[:, rows]
+        return replace(self, **tensors, **texts, canvases=self.canvases[:, rows], record=record, handed=handed)
 
     def str_canvases(self, row: int = 0) -> list[list[str]]:
         """The text at each position of one row, for every canvas."""
@@ -273,8 +278,9 @@ class Trajectory(Saved, Result):
         Steps keep their index, and so their time and their random numbers.
         """
         step = whole_number("step", step)
-        canvases, record = self.canvases[self._canvas_index(step) :], {**self.record, "first_step": step}
-        return replace(self, canvases=canvases, revealed_before=self._revealed_before(step), record=record)
+        index, record = self._canvas_index(step), {**self.record, "first_step": step}
+        before, handed = self._revealed_before(step), None if self.handed is None else self.handed[index:]
+        return replace(self, canvases=self.canvases[index:], revealed_before=before, record=record, handed=handed)
 
     def state_at(self, step: int, device: str | torch.device | None = None, tokens: Tokens | None = None) -> StepState:
         """The value of `hook.step` at a step, in the conditional branch, for forward passes that stand for this step.
@@ -297,9 +303,10 @@ class Trajectory(Saved, Result):
             given=canvas.given,
             sigma=self._sigma(step, architecture),
             run=None,
-            block=canvas.open_block(tokens, self._revealed_before(step).to(tokens.device), step)
+            block=canvas.open_block(tokens, self._revealed_before(step).to(tokens.device), step, len(times) - 1)
             if canvas.reach
             else None,
+            handed=None if self.handed is None else self.handed[self._canvas_index(step)].to(tokens.device),
         )
 
     @checked_arguments
@@ -382,6 +389,12 @@ class Trajectory(Saved, Result):
         """A replay before its first step, from this trajectory's first canvas; a forced one follows its canvases."""
         require_same_model(self.record, model)
         device = model.cfg.device
+        if self.record.get("drawn_in_sequence") and not forced and seeds is None:
+            raise ValueError(
+                "the random numbers of this run are those of a torch.Generator, in sequence, and cannot be drawn again: "
+                "pass seeds= to replay it freely with others, or denoise with a number as seed="
+            )
+        handed = None if self.handed is None else self.handed.to(device)
         # The confidence of a token that was rewritten later is not recorded, only that there was one.
         certain = ~self.is_open(self.canvases[0]) & ~self.given & self.real
         confidence = torch.where(certain, 1.0, torch.nan)
@@ -394,6 +407,8 @@ class Trajectory(Saved, Result):
             script=self.canvases.to(device) if forced else None,
             scripted_at=self.revealed_at.to(device) if forced else None,
             sigmas=[_plain(sigma) for sigma in self.record["sigmas"]] if forced and self.record.get("sigmas") else None,
+            handed_script=handed if forced else None,
+            handed=None if handed is None else handed[0],
         )
         if not forced and self.lacks_confidence(run.sampler):
             raise ValueError(

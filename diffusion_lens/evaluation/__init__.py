@@ -1,12 +1,14 @@
 """Evaluation: scores of texts, likelihoods of answers, and recall of facts by number of denoising steps."""
 
-from diffusion_lens.evaluation.likelihood import AnswerRanks, NLLEstimate, chain_rule_nll, monte_carlo_nll, rank_answer
+from diffusion_lens.evaluation.chain_rule import AnswerRanks, NLLByOrder, chain_rule_nll, nll_by_order, rank_answer
+from diffusion_lens.evaluation.likelihood import NLLEstimate, monte_carlo_nll
 from diffusion_lens.evaluation.recall import Recall, Reply
 from diffusion_lens.evaluation.recall_by_steps import RecallSettings, recall_by_steps, recall_facts
 from diffusion_lens.evaluation.scores import character_bleu, contained, corpus_word_bleu, exact, word_bleu
 
 __all__ = [
     "AnswerRanks",
+    "NLLByOrder",
     "NLLEstimate",
     "Recall",
     "RecallSettings",
@@ -17,6 +19,7 @@ __all__ = [
     "corpus_word_bleu",
     "exact",
     "monte_carlo_nll",
+    "nll_by_order",
     "rank_answer",
     "recall_by_steps",
     "recall_facts",

@@ -1,17 +1,12 @@
-"""The negative log-likelihood (NLL) of an answer after a prompt, in nats.
+"""The diffusion bound on the negative log-likelihood (NLL) of an answer after a prompt, in nats.
 
-A causal model has exactly one, from one forward pass. A masked diffusion model predicts a token from all revealed
-tokens, so it has one for each order in which the answer may be revealed:
-
-    NLL(order) = - Σ_j log p(a_order(j) | prompt, a_order(1) … a_order(j-1), the rest masked)
-
-`chain_rule_nll` takes the order from left to right, one canvas per token. `monte_carlo_nll` estimates the mean over all
-orders, which is the diffusion bound on the NLL (Nie et al. 2024, arXiv 2410.18514, eq. 4): each of the L answer tokens
-is masked with probability p,
+A masked diffusion model has one NLL for each order in which the answer may be revealed (`chain_rule.py`).
+`monte_carlo_nll` estimates the mean over all orders, which is the diffusion bound on the NLL (Nie et al. 2024, arXiv
+2410.18514, eq. 4): each of the L answer tokens is masked with probability p,
 
     ∫ dp E[Σ_masked -log p(a_i | prompt, what is not masked) / p]
 
-Both are computed as in ML-GSAI/SMDM `evaluate_diff.py`, whose guidance masks the prompt and not the answer. In general,
+It is computed as in ML-GSAI/SMDM `evaluate_diff.py`, whose guidance masks the prompt and not the answer. In general,
 the bound is the integral over p from 0 to 1 of the expected sum, over the answer, of
 
     logits, absorbing      -log p(x_0) / p at masked positions                  Nie et al. 2024, arXiv 2410.18514, eq. 4
@@ -20,22 +15,19 @@ the bound is the integral over p from 0 to 1 of the expected sum, over the answe
                            to the integral, -log p(x_0) of the clean answer at time 0 is added
 
 None depends on a schedule: it says only which p a network meets at which time, which a time-conditioned one is given.
-
-`rank_answer` ranks a given answer after a prompt, token by token, as TransformerLens's `test_prompt` prints it.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, SupportsIndex
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.engine.answer import Ranking
 from diffusion_lens.denoising.loop import require_logits
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.sampler import row_seeds
@@ -46,11 +38,10 @@ from diffusion_lens.model.noise import (
     LossTerm,
     Noise,
     clean_cross_entropy,
-    hidden_tokens,
     score_entropy,
     uniform_bound,
 )
-from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import (
@@ -59,7 +50,7 @@ from diffusion_lens.records.results import (
     Table,
     provenance,
 )
-from diffusion_lens.settings import at_least, checked_arguments, not_negative
+from diffusion_lens.settings import at_least, not_negative
 
 Text = str | Tensor
 
@@ -85,51 +76,6 @@ class NLLEstimate(Result, Saved):
 
     def _table(self) -> Table:
         return Table({name: [getattr(self, name)] for name in ("value", "standard_error", "samples")})
-
-
-@checked_arguments
-@torch.no_grad()
-def chain_rule_nll(
-    model: DiffusionTransformer, prompt: Text, answer: Text, *, cfg_scale: float = 0.0, max_batch: int = 32
-) -> Float[Tensor, ""]:
-    """NLL of the answer, revealed from left to right.
-
-    On a masked diffusion model each answer token is scored on its own canvas, where this token and all that follow are
-    masked. Hooks see these canvases as rows of one batch. On a causal model one teacher-forced pass scores all tokens.
-    A time-conditioned network gets, for each canvas, that at which the chance of a mask is the share of the
-    answer that is masked there: 1 for the first token, 1/n for the last of n.
-
-    A model by blocks is scored as it is trained: blocks are counted from the first token of the text, and rows are
-    read as there. Where the loop counts them from the end of the prompt (`cfg.counts_from_prompt`), and reads the first
-    token of a block in the row before it, this is not the probability with which the loop writes the answer. The same
-    is true of `monte_carlo_nll`.
-
-    Args:
-        prompt: Text, or Int[pos] tokens; on a masked diffusion model it may be empty or contain [MASK]s. Padding that
-            the network would recognise by its tokens is left out.
-        answer: Text if the prompt is text, otherwise tokens. A text is tokenized as a continuation of the prompt (see
-            `Fact.tokenize`).
-        cfg_scale: Weight w of unsupervised classifier-free guidance; 0 is none. Hooks see the conditional pass, then
-            the unconditional one.
-        max_batch: Largest number of canvases in one forward pass; it does not affect the result.
-
-    Raises:
-        ValueError: The answer is empty, contains a token that the model never writes, or is merged into the prompt;
-            both together exceed the context; a setting is out of range; a causal model is given guidance; or a
-            time-conditioned network has no schedule (`cfg.schedule`).
-    """
-    at_least(1, "max_batch", max_batch)
-    if model.cfg.uniform_noise:
-        raise ValueError(
-            f"the noise of {model.cfg.model_name!r} is uniform, so none of its tokens can be hidden while others are "
-            "revealed, and there is no chain rule: monte_carlo_nll estimates the bound under uniform noise"
-        )
-    question = question_of(model, prompt, answer)
-    _check_guidance(model, cfg_scale)
-    canvases, scored = answer_canvases(model, question)
-    n = len(question.answer)
-    shares = torch.linspace(1, 1 / n, n, device=canvases.device)[: len(canvases)]
-    return _surprisals(model, question, canvases, scored, shares, cfg_scale, max_batch).sum()
 
 
 @begins_run
@@ -175,7 +121,7 @@ def monte_carlo_nll(
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
         )
-    _check_guidance(model, cfg_scale)
+    check_guidance(model, cfg_scale)
     question, noise = question_of(model, prompt, answer), model.head.noise
     assert noise is not None
     record: dict[str, Any] = {"prompt": question.prompt.tolist(), "answer": question.answer.tolist()}
@@ -186,7 +132,7 @@ def monte_carlo_nll(
         scored = _check_noise(question, model, noisy, p_mask)
         batches, record = torch.arange(len(noisy)), record | {"noise": "given"}
     else:
-        noise_seed = row_seeds(seed if isinstance(seed, torch.Generator) else [seed], 1)[0]
+        noise_seed = one_seed(seed)
         noisy, p_mask = _sample_noise(question, noise, samples, batch_size, noise_seed)
         scored = noisy != question.tokens
         batches = torch.arange(samples) // batch_size
@@ -194,135 +140,18 @@ def monte_carlo_nll(
     if model.cfg.uniform_noise:
         scored = (torch.arange(len(question.tokens), device=noisy.device) >= len(question.prompt)).expand_as(noisy)
     chances, bound = p_mask[:, len(question.prompt)], bound_term(model)
-    losses = _surprisals(model, question, noisy, scored, chances, cfg_scale, max_batch, bound.term, progress)
+    losses = surprisals(model, question, noisy, scored, chances, cfg_scale, max_batch, bound.term, progress)
     estimates = torch.zeros(len(noisy), dtype=torch.float64)
     weighted = losses.cpu().double() * bound.weight(p_mask[scored].cpu().double())
     estimates.index_add_(0, scored.nonzero()[:, 0].cpu(), weighted)
     if bound.reconstructs:
         clean, never = question.tokens[None], torch.zeros_like(chances[:1])
-        estimates += _surprisals(model, question, clean, scored[:1], never, cfg_scale, max_batch).sum().cpu().double()
+        estimates += surprisals(model, question, clean, scored[:1], never, cfg_scale, max_batch).sum().cpu().double()
     return NLLEstimate(
         value=estimates.mean().item(),
         standard_error=_standard_error(estimates, batches),
         samples=len(estimates),
         record={**record, "cfg_scale": cfg_scale, **provenance(model, model.cfg)},
-    )
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class AnswerRanks(Result, Saved):
-    """Ranks of the tokens of an answer, each predicted from the prompt and the answer's tokens before it.
-
-    Columns of the data frame: token, rank, logit, probability, likeliest, likeliest_probability; a row for each
-    token of the answer.
-
-    Attributes:
-        prompt, answer: Text of each token.
-        rank: Rank of each token of the answer among all that the model can write, that is, without [MASK]: the number
-            of strictly likelier tokens.
-        logit, probability: Those of each token of the answer.
-        top, top_logit, top_probability: Text, logits and probabilities of the likeliest tokens in its place.
-        record: Tokens of prompt and answer, number of masks (`None` on a model that reads none), top_k, model, hash of
-            the weights, hooks, versions.
-    """
-
-    KIND: ClassVar[str] = "answer ranks"
-
-    prompt: list[str]
-    answer: list[str]
-    rank: Int[Tensor, "answer"]
-    logit: Float[Tensor, "answer"]
-    probability: Float[Tensor, "answer"]
-    top: list[list[str]]
-    top_logit: Float[Tensor, "answer top"]
-    top_probability: Float[Tensor, "answer top"]
-    record: dict[str, Any] = field(repr=False)
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("answer", self.answer), ("answer top", self.top))
-
-    def _check(self) -> None:
-        if not self.top_logit.shape[1]:
-            raise ValueError("there are no likeliest tokens")
-
-    def to_text(self) -> str:
-        """The table that TransformerLens's `test_prompt` prints."""
-        line = "Logit: {:5.2f} Prob: {:6.2%} Token: |{}|".format
-        lines = [f"Tokenized prompt: {self.prompt}", f"Tokenized answer: {self.answer}"]
-        for i, token in enumerate(self.answer):
-            own = line(self.logit[i].item(), self.probability[i].item(), token)
-            lines += ["Performance on answer token:", f"Rank: {int(self.rank[i]):<8} {own}"]
-            ranked = zip(self.top_logit[i].tolist(), self.top_probability[i].tolist(), self.top[i], strict=True)
-            lines += [f"Top {rank}th token. {line(*numbers)}" for rank, numbers in enumerate(ranked)]
-        ranks = [(token, int(rank)) for token, rank in zip(self.answer, self.rank, strict=True)]
-        return "\n".join([*lines, f"Ranks of the answer tokens: {ranks}"])
-
-    def _table(self) -> Table:
-        return Table(
-            {
-                "token": self.answer,
-                "rank": self.rank,
-                "logit": self.logit,
-                "probability": self.probability,
-                "likeliest": [words[0] for words in self.top],
-                "likeliest_probability": self.top_probability[:, 0],
-            }
-        )
-
-    def __str__(self) -> str:
-        return self.to_text()
-
-
-@begins_run
-@torch.no_grad()
-def rank_answer(
-    model: DiffusionTransformer,
-    prompt: Text,
-    answer: Text,
-    *,
-    n_masks: SupportsIndex | None = None,
-    top_k: SupportsIndex = 10,
-) -> AnswerRanks:
-    """Rank an answer after a prompt, on either variant.
-
-    A masked diffusion model reads one canvas for each token: the prompt, the answer's tokens before it, and [MASK] at
-    this token and all after it. A causal model reads prompt and answer once. `chain_rule_nll` sums the logarithms of
-    the same probabilities.
-
-    Args:
-        prompt: Text, or tokens Int[pos].
-        answer: Text that continues the prompt, with its leading space; or tokens Int[pos].
-        n_masks: Number of masked positions after the prompt; by default as many as the answer has tokens. A masked
-            diffusion model sees them: give as many as in its training texts.
-        top_k: Number of likeliest tokens to list for each token of the answer.
-
-    Raises:
-        ValueError: The answer is empty, is merged into the prompt, or contains a token that the model never writes.
-    """
-    top_k = min(at_least(1, "top_k", top_k), model.cfg.d_vocab_out - 1)
-    question = question_of(model, prompt, answer)
-    masks = None if n_masks is None else at_least(1, "n_masks", n_masks)
-    canvases, scored = answer_canvases(model, question, masks)
-    rows = model.readout.locate(scored)
-    logits = model(canvases, attention_mask=model.padding.all_real(canvases), logits_at=rows)
-    ranking, own = Ranking.of(model, logits, canvases[scored]), question.answer[:, None]
-    top = ranking.top(top_k)
-    return AnswerRanks(
-        prompt=model.words(question.prompt.tolist()),
-        answer=model.words(question.answer.tolist()),
-        rank=ranking.rank(own)[:, 0],
-        logit=ranking.logits.gather(1, own)[:, 0],
-        probability=ranking.probability(own)[:, 0],
-        top=[model.words(ids) for ids in top.tolist()],
-        top_logit=ranking.logits.gather(1, top),
-        top_probability=ranking.probability(top),
-        record={
-            "prompt_tokens": question.prompt.tolist(),
-            "answer_tokens": question.answer.tolist(),
-            "n_masks": None if model.cfg.is_autoregressive else masks or len(question.answer),
-            "top_k": top_k,
-            **provenance(model, model.cfg),
-        },
     )
 
 
@@ -360,35 +189,12 @@ def question_of(model: DiffusionTransformer, prompt: Text, answer: Text) -> Ques
     return Question(before, after)
 
 
-def answer_canvases(
-    model: DiffusionTransformer, question: Question, n_masks: int | None = None
-) -> tuple[Tokens, PosMask]:
-    """The canvases on which each token of an answer is predicted from those before it, and the positions to read.
-
-    `n_masks` positions after the prompt are masked before any is revealed; a causal model does not see them.
-    """
-    start, n_answer = len(question.prompt), len(question.answer)
-    if n_masks is not None and n_masks < n_answer:
-        raise ValueError(f"n_masks={n_masks}, but the answer has {n_answer} tokens")
-    if model.cfg.is_autoregressive:
-        if not start:
-            raise ValueError(
-                f"the prompt is empty, and {model.cfg.model_name!r} predicts each token from those before it: give a "
-                "prompt of at least one token, such as BOS"
-            )
-        tokens = question.tokens[None]
-        return tokens, torch.arange(tokens.shape[1], device=tokens.device)[None] >= start
-    hidden = question.tokens.new_tensor(hidden_tokens(model.cfg, n_masks or n_answer, str(question.tokens.tolist())))
-    canvases = torch.cat([question.tokens, hidden[n_answer:]]).repeat(n_answer, 1)
-    scored = torch.zeros_like(canvases, dtype=torch.bool)
-    scored[:, start : start + n_answer] = torch.eye(n_answer, dtype=torch.bool, device=canvases.device)
-    check_length(canvases.shape[1], model.cfg)
-    later = torch.ones_like(scored[:, start:]).triu()
-    canvases[:, start:] = torch.where(later, hidden, canvases[:, start:])
-    return canvases, scored
+def one_seed(seed: int | torch.Generator) -> int:
+    """A seed as a number, which a generator draws."""
+    return row_seeds(seed if isinstance(seed, torch.Generator) else [seed], 1)[0]
 
 
-def _check_guidance(model: DiffusionTransformer, cfg_scale: float) -> None:
+def check_guidance(model: DiffusionTransformer, cfg_scale: float) -> None:
     if not_negative("cfg_scale", cfg_scale) and not model.cfg.has_mask:
         kind = "for an autoregressive model" if model.cfg.is_autoregressive else "under uniform noise"
         raise ValueError(
@@ -439,7 +245,7 @@ def sigma_of_chance(p: Float[Tensor, "*rest"]) -> Float[Tensor, "*rest"]:
     return -torch.log1p(-p.double().clamp(max=MOST))
 
 
-def _surprisals(
+def surprisals(
     model: DiffusionTransformer,
     question: Question,
     canvases: Int[Tensor, "sample pos"],

@@ -1,10 +1,11 @@
 """`StepState`, the value of `hook.step` in the denoising loop."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.model.shapes import PosMask, Tokens
@@ -58,6 +59,49 @@ class OpenBlock:
         return OpenBlock(**rows, size=self.size, first_shifted=self.first_shifted, first_alone=self.first_alone)
 
 
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """What a step hands to the next beside the canvas, as the next one reads it: the state of a run whose steps depend
+    on what earlier ones predicted. At the first step of a block it is that of `empty`.
+
+    Attributes:
+        expected: Float[batch block d_model], expected embedding of the prediction at each position of the open block,
+            for the self-conditioning of the network; 0 in the first step.
+        likeliest: Int[batch block], the likeliest token of the prediction; -1 in the first step.
+        streak: Int[batch], number of consecutive steps that predicted these.
+        finished: Bool[batch], whether the row has written its block and waits for the others.
+    """
+
+    expected: Float[Tensor, "*step batch block d_model"]
+    likeliest: Int[Tensor, "*step batch block"]
+    streak: Int[Tensor, "*step batch"]
+    finished: Bool[Tensor, "*step batch"]
+
+    @classmethod
+    def empty(cls, n_batch: int, block: int, d_model: int, dtype: torch.dtype, device: torch.device) -> "Handed":
+        """What the first step of a block reads."""
+        zeros = torch.zeros(n_batch, block, d_model, dtype=dtype, device=device)
+        rows = torch.zeros(n_batch, dtype=torch.long, device=device)
+        return cls(zeros, torch.full_like(zeros[..., 0], -1, dtype=torch.long), rows, rows.bool())
+
+    @classmethod
+    def stacked(cls, steps: Sequence["Handed"]) -> "Handed":
+        """Those of several steps, with an axis for these."""
+        return cls(*(torch.stack(tensors) for tensors in zip(*(vars(step).values() for step in steps), strict=True)))
+
+    def __getitem__(self, index: Any) -> "Handed":
+        """That of one step of several, or with (slice, rows) that of some steps and rows."""
+        return Handed(*(tensor[index] for tensor in vars(self).values()))
+
+    def repeat(self, copies: int) -> "Handed":
+        """That of several copies of the batch, one after the other."""
+        return Handed(*(tensor.repeat(copies, *[1] * (tensor.dim() - 1)) for tensor in vars(self).values()))
+
+    def to(self, device: str | torch.device | None) -> "Handed":
+        """The same on another device."""
+        return Handed(*(tensor.to(device) for tensor in vars(self).values()))
+
+
 @dataclass(frozen=True)
 class StepState:
     """One denoising step as a hook sees it.
@@ -79,6 +123,7 @@ class StepState:
         run: Identity of the run, the same object in all its steps, so that a hook with a memory can tell runs apart. By
             default a new identity; `None` for a single step outside a run, as in analyses of trajectories.
         block: The block that each row writes; `None` where the whole canvas is open from the first step on.
+        handed: What the step reads of the steps before it, beside the canvas; `None` where a step reads the canvas alone.
     """
 
     index: int
@@ -92,9 +137,12 @@ class StepState:
     sigma: float | tuple[float, ...] | None = None
     run: RunIdentity | None = field(default_factory=RunIdentity, repr=False, compare=False)
     block: OpenBlock | None = None
+    handed: Handed | None = field(default=None, repr=False)
 
     def repeat(self, copies: int) -> "StepState":
         """The step of a batch that consists of several copies of this step's batch, one after the other."""
         rows = {name: getattr(self, name).repeat(copies, 1) for name in ("tokens", "masked", "given")}
         sigma = self.sigma * copies if isinstance(self.sigma, tuple) else self.sigma
-        return replace(self, **rows, sigma=sigma, block=None if self.block is None else self.block.repeat(copies))
+        block = None if self.block is None else self.block.repeat(copies)
+        handed = None if self.handed is None else self.handed.repeat(copies)
+        return replace(self, **rows, sigma=sigma, block=block, handed=handed)

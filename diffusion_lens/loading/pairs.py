@@ -37,11 +37,9 @@ class ModelPair:
 
 
 _SMDM_PAPER = "Nie et al. 2024, arXiv 2410.18514; the files of nieshen/SMDM"
-_LLADA_TUNED = "Zhu et al. 2025, arXiv 2505.19223: tuned from LLaDA-8B-Instruct"
 _LLADA_PAPER = "Nie et al. 2025, arXiv 2502.09992, which compares them"
 _NO_WEIGHTS = "size only: LLaDA was trained from scratch on other data, with another tokenizer"
 _DREAM_PAPER = "Ye et al. 2025, arXiv 2508.15487"
-_CODER_CARD = "apple/DiffuCoder-7B-Base, model card; Gong et al. 2025, arXiv 2506.20639"
 _ONE_CHECKPOINT = "every weight: they are two modes of one checkpoint, trained with both losses"
 _NEMOTRON = "the checkpoint's code, whose dlm_paradigm chooses the mode"
 _INITIALISED = "the initial weights of the diffusion model, and the tokenizer"
@@ -73,28 +71,11 @@ PAIRS: dict[str, ModelPair] = {
         *_smdm(),
         ModelPair("llada-8b-base", "llama-3-8b", _NO_WEIGHTS, _LLADA_PAPER),
         ModelPair("llada-8b-instruct", "llama-3-8b-instruct", _NO_WEIGHTS, _LLADA_PAPER),
-        ModelPair("llada-1.5", "llama-3-8b-instruct", _NO_WEIGHTS, _LLADA_TUNED),
         ModelPair("dream-7b-base", "qwen2.5-7b", _INITIALISED, _DREAM_PAPER),
         ModelPair("dream-7b-instruct", "qwen2.5-7b-instruct", _TUNED, _DREAM_PAPER),
-        ModelPair(
-            "dream-coder-7b-instruct",
-            "qwen2.5-coder-7b-instruct",
-            "the shape of the network; the diffusion model was initialised from a causal one, which may be another",
-            "Xie et al. 2025, arXiv 2509.01142, whose abstract does not name the causal model",
-        ),
-        ModelPair("diffucoder-7b-base", "qwen2.5-coder-7b", _INITIALISED, _CODER_CARD),
-        ModelPair("diffucoder-7b-instruct", "qwen2.5-coder-7b-instruct", _TUNED, _CODER_CARD),
-        ModelPair("diffucoder-7b-cpgrpo", "qwen2.5-coder-7b-instruct", _TUNED, _CODER_CARD),
-        ModelPair("qwen3-0.6b-mdlm", "qwen3-0.6b", _INITIALISED, "dllm-hub, the diffusion model's card"),
-        ModelPair(
-            "qwen2.5-coder-0.5b-instruct-mdlm",
-            "qwen2.5-coder-0.5b-instruct",
-            _INITIALISED,
-            "the diffusion model's name",
-        ),
         *(
             ModelPair(f"nemotron-labs-diffusion-{size}", f"nemotron-labs-diffusion-{size}", _ONE_CHECKPOINT, _NEMOTRON)
-            for size in ("3b", "3b-base", "8b", "8b-base", "14b", "14b-base")
+            for size in ("3b", "3b-base", "14b")
         ),
     )
 }

@@ -22,7 +22,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from diffusion_lens.model.hook_points import StepHookPoint, is_hooked
 from diffusion_lens.model.hooking import OptionalHooks
 from diffusion_lens.model.inputs import LogitRows, rows_at
-from diffusion_lens.model.layers import Modulation, RMSNorm, beside, bias_of, gated
+from diffusion_lens.model.layers import Modulation, RMSNorm, beside, bias_of, gated, rms_normalized
 from diffusion_lens.model.positions import ScoreBias, Tables, rotate
 from diffusion_lens.model.shapes import PosMask, Resid
 from diffusion_lens.settings.arguments import kind_of
@@ -70,10 +70,10 @@ class AttentionPattern:
     block_size: int | None
 
     @staticmethod
-    def of(variant: Variant) -> "AttentionPattern":
-        """The pattern of a kind of model."""
+    def of(variant: Variant, window: int | None = None) -> "AttentionPattern":
+        """The pattern of a kind of model, in layers with this sliding window."""
         if variant.counts_from_prompt:
-            return FromPrompt(variant.block_size, variant.block_context)
+            return FromPrompt(variant.block_size, variant.block_context, window)
         return AttentionPattern(variant.block_size)
 
     @property
@@ -150,9 +150,12 @@ class FromPrompt(AttentionPattern):
     Attributes:
         context: How the positions before the origin see each other: "causal", each sees earlier ones only; or "prompt",
             each sees all of them.
+        window: Positions of the context that a position of it sees, itself included. A block sees as many less one
+            before it, as many as the authors' cache keeps. `None` for all.
     """
 
     context: Context = "causal"
+    window: int | None = None
 
     def visibility(
         self,
@@ -174,6 +177,11 @@ class FromPrompt(AttentionPattern):
         allowed = key <= query
         if self.context == "causal":
             allowed = torch.where(query < 0, numbers[:, None, :] <= numbers[:, n_past:, None], allowed)
+        if self.window is not None:
+            # Of the context, a position sees the last ones up to itself, a block the last ones before it.
+            last = torch.where(blocks < 0, numbers, first + blocks * self.block_size)
+            near = numbers[:, None, :] > (last - self.window)[:, n_past:, None]
+            allowed = allowed & (near | (key == query) & (query >= 0))
         if real is not None:
             allowed = (allowed & real[:, None, :]) | torch.eye(n_pos, dtype=torch.bool, device=device)
         return Visibility(allowed[:, None], causal=False)
@@ -280,6 +288,8 @@ class AttentionContext:
     rotary: Tables | None = None  # by which queries and keys are rotated
     query_factors: Float[Tensor, "#batch query 1 1"] | None = None  # by which rotated queries are multiplied
     bias: ScoreBias | None = None  # added to the scores, -inf where a query may not see a key
+    is_open: PosMask | None = None  # the positions of open blocks, where a network differs there
+    in_global: "AttentionContext | None" = None  # the context of global layers, where it differs
     optional: OptionalHooks | None = None  # hook points that pass on request
     condition: Float[Tensor, "batch d_cond"] | None = None  # the vector of the time
 
@@ -301,8 +311,9 @@ class AttentionContext:
         """The context for a block on this device."""
         visibility = replace(self.visibility, allowed=_on(self.visibility.allowed, device))
         rotary = None if self.rotary is None else (self.rotary[0].to(device), self.rotary[1].to(device))
-        factors, bias, condition = (_on(each, device) for each in (self.query_factors, self.bias, self.condition))
-        return AttentionContext(visibility, rotary, factors, bias, self.optional, condition)
+        tensors = {name: _on(getattr(self, name), device) for name in ("query_factors", "bias", "condition", "is_open")}
+        in_global = None if self.in_global is None else self.in_global.on(device)
+        return replace(self, visibility=visibility, rotary=rotary, in_global=in_global, **tensors)
 
 
 class Attention(nn.Module):
@@ -310,13 +321,17 @@ class Attention(nn.Module):
 
     `hook_attn_scores` and `hook_pattern` are [batch head query key]. `hook_result`, `hook_attn_in`, `hook_q_input`,
     `hook_k_input` and `hook_v_input` [batch pos head d_model] pass only under their flags (`OptionalHooks`). Where
-    heads have norms of their own, `hook_q` and `hook_k` come before them. Where queries, keys and values are clipped,
-    `hook_v` comes after that, and `hook_q` and `hook_k` before. `hook_rot_q` carries the query that meets the keys:
+    heads have norms of their own, `hook_q` and `hook_k` come before them, and `hook_v` after its norm. Where queries,
+    keys and values are clipped, `hook_v` comes after that, and `hook_q` and `hook_k` before. `hook_rot_q` carries the query that meets the keys:
     rotated, and scaled where the network scales queries by position.
     """
 
     # Only where queries, keys and values are clipped is it an attribute: records describe objects by their attributes.
     clip: float | None = None
+    # Likewise: the divisor of the scores where it is not the root of `d_head`, and the epsilon of the norm of values.
+    scale: float | None = None
+    v_norm_eps: float | None = None
+    is_global = False  # whether it reads the context of global layers
 
     def __init__(
         self,
@@ -328,13 +343,18 @@ class Attention(nn.Module):
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         clip: float | None = None,
+        scale: float | None = None,
+        v_norm_eps: float | None = None,
+        is_global: bool = False,
     ) -> None:
         super().__init__()
+        self.is_global = is_global
+        for name, value in (("clip", clip), ("scale", scale), ("v_norm_eps", v_norm_eps)):
+            if value is not None:
+                setattr(self, name, value)
         self.q, self.k, self.v, self.o = q, k, v, o
         self.d_head = d_head
         self.q_norm, self.k_norm = q_norm, k_norm
-        if clip is not None:
-            self.clip = clip
         self.hook_attn_in = StepHookPoint()
         self.hook_q_input, self.hook_k_input, self.hook_v_input = (StepHookPoint() for _ in range(3))
         self.hook_q, self.hook_k, self.hook_v = (StepHookPoint() for _ in range(3))
@@ -386,7 +406,8 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "batch query d_model"]:
         """Compute attention, with `rows` for those queries only; inputs are the normalised stream, or copies of it."""
         q, k, v = self._projected(q_input if rows is None else rows.gather(q_input), k_input, v_input)
-        q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v if self.clip is None else self.clipped(v))
+        v = self.clipped(v) if self.v_norm_eps is None else rms_normalized(v, self.v_norm_eps)
+        q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.k_norm is not None:
@@ -408,6 +429,7 @@ class Attention(nn.Module):
             v.transpose(1, 2),
             attn_mask=mask,
             is_causal=context.visibility.causal and mask is None,
+            scale=None if self.scale is None else 1 / self.scale,
             enable_gqa=bool(q.shape[2] != k.shape[2]),  # a tensor while torch.jit traces
         ).transpose(1, 2)
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
@@ -432,6 +454,11 @@ class Attention(nn.Module):
             return shared, shared, shared
         keys, values = copy(n_kv_heads), copy(n_kv_heads)
         return self.hook_q_input(copy(n_heads)), self.hook_k_input(keys), self.hook_v_input(values)
+
+    @property
+    def divisor(self) -> float:
+        """What products of queries and keys are divided by."""
+        return self.d_head**0.5 if self.scale is None else self.scale
 
     def clipped(self, x: Heads | KeyHeads) -> Heads | KeyHeads:
         """Queries, keys or values within the bound of this network, if it has one."""
@@ -460,7 +487,7 @@ class Attention(nn.Module):
         """Attention with scores and pattern passing their hook points."""
         queries_per_key = q.shape[2] // k.shape[2]
         keys, values = (x.repeat_interleave(queries_per_key, dim=2).transpose(1, 2) for x in (k, v))
-        scores = q.transpose(1, 2) @ keys.mT / self.d_head**0.5
+        scores = q.transpose(1, 2) @ keys.mT / self.divisor
         if context.bias is not None:
             scores = scores + context.bias.to(scores.dtype)
         else:

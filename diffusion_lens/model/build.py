@@ -27,8 +27,16 @@ from diffusion_lens.model.block import Block
 from diffusion_lens.model.config import DTYPES, as_device
 from diffusion_lens.model.hook_points import NO_POSITIONS, StepHookPoint
 from diffusion_lens.model.layers import Embed, LayerNorm, Linear, Norm, PosEmbed, RMSNorm, Unembed
-from diffusion_lens.model.mlp import GatedMLP, MixtureOfExperts, PlainMLP, Router
+from diffusion_lens.model.mlp import (
+    ACTIVATIONS,
+    ExpertsBesideMLP,
+    GatedMLP,
+    MixtureOfExperts,
+    PlainMLP,
+    Router,
+)
 from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions, Rotary
+from diffusion_lens.model.self_conditioning import SelfConditioning
 from diffusion_lens.model.time import TimeEmbedding
 from weight_conversion import ALIGNMENT, N_FREQUENCIES, Architecture, tensor_shapes
 
@@ -42,12 +50,14 @@ DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device]
 def build_parts(a: Architecture) -> dict[str, nn.Module]:
     """The modules of a network by name."""
     parts: dict[str, nn.Module] = {
-        "embed": Embed(a.d_vocab, a.d_model),
+        "embed": Embed(a.d_vocab, a.d_model, a.scaled_embedding),
         "hook_embed": StepHookPoint(),
         "blocks": nn.ModuleList(_build_block(a, layer) for layer in range(a.n_layers)),
         "ln_final": _build_norm(a),
-        "unembed": Unembed(a.d_model, a.d_vocab_out, a.unembed_bias),
+        "unembed": Unembed(a.d_model, a.d_vocab_out, a.unembed_bias, a.output_logits_soft_cap),
     }
+    if a.self_conditioning:
+        parts["self_conditioning"] = SelfConditioning(RMSNorm(a.d_model, a.norm_eps), _build_gated(a, a.d_mlp))
     if a.positional_embedding_type == "standard":
         parts |= {"pos_embed": PosEmbed(a.n_ctx, a.d_model), "hook_pos_embed": StepHookPoint()}
     if a.time is not None:  # An export of a folded network needs these weights too.
@@ -78,23 +88,38 @@ def build_positions(a: Architecture) -> Positions:
     return positions
 
 
+def build_global_positions(a: Architecture) -> Positions | None:
+    """The positions of the global layers, where they have their own."""
+    own = a.global_layers
+    if own is None:
+        return None
+    return Rotary(own.d_head, own.rotary_base, DTYPES[a.rotary_dtype], a.rotation, share=own.rotary_share)
+
+
 def _build_block(a: Architecture, layer: int) -> Block:
-    queries, keys = a.n_heads * a.d_head, a.n_key_value_heads * a.d_head
+    d_head, n_kv_heads = a.head_sizes(layer)
+    k = _linear(a.d_model, n_kv_heads * d_head, a.qkv_bias)
+    keys_as_values = a.global_layers is not None and a.global_layers.keys_as_values and a.is_global(layer)
     block = Block(
         ln1=_build_norm(a),
         attn=Attention(
-            q=_linear(a.d_model, queries, a.qkv_bias),
-            k=_linear(a.d_model, keys, a.qkv_bias),
-            v=_linear(a.d_model, keys, a.qkv_bias),
-            o=_linear(queries, a.d_model, a.o_bias),
-            d_head=a.d_head,
-            q_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
-            k_norm=RMSNorm(a.d_head, a.norm_eps) if a.qk_norm else None,
+            q=_linear(a.d_model, a.n_heads * d_head, a.qkv_bias),
+            k=k,
+            v=k if keys_as_values else _linear(a.d_model, n_kv_heads * d_head, a.qkv_bias),
+            o=_linear(a.n_heads * d_head, a.d_model, a.o_bias),
+            d_head=d_head,
+            q_norm=RMSNorm(d_head, a.norm_eps) if a.qk_norm else None,
+            k_norm=RMSNorm(d_head, a.norm_eps) if a.qk_norm else None,
             clip=a.qkv_clip,
+            scale=a.attn_scale,
+            v_norm_eps=a.norm_eps if a.v_norm else None,
+            is_global=a.is_global(layer),
         ),
         ln2=_build_norm(a),
         mlp=_build_mlp(a, layer),
         modulation=_build_modulation(a, 6) if a.time_conditioning else None,
+        posts=_build_norms(a, 2) if a.use_normalization_before_and_after else None,
+        scaled=a.layer_scalars,
     )
     if a.time is not None and a.time.folded:
         block.modulation = _build_modulation(a, 6)  # which nothing reads; an export needs it
@@ -108,17 +133,23 @@ def _build_mlp(a: Architecture, layer: int) -> GatedMLP | PlainMLP | MixtureOfEx
             known = ", ".join(f"mlp={mlp!r} with act_fn={act_fn!r}" for mlp, act_fn in _MLPS)
             raise ValueError(f"there is no MLP of mlp={a.mlp!r} with act_fn={a.act_fn!r}; there are {known}")
         return _MLPS[a.mlp, a.act_fn](a, a.d_mlp)
-    return MixtureOfExperts(
-        experts,
-        Router(a.d_model, experts.n_experts, experts.router_bias, experts.router_dtype),
-        [_build_gated(a, experts.d_expert) for _ in range(experts.n_experts)],
-        None if experts.d_shared is None else _build_gated(a, experts.d_shared),
-    )
+    router = Router(a.d_model, experts, a.norm_eps)
+    mlps = [_build_gated(a, experts.d_expert) for _ in range(experts.n_experts)]
+    shared = None if experts.d_shared is None else _build_gated(a, experts.d_shared)
+    if experts.own_norms:
+        assert shared is not None
+        return ExpertsBesideMLP(experts, router, mlps, shared, _build_norms(a, 3))
+    return MixtureOfExperts(experts, router, mlps, shared)
+
+
+def _build_norms(a: Architecture, n: int) -> Any:
+    """So many RMSNorms of the residual stream."""
+    return tuple(RMSNorm(a.d_model, a.norm_eps) for _ in range(n))
 
 
 def _build_gated(a: Architecture, width: int) -> GatedMLP:
     gate, up = (_linear(a.d_model, width, a.mlp_bias) for _ in range(2))
-    return GatedMLP(gate, up, down=_linear(width, a.d_model, a.mlp_bias))
+    return GatedMLP(gate, up, _linear(width, a.d_model, a.mlp_bias), a.act_fn)
 
 
 def _build_plain(a: Architecture, width: int) -> PlainMLP:
@@ -130,7 +161,7 @@ def _linear(d_in: int, d_out: int, bias: bool) -> nn.Linear:
 
 
 _MLPS: dict[tuple[str, str], Callable[[Architecture, int], GatedMLP | PlainMLP]] = {
-    ("gated", "silu"): _build_gated,
+    **dict.fromkeys((("gated", act_fn) for act_fn in ACTIVATIONS), _build_gated),
     ("plain", "gelu_new"): _build_plain,
 }
 _POSITIONS: dict[str, Callable[[Architecture], Positions]] = {

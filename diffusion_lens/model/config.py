@@ -11,6 +11,7 @@ from transformer_lens.config import TransformerLensConfig
 from weight_conversion import (
     Architecture,
     Experts,
+    GlobalLayers,
     NoiseSchedule,
     QueryScale,
     RotaryScaling,
@@ -72,6 +73,16 @@ class DiffusionConfig(Variant, TransformerLensConfig):
     time: TimeConditioning | None = None
     schedule: NoiseSchedule | None = None
     head: Literal["logits", "subs", "log_scores"] = "logits"
+    window: int | None = None
+    global_layers: GlobalLayers | None = None
+    v_norm: bool = False
+    attn_scale: float | None = None
+    use_normalization_before_and_after: bool = False
+    layer_scalars: bool = False
+    scaled_embedding: bool = False
+    output_logits_soft_cap: float | None = None
+    self_conditioning: bool = False
+    unread_tokens: tuple[int, ...] = ()
     model_name: str = "custom"
     family: str = "diffusion_lens"
     trained_length: int | None = None

@@ -60,18 +60,27 @@ def bias_of(linear: nn.Linear) -> Tensor:
 
 
 class Embed(nn.Module):
-    """Tokens to vectors: one row per token, including [MASK]."""
+    """Tokens to vectors: one row per token, including [MASK]; `scaled`, times the square root of `d_model`."""
 
-    def __init__(self, d_vocab: int, d_model: int) -> None:
+    # Only where it is not 1 is it an attribute: records describe objects by their attributes.
+    scale: float = 1.0
+
+    def __init__(self, d_vocab: int, d_model: int, scaled: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d_vocab, d_model, device="meta"))
+        if scaled:
+            self.scale = d_model**0.5
 
     @property
     def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
         return self.weight
 
     def forward(self, tokens: Tokens) -> Resid:
-        return rows_of(self.weight, tokens)
+        return self.scaled(rows_of(self.weight, tokens))
+
+    def scaled(self, rows: Float[Tensor, "*rest d_model"]) -> Float[Tensor, "*rest d_model"]:
+        """Rows of the table, or mixtures of them, as the network reads them; the factor is rounded as the weights are."""
+        return rows if self.scale == 1 else rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
 
 
 class PosEmbed(nn.Module):
@@ -92,9 +101,13 @@ class PosEmbed(nn.Module):
 class Unembed(nn.Module):
     """Normalised residual stream to logits."""
 
-    def __init__(self, d_model: int, d_vocab_out: int, bias: bool = False) -> None:
+    soft_cap: float | None = None  # c: logits are c tanh(x / c)
+
+    def __init__(self, d_model: int, d_vocab_out: int, bias: bool = False, soft_cap: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d_vocab_out, d_model, device="meta"))
+        if soft_cap is not None:
+            self.soft_cap = soft_cap
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(d_vocab_out, device="meta")) if bias else None)
 
@@ -107,7 +120,8 @@ class Unembed(nn.Module):
         return self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
 
     def forward(self, resid: Float[Tensor, "*rest d_model"]) -> Float[Tensor, "*rest d_vocab_out"]:
-        return linear(resid, self.weight, self.bias)
+        logits = linear(resid, self.weight, self.bias)
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
 
 @dataclass(frozen=True)
@@ -184,6 +198,12 @@ class Norm(nn.Module):
 
 class RMSNorm(Norm):
     """x / scale · w, with the scale sqrt(mean(x²) + eps)."""
+
+
+def rms_normalized(x: Float[Tensor, "*rest d"], eps: float) -> Float[Tensor, "*rest d"]:
+    """x / sqrt(mean(x²) + eps), an RMSNorm without weights."""
+    wide = x if x.dtype in WIDE else x.float()
+    return (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).pow(-0.5)).to(x.dtype)
 
 
 class LayerNorm(Norm):

@@ -10,8 +10,9 @@ An expert runs only at the positions that chose it. Its own hook points neverthe
 """
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diffusion_lens.model.hook_points import StepHookPoint, hooked_modules, is_hooked
-from diffusion_lens.model.layers import WIDE, beside, bias_of, linear
+from diffusion_lens.model.layers import WIDE, RMSNorm, beside, bias_of, linear, rms_normalized
 from diffusion_lens.model.shapes import Resid
 from weight_conversion import Experts
 
@@ -71,12 +72,24 @@ class MLP(nn.Module, ABC):
         return (self.down,)
 
 
-class GatedMLP(MLP):
-    """`hook_pre` is the gate before silu, `hook_pre_linear` the up-projection, `hook_post` the product (ROME's key)."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+}
 
-    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+
+class GatedMLP(MLP):
+    """`hook_pre` is the gate before its activation function, `hook_pre_linear` the up-projection, `hook_post` the
+    product (ROME's key)."""
+
+    # Only where it is another one is it an attribute: records describe objects by their attributes.
+    act_fn: str = "silu"
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, act_fn: str = "silu") -> None:
         super().__init__()
         self.gate, self.up, self.down = gate, up, down
+        if act_fn != "silu":
+            self.act_fn = act_fn
         self.hook_pre, self.hook_pre_linear, self.hook_post = (StepHookPoint() for _ in range(3))
 
     @property
@@ -100,13 +113,12 @@ class GatedMLP(MLP):
         self, x: Float[Tensor, "*rest d_model"], at: SelectedPositions | None = None
     ) -> Float[Tensor, "*rest d_model"]:
         """Run the MLP, on `x` at all positions, or with `at` on the rows of some of them."""
+        act = ACTIVATIONS[self.act_fn]
         if at is None:
-            out: Tensor = self.down(
-                self.hook_post(F.silu(self.hook_pre(self.gate(x))) * self.hook_pre_linear(self.up(x)))
-            )
+            out: Tensor = self.down(self.hook_post(act(self.hook_pre(self.gate(x))) * self.hook_pre_linear(self.up(x))))
             return out
         gate, up = at.through(self.hook_pre, self.gate(x)), at.through(self.hook_pre_linear, self.up(x))
-        selected: Tensor = self.down(at.through(self.hook_post, F.silu(gate) * up))
+        selected: Tensor = self.down(at.through(self.hook_post, act(gate) * up))
         return selected
 
 
@@ -128,7 +140,7 @@ class PlainMLP(MLP):
         return {"W_in": self.W_in, "W_out": self.W_out}
 
     def forward(self, x: Resid) -> Resid:
-        post = self.hook_post(F.gelu(self.hook_pre(self.up(x)), approximate="tanh"))
+        post = self.hook_post(ACTIVATIONS["gelu_new"](self.hook_pre(self.up(x))))
         out: Resid = self.down(post)
         return out
 
@@ -140,13 +152,21 @@ Choice = Int[Tensor, "batch pos chosen"]
 class Router(nn.Module):
     """The linear map from the normalised stream to a logit for each expert; a bias is added to scores, not logits."""
 
-    def __init__(self, d_model: int, n_experts: int, bias: bool, dtype: str = "activation") -> None:
+    def __init__(self, d_model: int, settings: Experts, eps: float) -> None:
         super().__init__()
-        self.is_wide = dtype == "float32"
-        self.weight = nn.Parameter(torch.empty(n_experts, d_model, device="meta"))
-        self.bias = nn.Parameter(torch.empty(n_experts, device="meta")) if bias else None
+        self.is_wide = settings.router_dtype == "float32"
+        self.weight = nn.Parameter(torch.empty(settings.n_experts, d_model, device="meta"))
+        self.bias = nn.Parameter(torch.empty(settings.n_experts, device="meta")) if settings.router_bias else None
+        self.expert_scale: nn.Parameter | None = None
+        self.scale: nn.Parameter | None = None
+        if settings.scales:
+            self.expert_scale = nn.Parameter(torch.empty(settings.n_experts, device="meta"))
+        if settings.own_norms:
+            self.scale, self.eps = nn.Parameter(torch.empty(d_model, device="meta")), eps
 
     def forward(self, x: Resid) -> Scores:
+        if self.scale is not None:
+            x = rms_normalized(x, self.eps) * beside(self.scale, x) * x.shape[-1] ** -0.5
         dtype = torch.promote_types(x.dtype, torch.float32) if self.is_wide else x.dtype
         return linear(x.to(dtype), self.weight.to(dtype))
 
@@ -165,6 +185,8 @@ class MixtureOfExperts(nn.Module):
     # For the type checker: nn.Module's __getattr__ returns "Tensor | Module".
     experts: Any
     shared: GatedMLP | None
+
+    reads_stream = False  # whether it reads the stream before the block's norm too
 
     def __init__(
         self, settings: Experts, router: Router, experts: Sequence[GatedMLP], shared: GatedMLP | None = None
@@ -209,7 +231,11 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Resid) -> Resid:
         """The weighted sum of the chosen experts' outputs, without that of the shared expert."""
-        scores = self._scores(self.hook_router_logits(self.router(x)))
+        return self._routed(x, x)
+
+    def _routed(self, x: Resid, chosen_by: Resid) -> Resid:
+        """The weighted sum of the outputs for `x` of the experts that the router chooses for `chosen_by`."""
+        scores = self._scores(self.hook_router_logits(self.router(chosen_by)))
         choice = self._choose(scores)
         dtype = scores.dtype if self.router.is_wide else x.dtype
         weights = self.hook_router_weights(self._weights(scores, choice).to(dtype))
@@ -247,6 +273,8 @@ class MixtureOfExperts(nn.Module):
         weights = weights * torch.zeros_like(weights).scatter(-1, choice, 1.0)
         if s.normalised:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        if self.router.expert_scale is not None:
+            weights = weights * beside(self.router.expert_scale, weights)
         return weights * s.scale
 
     def _with_bias(self, scores: Scores) -> Scores:
@@ -282,3 +310,32 @@ class MixtureOfExperts(nn.Module):
         in_order: Tensor = torch.cat(outputs)[by_expert.argsort()]
         by_position: Tensor = in_order.unflatten(0, choice.shape)
         return by_position
+
+
+class ExpertsBesideMLP(MixtureOfExperts):
+    """Experts and a dense MLP, each with norms of its own, whose sum is one output (Gemma 4).
+
+    The dense MLP, `shared`, reads what the block's norm gives; the experts and the router read the stream, each through
+    a norm of its own. `hook_shared_out` and `hook_experts_out` [batch pos d_model] are the outputs of both after their
+    norms. The norm of the block on the sum comes after them, so that neither is what the block adds to its stream.
+    """
+
+    reads_stream = True
+
+    def __init__(
+        self,
+        settings: Experts,
+        router: Router,
+        experts: Sequence[GatedMLP],
+        shared: GatedMLP,
+        norms: tuple[RMSNorm, RMSNorm, RMSNorm],
+    ) -> None:
+        super().__init__(settings, router, experts, shared)
+        self.experts_norm, self.experts_post, self.shared_post = norms
+        self.hook_experts_out, self.hook_shared_out = StepHookPoint(), StepHookPoint()
+
+    def forward(self, x: Resid, stream: Resid) -> Resid:  # type: ignore[override]
+        assert self.shared is not None
+        dense = self.hook_shared_out(self.shared_post(self.shared(x)))
+        routed: Tensor = self.hook_experts_out(self.experts_post(self._routed(self.experts_norm(stream), stream)))
+        return dense + routed

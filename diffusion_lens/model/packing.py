@@ -94,7 +94,14 @@ class Packing:
         if factors is not None:
             factors = self.gather(factors.expand(n_batch, -1, -1, -1))
         return replace(
-            whole, visibility=visibility, rotary=rotary, bias=bias, query_factors=factors, condition=condition
+            whole,
+            visibility=visibility,
+            rotary=rotary,
+            bias=bias,
+            query_factors=factors,
+            condition=condition,
+            is_open=None if whole.is_open is None else self.gather(whole.is_open.expand(n_batch, n_pos)),
+            in_global=None if whole.in_global is None else self.context(whole.in_global, known, condition),
         )
 
     def before(self, other: "Packing") -> "Packing":

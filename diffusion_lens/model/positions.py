@@ -165,10 +165,12 @@ class Rotary(Positions):
         dtype: Precision to which the tables are rounded.
         rotation: "float32", or "activation" for tables in the precision of the activations.
         scaling: Scaling of the frequencies, if they are scaled.
+        share: Share of the frequencies that rotate, from the highest on; the others are 0.
     """
 
-    # Only frequencies that are scaled have the attribute: records describe objects by their attributes.
+    # Only where they differ from these have objects the attributes: records describe objects by their attributes.
     scaling: RotaryScaling | YarnScaling | None = None
+    share: float = 1.0
 
     def __init__(
         self,
@@ -177,6 +179,7 @@ class Rotary(Positions):
         dtype: torch.dtype,
         rotation: str = "float32",
         scaling: RotaryScaling | YarnScaling | None = None,
+        share: float = 1.0,
     ) -> None:
         self.d_head = d_head
         self.base = base
@@ -184,13 +187,17 @@ class Rotary(Positions):
         self.rotation = rotation
         if scaling is not None:
             self.scaling = scaling
+        if share != 1:
+            self.share = share
         self._tables: dict[torch.device, Tables] = {}
 
     @property
     def frequencies(self) -> Float[Tensor, "frequency"]:
         """Radians per position by which each pair of dimensions is rotated, in float32 on the CPU."""
         divisors = self.base ** (torch.arange(0, self.d_head, 2, device="cpu").float() / self.d_head)
-        return 1.0 / divisors if self.scaling is None else scaled(divisors, self.scaling, self.base)
+        found = 1.0 / divisors if self.scaling is None else scaled(divisors, self.scaling, self.base)
+        n_turned = int(self.share * self.d_head // 2)
+        return found if self.share == 1 else torch.cat([found[:n_turned], torch.zeros_like(found[n_turned:])])
 
     def turn(self, x: Heads, positions: Int[Tensor, "#batch pos"]) -> Heads:
         """Queries or keys, rotated by their positions; see `Positions.turn`."""

@@ -24,6 +24,7 @@ d_vocab_out  tokens that the model can write (columns of the head), without [MAS
 sample       samples of noise
 cell         cells of a grid, each a restored or patched run
 answer       tokens of an answer, in order
+order        orders in which an answer is revealed
 entry        rows of a grid, of a list of pairs, or of a table, in order
 level        noise levels, or ranges of them
 feature      features of a dictionary

@@ -6,13 +6,13 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from threading import get_ident
 from typing import TYPE_CHECKING, Annotated, Any, SupportsFloat, SupportsIndex
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformer_lens import FactoredMatrix, HookedRootModule
 from transformer_lens.utilities.matrix import composition_scores
@@ -47,8 +47,9 @@ from diffusion_lens.model.inputs import (
 from diffusion_lens.model.layers import Embed, PosEmbed, beside, normed
 from diffusion_lens.model.mlp import MixtureOfExperts
 from diffusion_lens.model.noise import Head, head_of
-from diffusion_lens.model.positions import PassPositions
+from diffusion_lens.model.positions import PassPositions, Positions
 from diffusion_lens.model.readout import READOUTS, Readout
+from diffusion_lens.model.self_conditioning import SelfConditioning, expected_embedding
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
 from diffusion_lens.model.time import NetworkTime, one_time_for_all
 from diffusion_lens.settings import Whole, check_bool, checked_arguments, pick_layer, whole_number, whole_numbers
@@ -111,6 +112,7 @@ class DiffusionTransformer(HookedRootModule):
     unembed: Any
     pos_embed: PosEmbed
     hook_pos_embed: StepHookPoint
+    self_conditioning: SelfConditioning
     # Their hooks may be pairs of any sequence.
     hooks: Callable[..., Any]
     run_with_hooks: Callable[..., Any]
@@ -170,7 +172,8 @@ class DiffusionTransformer(HookedRootModule):
         """Take the config, and the positions and the attention pattern that it says."""
         self.cfg = self.config = cfg  # `config` is the name that other libraries look for
         self.positions = build.build_positions(cfg.architecture)
-        self._pattern = AttentionPattern.of(cfg)
+        self._global_positions = build.build_global_positions(cfg.architecture)
+        self._pattern, self._global_pattern = AttentionPattern.of(cfg, cfg.window), AttentionPattern.of(cfg)
         self._mask_id = cfg.mask_token_id if cfg.has_mask else None  # where it stands at positions to be predicted
 
     def _tie(self) -> None:
@@ -227,6 +230,7 @@ class DiffusionTransformer(HookedRootModule):
         past_kv_cache: KeyValueCache | None = None,
         sigma: Float[Tensor, "rest"] | None = None,
         clean: Tensor | None = None,
+        self_conditioning: Tensor | None = None,
         unembed: bool = True,
         mask_id: int | None = None,
     ) -> Tensor | None:
@@ -274,8 +278,10 @@ class DiffusionTransformer(HookedRootModule):
                     places = torch.arange(n_past, n_past + resid.shape[1], device=resid.device).expand(len(resid), -1)
                 resid = resid + self.hook_pos_embed(self.pos_embed(places))
             origins = None
-            if isinstance(self._pattern, FromPrompt) and clean is None and start < stop:
+            if isinstance(self._pattern, FromPrompt) and clean is None and (start < stop or self.cfg.self_conditioning):
                 origins = origins_of(self, tokens, real, len(resid))
+            if self.cfg.self_conditioning and start_at_layer is None:
+                resid = self._conditioned(resid, origins, real, n_past, self_conditioning)
             condition = None
             if "hook_time" in self._modules and (start < stop or stop_at_layer is None):
                 condition = self.time.condition(sigma, len(resid), resid.device)
@@ -307,6 +313,39 @@ class DiffusionTransformer(HookedRootModule):
                 normalized = rows.gather(normalized)
             logits: Tensor = self.unembed(rows.without_padding(normalized))
             return logits
+
+    def _conditioned(
+        self,
+        embedded: Resid,
+        origins: Int[Tensor, "batch"] | None,
+        real: PosMask | None,
+        n_past: int,
+        logits: Float[Tensor, "batch canvas d_vocab"] | None,
+    ) -> Resid:
+        """The stream at the first block: the open block is embedded with what the step before predicted."""
+        assert origins is not None
+        is_open = open_positions(embedded, origins, real, n_past)
+        expected: Tensor | None = None
+        if logits is not None:
+            n_open = is_open.sum(dim=1).tolist()
+            if list(logits.shape) != [len(embedded), n_open[0], self.cfg.d_vocab] or len(set(n_open)) > 1:
+                raise ValueError(
+                    f"self_conditioning is {list(logits.shape)}; it must be the logits at the open block, "
+                    f"{[len(embedded), n_open, self.cfg.d_vocab]} [batch canvas d_vocab]"
+                )
+            expected = torch.zeros_like(embedded)
+            expected[is_open] = expected_embedding(self.embed, logits).flatten(0, 1).to(embedded)
+        elif self.clock.step is not None and self.clock.step.handed is not None:
+            of_rows = self.clock.step.handed.expected
+            block = torch.arange(of_rows.shape[1], device=embedded.device)
+            places = origins.expand(len(embedded))[:, None] - n_past + block
+            expected = torch.zeros_like(embedded).scatter(
+                1,
+                places[..., None].expand(-1, -1, embedded.shape[2]),
+                of_rows.to(embedded).repeat(len(embedded) // len(of_rows), 1, 1),
+            )
+        conditioned: Resid = self.self_conditioning(embedded, expected, is_open)
+        return conditioned
 
     def _drop_dead_hooks(self) -> None:
         """Remove the hooks of `hooks()` contexts whose end was cut off, which no thread is inside any longer."""
@@ -828,7 +867,29 @@ def attention_context(
     if bias is not None:
         bias = bias.masked_fill(~visibility.dense(n_pos, n_past + n_pos, device), float("-inf"))
     factors = None if model.positions.query_scale is None else model.positions.query_factors_of_pass(at)
-    return AttentionContext(visibility, rotary, factors, bias, optional_hooks_of_pass(model), condition)
+    context = AttentionContext(visibility, rotary, factors, bias, optional_hooks_of_pass(model), condition)
+    if origins is not None and model.cfg.layer_scalars:
+        context = replace(context, is_open=open_positions(resid, origins, real, n_past))
+    if model.cfg.global_layers is None:
+        return context
+    sees_all = model._global_pattern.visibility(n_pos, device, real, n_past, origins)
+    turned, _ = positions_of(model, model.cfg.global_layers.layers.index(True)).of_pass(at)
+    return replace(context, in_global=replace(context, visibility=sees_all, rotary=turned))
+
+
+def open_positions(
+    resid: Resid, origins: Int[Tensor, "batch"], real: PosMask | None, n_past: int = 0
+) -> Bool[Tensor, "batch pos"]:
+    """The positions of a pass that are in open blocks, which begin at `origins`."""
+    places = torch.arange(n_past, n_past + resid.shape[1], device=resid.device)
+    is_open = (places >= origins[:, None]).expand(len(resid), -1)
+    return is_open if real is None else is_open & real
+
+
+def positions_of(model: DiffusionTransformer, layer: int) -> Positions:
+    """How a layer knows positions: global layers may have their own."""
+    own = model._global_positions
+    return own if own is not None and model.cfg.is_global(layer) else model.positions
 
 
 def normalized(
@@ -869,6 +930,12 @@ def origins_of(
                 "one for each row"
             )
         return known if n_batch is None else known.repeat(n_batch // len(known))
+    if model.cfg.uniform_noise:
+        raise ValueError(
+            f"{model.cfg.model_name!r} reads the text before its open canvas causally and all of the canvas, and every "
+            "position has a token, so that nothing shows where the canvas begins: run the pass inside `with "
+            "model.at_block(start):`"
+        )
     if tokens is None:
         raise ValueError(
             f"a residual stream does not say where the open block begins, and the attention of "

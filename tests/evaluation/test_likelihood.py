@@ -12,7 +12,7 @@ from small_networks import small_architecture
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
-from diffusion_lens.evaluation import NLLEstimate, chain_rule_nll, monte_carlo_nll
+from diffusion_lens.evaluation import NLLByOrder, NLLEstimate, chain_rule_nll, monte_carlo_nll, nll_by_order
 from diffusion_lens.model.loss import hide
 
 MASK = 11
@@ -147,6 +147,78 @@ def test_a_causal_model_scores_its_next_tokens():
         chain_rule_nll(model, torch.cat([PROMPT, ANSWER[:i]]), ANSWER[i : i + 1]) for i in range(len(ANSWER))
     )
     torch.testing.assert_close(one_by_one, expected)
+
+
+@pytest.mark.parametrize("cfg_scale", [0.0, 0.7])
+def test_each_order_scores_a_token_after_those_that_it_reveals_before(cfg_scale):
+    model = small()
+    table = all_masks(model, PROMPT, ANSWER, cfg_scale)
+    given = {tuple(order): torch.tensor(order) for order in permutations(range(4))}
+    named = {(0, 1, 2, 3): "left_to_right", (3, 2, 1, 0): "right_to_left"}
+    for order, argument in [*given.items(), *named.items()]:
+        nll = chain_rule_nll(model, PROMPT, ANSWER, order=argument, cfg_scale=cfg_scale)
+        assert nll.item() == pytest.approx(nll_in_order(table, order), rel=1e-5)
+
+
+def test_the_spread_is_over_random_orders(tmp_path):
+    model = small()
+    table = all_masks(model, PROMPT, ANSWER)
+    found = nll_by_order(model, PROMPT, ANSWER, n_orders=64, seed=5, max_batch=3)
+    slow = [nll_in_order(table, order) for order in found.orders.tolist()]
+    np.testing.assert_allclose(found.nll, slow, rtol=1e-5)
+    assert found.mean == pytest.approx(np.mean(slow), rel=1e-5)
+    assert found.standard_deviation == pytest.approx(np.std(slow, ddof=1), rel=1e-4)
+    assert len({*map(tuple, found.orders.tolist())}) > 15
+    first, second = found.orders[0, :2].tolist()
+    hidden = tuple(place != first for place in range(4))
+    assert found.surprisal[0, second].item() == pytest.approx(table[hidden][second].item(), rel=1e-5)
+
+    again = nll_by_order(model, PROMPT, ANSWER, n_orders=64, seed=torch.Generator().manual_seed(5))
+    assert not torch.equal(again.orders, found.orders)
+    assert torch.equal(nll_by_order(model, PROMPT, ANSWER, n_orders=64, seed=again.record["seed"]).orders, again.orders)
+    one = chain_rule_nll(model, PROMPT, ANSWER, order="random", seed=5)
+    torch.testing.assert_close(one, found.nll[0])
+    assert math.isnan(nll_by_order(model, PROMPT, ANSWER, n_orders=1).standard_deviation)
+
+    kept = NLLByOrder.load(found.save(tmp_path / "orders.safetensors"))
+    assert torch.equal(kept.nll, found.nll)
+    assert kept.record["seed"] == 5
+    frame = found.to_dataframe()
+    np.testing.assert_allclose(frame.groupby("order")["surprisal"].sum(), found.nll, rtol=1e-6)
+    assert frame["rank"][:4].tolist() == [found.orders[0].tolist().index(place) for place in range(4)]
+
+
+def test_a_canvas_that_orders_share_is_read_once():
+    model = small()
+    rows = []
+    with model.hooks([("hook_embed", lambda resid, hook: rows.append(len(resid)))]):
+        nll_by_order(model, PROMPT, ANSWER, n_orders=200, max_batch=4)
+        assert sum(rows) == 2**4 - 1  # every set of hidden tokens but the empty one
+    assert rows == [4, 4, 4, 3]
+
+
+def test_one_token_has_one_likelihood_in_every_order():
+    for model in (small(), small("causal", "shifted")):
+        nlls = [chain_rule_nll(model, PROMPT, ANSWER[:1], order=order) for order in ("left_to_right", "random")]
+        found = nll_by_order(model, PROMPT, ANSWER[:1], n_orders=3)
+        torch.testing.assert_close(torch.stack(nlls), found.nll[:2])
+        assert found.standard_deviation == pytest.approx(0, abs=1e-5)
+
+
+def test_orders_that_do_not_exist_are_refused():
+    causal = small("causal", "shifted")
+    for order in ("right_to_left", "random", torch.tensor([1, 0, 2, 3])):
+        with pytest.raises(ValueError, match=r"'small' is causal .* it has one likelihood, from left to right"):
+            chain_rule_nll(causal, PROMPT, ANSWER, order=order)
+    with pytest.raises(ValueError, match="'small' is causal"):
+        nll_by_order(causal, PROMPT, ANSWER)
+    chain_rule_nll(causal, PROMPT, ANSWER, order=torch.arange(4))
+    with pytest.raises(ValueError, match=r"order=\[0, 1, 1, 3\] is no order of the answer's 4 tokens: give each pos"):
+        chain_rule_nll(small(), PROMPT, ANSWER, order=torch.tensor([0, 1, 1, 3]))
+    with pytest.raises(ValueError, match="order has 3 positions, and the answer has 4 tokens"):
+        chain_rule_nll(small(), PROMPT, ANSWER, order=torch.arange(3))
+    with pytest.raises(ValueError, match="n_orders=0; it must be at least 1"):
+        nll_by_order(small(), PROMPT, ANSWER, n_orders=0)
 
 
 @pytest.mark.parametrize(("readout", "cfg_scale"), [("in_place", 0.7), ("shifted", 0.0)])

@@ -123,17 +123,14 @@ KINDS = (
         classes=r"\bGidd",
     ),
     Kind(
-        "a model with uniform noise and self-conditioning",
-        "it has no [MASK], and our masked diffusion models have one",
-        model_types=("diffusion_gemma",),
-        classes=r"DiffusionGemma",
-    ),
-    Kind(
         "a diffusion model under a causal model's config",
         "its attention is bidirectional or by blocks, and its config describes a causal model",
-        classes=r"(?<!A2D)Diffusion(?!Gemma)|(?<!OP)DLM|MaskedLM|TraDo",
+        classes=r"(?<!A2D)Diffusion|(?<!OP)DLM|MaskedLM|TraDo",
         published=r"diffullama|diffugpt|open-?dcoder",
-        supported=("nemotron_labs_diffusion", "Fast_dLLM_Qwen", "mdlm", "udlm", "duo", "DUO", "bd3lm", "rnd1"),
+        supported=(
+            *("nemotron_labs_diffusion", "diffusion_gemma", "Fast_dLLM_Qwen", "mdlm", "udlm", "duo", "DUO", "bd3lm"),
+            "rnd1",
+        ),
         settled_by=("mode",),
     ),
     Kind(

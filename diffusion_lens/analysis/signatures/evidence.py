@@ -48,7 +48,7 @@ from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.layers import Norm, beside, rows_of
 from diffusion_lens.model.packing import Packing, is_plain
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
-from diffusion_lens.model.transformer import DiffusionTransformer, attention_context, origins_of
+from diffusion_lens.model.transformer import DiffusionTransformer, attention_context, origins_of, positions_of
 from diffusion_lens.settings import Real, Whole, at_least, checked_arguments, plain_number, whole_number
 
 LARGEST = 32
@@ -176,7 +176,9 @@ class PassReader:
         read, batch, scores = self._read, self.batch, []
         for layer, (q, k) in enumerate(zip(read["hook_rot_q"], read["hook_rot_k"], strict=True)):
             hooked = read.get(_scores_of(layer))
-            scores.append(hooked[0].float() if hooked else scores_between(batch, q, k[batch.each, batch.sources]))
+            scores.append(
+                hooked[0].float() if hooked else scores_between(batch, layer, q, k[batch.each, batch.sources])
+            )
         attended = list(zip(read["hook_rot_k"], read["hook_v"], strict=True))
         return CanvasReading(batch, losses, read["hook_k"], read["hook_q"], scores, read["streams"], attended)
 
@@ -351,16 +353,17 @@ def _turned(reading: CanvasReading, at: CanvasBatch) -> Float[Tensor, "fact laye
         return norm.without_hooks(x) if isinstance(norm, Norm) else x
 
     at_rows, at_sources = at.rows[:, None], at.sources[:, None]
-    for block, q, k in zip(model.blocks, reading.queries, reading.keys, strict=True):
-        turned_q = model.positions.turn(block.attn.clipped(normed(block.attn.q_norm, q)[:, None]), at_rows)
-        turned_q = model.positions.scale_queries(turned_q, at_rows)[:, 0]
-        turned_k = model.positions.turn(block.attn.clipped(normed(block.attn.k_norm, k)[:, None]), at_sources)[:, 0]
-        scores.append(scores_between(at, turned_q, turned_k))
+    for layer, (block, q, k) in enumerate(zip(model.blocks, reading.queries, reading.keys, strict=True)):
+        positions = positions_of(model, layer)
+        turned_q = positions.turn(block.attn.clipped(normed(block.attn.q_norm, q)[:, None]), at_rows)
+        turned_q = positions.scale_queries(turned_q, at_rows)[:, 0]
+        turned_k = positions.turn(block.attn.clipped(normed(block.attn.k_norm, k)[:, None]), at_sources)[:, 0]
+        scores.append(scores_between(at, layer, turned_q, turned_k))
     return torch.stack(scores, dim=1).float()
 
 
 def scores_between(
-    at: CanvasBatch, q: Float[Tensor, "fact head d_head"], k: Float[Tensor, "fact kv_head d_head"]
+    at: CanvasBatch, layer: int, q: Float[Tensor, "fact head d_head"], k: Float[Tensor, "fact kv_head d_head"]
 ) -> Float[Tensor, "fact head"]:
     """The scores of a rotated query at each reader and a rotated key at its source, in float32 at least.
 
@@ -368,7 +371,7 @@ def scores_between(
     """
     by_query_head = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores: Tensor = (q.to(wide) * by_query_head).sum(dim=-1) / at.model.cfg.d_head**0.5
+    scores: Tensor = (q.to(wide) * by_query_head).sum(dim=-1) / at.model.blocks[layer].attn.divisor
     bias = at.model.positions.score_bias(at.rows[:, None], at.sources[:, None])
     return scores if bias is None else scores + bias[:, :, 0, 0]
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from diffusion_lens.denoising.sampler import Proposal, Sampler
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
+from diffusion_lens.denoising.samplers.canvases import EntropyBound
 from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence, LeftToRight, ReMDM
 from diffusion_lens.denoising.samplers.presets import (
     bd3lm,
     diffullama,
+    diffusion_gemma,
     dream,
     duo,
     fast_dllm_v2,
@@ -42,26 +44,30 @@ SAMPLERS: dict[str, Sampler] = {
         Posterior(),
         UniformPosterior(),
         Score(),
+        EntropyBound(),
     )
 }
 PRESETS: dict[str, Callable[[], Sampler]] = {
     preset.__name__: preset
     for preset in (
-        smdm,
-        llada,
-        llada2,
-        dream,
-        diffullama,
-        rnd1,
-        nemotron,
-        sdar,
-        fast_dllm_v2,
-        mdlm,
-        bd3lm,
-        sedd,
-        udlm,
-        duo,
-        radd,
+        *(
+            smdm,
+            llada,
+            llada2,
+            dream,
+            diffullama,
+            rnd1,
+            nemotron,
+            sdar,
+            fast_dllm_v2,
+            mdlm,
+            bd3lm,
+            sedd,
+            udlm,
+            duo,
+            radd,
+        ),
+        diffusion_gemma,
     )
 }
 
@@ -129,6 +135,7 @@ __all__ = [
     "BlockPosterior",
     "Blocks",
     "Confidence",
+    "EntropyBound",
     "FirstHitting",
     "LeftToRight",
     "Posterior",
@@ -139,6 +146,7 @@ __all__ = [
     "UniformPosterior",
     "bd3lm",
     "diffullama",
+    "diffusion_gemma",
     "dream",
     "duo",
     "fast_dllm_v2",

@@ -12,6 +12,7 @@ the last block beyond it.
 
 from diffusion_lens.denoising.sampler import Proposal
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
+from diffusion_lens.denoising.samplers.canvases import EntropyBound
 from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence
 from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
 from diffusion_lens.settings import checked_arguments, not_negative, one_of
@@ -413,3 +414,25 @@ def radd(
     if top_p is not None or top_k is not None:
         raise ValueError("top_p and top_k need strategy='sampled': 'direct' draws from all tokens")
     return Posterior(removes_rest=False, eps=eps)
+
+
+@checked_arguments
+def diffusion_gemma(
+    entropy_bound: float = 0.1,
+    t_min: float = 0.4,
+    t_max: float = 0.8,
+    stability_threshold: int = 1,
+    confidence_threshold: float = 0.005,
+) -> EntropyBound:
+    """DiffusionGemma's sampler (transformers `generation_diffusion_gemma.py`), with its defaults.
+
+    With `seed=torch.Generator()` the run draws the random numbers that `generate` draws.
+
+    Differences from the authors' code:
+
+    - A row that is finished waits for the steps of its canvas to end, in which nothing is computed.
+    - Nothing is cut behind an end token.
+
+    The arguments are those of `EntropyBound`.
+    """
+    return EntropyBound(entropy_bound, t_min, t_max, stability_threshold, confidence_threshold)
