@@ -107,7 +107,14 @@ def _circuits() -> Iterator[Any]:
 
 
 def _by_step() -> Iterator[Any]:
-    from diffusion_lens.analysis import AttentionSinks, LogitLens, SteeringVectors, TimeProbe, Translators
+    from diffusion_lens.analysis import (
+        AttentionSinks,
+        CacheDrift,
+        LogitLens,
+        SteeringVectors,
+        TimeProbe,
+        Translators,
+    )
 
     shape = (STEPS, LAYERS, 1, POS)
     yield LogitLens(
@@ -142,6 +149,8 @@ def _by_step() -> Iterator[Any]:
         words=WORDS,
         record={**RECORD, "steps": list(range(STEPS)), "n_steps": STEPS, "layers": list(range(LAYERS))},
     )
+    held = {"steps": list(range(STEPS)), "approximate_cache": "dual"}
+    yield CacheDrift(rand(STEPS, LAYERS), rand(STEPS, LAYERS), torch.full((STEPS,), POS), {**RECORD, **held})
     vectors = {name: rand(STEPS, 8) + i for i, name in enumerate(NAMES)}
     settings = {"steps": list(range(STEPS)), "n_steps": STEPS, "names": NAMES, "positions": "masked", "rows": "canvas"}
     yield SteeringVectors(

@@ -670,7 +670,9 @@ GB = {
 }
 BILLIONS = {
     "nemotron-labs-diffusion-14b": 14,
-    **{"llada2.0-mini": 16, "llada2.1-mini": 16, "llada2.0-flash": 103},
+    "llada2.0-mini": 16,
+    "llada2.1-mini": 16,
+    "llada2.0-flash": 103,
     **dict.fromkeys(["stable-diffcoder-8b-base", "stable-diffcoder-8b-instruct"], 8.25),
     "rnd1-base-0910": 30.5,
 }

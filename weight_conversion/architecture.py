@@ -60,9 +60,9 @@ class Variant:
     """The kind of a model: its attention pattern and its noise, and what follows from these for a text."""
 
     attention_dir: Direction
-    readout: Literal["in_place", "shifted"]
     causal_block: int | None
     block_context: Context
+    readout: Literal["in_place", "shifted"]
     mask_token_id: int | None
     time: TimeConditioning | None
     n_heads: int

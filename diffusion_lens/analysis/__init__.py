@@ -3,6 +3,7 @@
 from typing import Any
 
 from diffusion_lens.analysis.attention_sinks import AttentionSinks, SinkSpan, attention_sinks
+from diffusion_lens.analysis.cache_drift import CacheDrift, cache_drift
 from diffusion_lens.analysis.causal_tracing import (
     AverageEffect,
     AverageSettings,
@@ -90,6 +91,7 @@ __all__ = [
     "AverageSettings",
     "AverageTrajectoryEffect",
     "AverageTrajectorySettings",
+    "CacheDrift",
     "CanvasLayout",
     "CausalTrace",
     "Circuit",
@@ -136,6 +138,7 @@ __all__ = [
     "attention_sinks",
     "average_indirect_effect",
     "average_trajectory_effect",
+    "cache_drift",
     "causal_trace",
     "compare",
     "compare_along",

@@ -189,8 +189,7 @@ class Run:
         self.handed_history: list[Handed] = []
         if self.sampler.hands_on and self.handed is None:
             self.handed = self._handed_at_first()
-        changes_nothing = self.sampler.may_change_nothing
-        self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale, changes_nothing)
+        self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale, self.sampler)
         self.identity = RunIdentity()
         self.kept = torch.full((len(self.seeds),), float("nan"), dtype=torch.float64)
 

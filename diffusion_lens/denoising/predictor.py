@@ -15,8 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.denoising.canvas import Canvas
+from diffusion_lens.denoising.sampler import Sampler
 from diffusion_lens.hooks.step import StepState
-from diffusion_lens.model.attention import KeyValueCache, LayerKeyValues
+from diffusion_lens.model.attention import HeldCache, KeyValueCache, LayerKeyValues
 from diffusion_lens.model.hooking import has_module_hooks
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -40,6 +41,11 @@ class Predictor(ABC):
     def passes(self) -> int:
         """Forward passes of the network so far."""
         return self.inner.passes
+
+    def held(self) -> tuple[Sequence[LayerKeyValues], PosMask] | None:
+        """Keys and values after the last pass, and Bool[batch pos], the positions at which later passes read them
+        instead of computing them; `None` without a cache."""
+        return None
 
     @abstractmethod
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
@@ -135,6 +141,12 @@ class Cached(Predictor):
         self._cache.layers[:] = layers
         self._tokens = tokens
 
+    def held(self) -> tuple[Sequence[LayerKeyValues], PosMask]:
+        given = self.inner.canvas.given
+        return self._cache.layers, torch.arange(given.shape[1], device=given.device).expand_as(
+            given
+        ) < self._cache.n_pos
+
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         model, canvas = self.inner.model, self.inner.canvas
         if model.is_hooked or canvas.real is not None or not bool(positions.any()):
@@ -157,6 +169,69 @@ class Cached(Predictor):
         n_filled = min(canvas.n_filled(state.tokens), tokens.shape[1])
         self._cache.keep(n_filled)
         self._tokens = state.tokens[:, :n_filled]
+        self.inner.passes += 1
+        return logits
+
+
+class ApproximatelyCached(Predictor):
+    """A model of full attention that reads keys and values outside the open block as its first step left them.
+
+    The first step of a block, in which all of it is masked, computes the whole canvas. Later ones renew the keys and
+    values of the block; with the cache "prefix", also those after it. Nothing else is computed, unless something is
+    hooked, a row is padded, rows are in different blocks or a token is read before its block: then the whole canvas is,
+    and reads the same keys and values. What hooks see and change at a position that is not renewed is therefore read by
+    no other position. Source: Wu et al. 2025, Fast-dLLM, arXiv 2505.22618, section 3.2.
+    """
+
+    inner: Conditional
+
+    def __init__(self, inner: Conditional, sampler: Sampler) -> None:
+        self.inner, self.sampler = inner, sampler
+        self._cache = HeldCache(inner.model.cfg.n_layers)
+        self._starts: Tensor | None = None
+        self._held = torch.zeros_like(inner.canvas.given)
+
+    def held(self) -> tuple[Sequence[LayerKeyValues], PosMask]:
+        return self._cache.layers, self._held
+
+    def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
+        model, canvas = self.inner.model, self.inner.canvas
+        # 1. The span that each row renews: the open block and, unless these are held too, the positions after it.
+        inside = torch.ones_like(canvas.given) if canvas.real is None else canvas.real
+        block = self.sampler.open_block(inside & ~canvas.given, state.masked)
+        n_pos = block.shape[1]
+        places = torch.arange(n_pos, device=block.device).expand_as(block)
+        starts, stops = places.masked_fill(~block, n_pos).amin(dim=1), torch.full_like(places[:, 0], n_pos)
+        if self.sampler.approximate_cache == "dual":
+            stops = places.masked_fill(~block, -1).amax(dim=1) + 1
+        span = (places >= starts[:, None]) & (places < stops[:, None])
+
+        # 2. All of a row that opens a block.
+        writes = block.any(dim=1)
+        opens = writes & ~(block & ~state.masked).any(dim=1)
+        if self._starts is not None:
+            opens |= writes & (starts != self._starts)
+        elif bool((writes & ~opens).any()):
+            raise ValueError(
+                f"step {state.index} is inside a block, and what the approximate cache held there is not recorded: "
+                "begin with a step that opens a block, or give sampler= without approximate_cache"
+            )
+        renewed = span | opens[:, None]
+        self._starts, self._held = starts, inside & ~span & writes[:, None]
+
+        # 3. The span alone, if it is that of all rows and has all rows of the logits that are read.
+        batch, rows = model.readout.locate(positions, canvas.real)
+        start, stop, spans = 0, n_pos, torch.stack([starts, stops], dim=1)[writes].unique(dim=0).tolist()
+        whole = model.is_hooked or canvas.real is not None or model.positions.biases_scores or bool(opens.any())
+        if len(spans) == 1 and not whole and int(rows.min()) >= spans[0][0]:
+            ((start, stop),) = spans
+        self._cache.renew(renewed, start)
+        logits: Tensor = model(
+            state.tokens[:, start:stop],
+            attention_mask=canvas.real,
+            past_kv_cache=self._cache,
+            logits_at=(batch, rows - start),
+        )
         self.inner.passes += 1
         return logits
 
@@ -206,16 +281,15 @@ class FirstGiven(Predictor):
         return logits
 
 
-def predictor_for(model: DiffusionTransformer, canvas: Canvas, cfg_scale: float, may_change_nothing: bool) -> Predictor:
-    """The predictor of a run: with guidance, with a key/value cache where a text has filled blocks, or plain.
-
-    Args:
-        may_change_nothing: Whether steps may leave the canvas as it is.
-    """
+def predictor_for(model: DiffusionTransformer, canvas: Canvas, cfg_scale: float, sampler: Sampler) -> Predictor:
+    """The predictor of a run: with guidance, with a key/value cache where a text has filled blocks or the sampler has
+    an approximate one, or plain."""
     conditional = Conditional(model, canvas)
     if cfg_scale:
         return Guided(conditional, cfg_scale)
+    if sampler.approximate_cache:
+        return ApproximatelyCached(conditional, sampler)
     # At another time, a network that reads the time computes other keys and values of filled blocks.
     caches = canvas.reach is not None and model.cfg.final_together is not None and not model.cfg.time_conditioning
     plain = Cached(conditional) if caches else conditional
-    return Repeating(model, plain) if may_change_nothing else plain
+    return Repeating(model, plain) if sampler.may_change_nothing else plain

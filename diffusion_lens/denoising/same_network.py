@@ -6,7 +6,9 @@ one that wrote the canvases (`canvas_provenance`). An analysis that compares the
 needs both to be the same; one that only reads the canvases warns if another network wrote them. Networks are compared
 by `COMPARED`. The tokenizer is recorded but not compared, because it only converts texts to ids: it has to be the same
 only if an analysis reads two trajectories, possibly of different models (`require_same_tokens`). Hooks at
-`denoise.hook_tokens` are compared only where a run is made again, because the canvases contain what they wrote.
+`denoise.hook_tokens` are compared only where a run is made again, because the canvases contain what they wrote. A run
+with an approximate cache was written by another network than one that reads its canvases: analyses read exact keys and
+values. A replay of it reads those that the run read.
 """
 
 from collections.abc import Mapping
@@ -43,7 +45,8 @@ def require_same_architecture(record: Mapping[str, Any], model: DiffusionTransfo
 
 
 def canvas_provenance(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The network that wrote a trajectory's canvases: its name, dtype, weights, hooks, modules and tokenizer.
+    """The network that wrote a trajectory's canvases: its name, dtype, weights, hooks, modules and tokenizer, and its
+    approximate cache, if it had one.
 
     A forced replay writes nothing: its canvases are those of the run that it replays. A free replay from a later step
     keeps the earlier canvases. If another network wrote these, "earlier" is that network's provenance with the first
@@ -51,11 +54,11 @@ def canvas_provenance(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     replay = record.get("replay")
     if replay is None:
-        return network_of(record)
+        return _network_and_cache(record)
     replayed: dict[str, Any] = {**network_of({}), **record.get("trajectory", {})}
     if replay == "forced":
         return replayed
-    begun, network = record.get("replayed_from", record["first_step"]), network_of(record)
+    begun, network = record.get("replayed_from", record["first_step"]), _network_and_cache(record)
     return network if not begun or replayed == network else {**network, "earlier": {**replayed, "before_step": begun}}
 
 
@@ -126,6 +129,12 @@ def without_canvas_hooks(network: Mapping[str, Any]) -> dict[str, Any]:
     return {**network, "hooks": kept}
 
 
+def _network_and_cache(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The network of a run, with the approximate cache from which it read keys and values, if it had one."""
+    kind = record.get("sampler", {}).get("approximate_cache")
+    return {**network_of(record), **({} if kind is None else {"approximate_cache": kind})}
+
+
 def _parts(network: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The networks that wrote a trajectory, the latest first."""
     return [network, *(_parts(network["earlier"]) if "earlier" in network else [])]
@@ -146,4 +155,8 @@ def _differences(
     differing = differences(recorded, current, compared)
     if differing and "versions" in record:
         differing += differences(record, current, ["versions"])
+    if kind := recorded.get("approximate_cache"):
+        differing.append(
+            f"its approximate cache {kind!r} held keys and values of earlier canvases, and here all are exact"
+        )
     return "; ".join(differing)

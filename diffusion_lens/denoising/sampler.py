@@ -317,6 +317,8 @@ class Plan:
         remask: Bool[batch pos], revealed positions that return to [MASK] in this step; `None` for none.
         jitter: Float[batch pos], noise added to the confidence before positions are ranked; `None` for none.
         threshold: Score above which a position is revealed beyond the number; `None` for none.
+        factor: The n most confident positions are revealed beyond the number, for the largest n such that each k-th of
+            them has a score of at least 1 - factor / (k + 1); the last position with all others; `None` for none.
         bound: Nats: the first positions whose scores, negative entropies, add up to no more are revealed beyond the
             number; `None` for none.
         crosses: Whether the position with which the sum crosses the bound is revealed too.
@@ -328,6 +330,7 @@ class Plan:
     remask: PosMask | None = None
     jitter: Float[Tensor, "batch pos"] | None = None
     threshold: float | None = None
+    factor: float | None = None
     bound: float | None = None
     crosses: bool = False
     renoises: bool = False
@@ -355,6 +358,9 @@ class Sampler(ABC):
         reads_confidence: Whether `plan` reads probabilities of revealed tokens, rather than only where there are any.
             Runs whose canvases agree then still differ.
         hands_on: Whether its steps read what earlier ones predicted (`Handed`).
+        approximate_cache: Positions outside its open block (`open_block`) whose keys and values the network reads as
+            the first step of the block left them: "prefix", those before it, "dual", those after it too. `None` for
+            none: keys and values are those of each canvas.
     """
 
     name: str
@@ -368,6 +374,7 @@ class Sampler(ABC):
     writes: str = "anywhere"
     reads_confidence: bool = True
     hands_on: bool = False
+    approximate_cache: str | None = None
 
     def misfit(self, variant: Variant) -> str | None:
         """Why this sampler cannot write the text of a kind of model; `None` if it can."""
@@ -403,6 +410,10 @@ class Sampler(ABC):
                 "row of a batch, so that corrupted runs which are denoised together would depend on one another. "
                 "Denoise with the same sampler and keeps_prediction=False"
             )
+        return self
+
+    def adapted(self, variant: Variant) -> "Sampler":
+        """This sampler with the settings that follow from the kind of model."""
         return self
 
     def settled(self, variant: Variant) -> "Sampler":
@@ -455,6 +466,15 @@ class Sampler(ABC):
         """
         return torch.zeros_like(handed.finished)
 
+    def open_block(self, writable: PosMask, masked: PosMask) -> PosMask:
+        """Bool[batch pos], the block that each row writes, none of a filled row; by default all that is written.
+
+        Args:
+            writable: Bool[batch pos], the positions that the run writes.
+            masked: Bool[batch pos], those of them that are masked.
+        """
+        return writable & masked.any(dim=1, keepdim=True)
+
     @abstractmethod
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
         """The positions considered between `step.t` and `step.s`, and the number of them to reveal.
@@ -476,6 +496,11 @@ def most_confident(confidence: Float[Tensor, "batch pos"], plan: Plan) -> PosMas
     counts = plan.counts
     if plan.threshold is not None:
         counts = counts.maximum((scores > plan.threshold).sum(dim=1))
+    if plan.factor is not None:
+        rank = torch.arange(1, order.shape[1] + 1, device=order.device)
+        enough = scores.gather(1, order) >= 1 - plan.factor / (rank + 1)
+        counts = counts.maximum(enough.long().cumprod(dim=1).sum(dim=1))
+        counts = counts + (counts == plan.positions.reshape(pools, -1).sum(dim=1) - 1).long()
     if plan.bound is not None:
         entropies = -scores.gather(1, order)
         before = entropies.cumsum(dim=1) - (entropies if plan.crosses else 0)

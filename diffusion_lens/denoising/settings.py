@@ -47,7 +47,8 @@ class DenoiseSettings(DenoiseFields):
         """These settings for one model, with its default sampler if none was chosen.
 
         Raises:
-            ValueError: The sampler does not fit this variant, or guidance is requested of a model without [MASK].
+            ValueError: The sampler does not fit this variant, or guidance is requested of a model without [MASK] or
+                with an approximate cache.
         """
         if self.cfg_scale and not variant.has_mask:
             raise ValueError(
@@ -58,6 +59,11 @@ class DenoiseSettings(DenoiseFields):
             raise ValueError(
                 f"temperature={self.temperature}: the sampler {sampler.name!r} has temperatures of its own, t_max and "
                 "t_min; leave it out"
+            )
+        if self.cfg_scale and sampler.approximate_cache:
+            raise ValueError(
+                f"cfg_scale={self.cfg_scale} takes two passes of a step, and approximate_cache="
+                f"{sampler.approximate_cache!r} keeps the keys and values of one: use cfg_scale=0, or no cache"
             )
         return replace(self, sampler=sampler)
 
@@ -87,4 +93,5 @@ def resolve_sampler(sampler: str | Sampler | None, variant: Variant, steps: int 
         raise ValueError(
             f"the sampler {sampler.name!r} {problem}. Samplers that fit: {', '.join(fitting_samplers(variant))}"
         )
+    sampler = sampler.adapted(variant)
     return sampler.settled(variant) if steps is None else sampler

@@ -45,10 +45,19 @@ _MDLM = (
     "the authors' network, loss (10⁻⁵ of its size) and samplers with their random numbers, with and without time "
     "conditioning. Folding and back: 1 unit in the last place"
 )
+_FAST_DLLM = "Fast-dLLM's loops by threshold with both caches, canvas by canvas"
 COMPARED: Mapping[str, tuple[str, str]] = {
     "bd3lm": (NUMBERS, f"{_MDLM}. Its sampler is not compared at t = 0, nor in rows that share a prediction"),
     "diffusion_lens": (SEEN, "this library's own format: a model survives saving and loading bit for bit"),
-    "dream": (NUMBERS, "dllm's copy, `diffusion_generate` (canvases equal except where ties decide)"),
+    "diffusion_gemma": (
+        NUMBERS,
+        "transformers' `DiffusionGemmaForBlockDiffusion` (text alone, padded rows, with self-conditioning); `generate` "
+        "with its random numbers, as long as rounding does not grow into other tokens",
+    ),
+    "dream": (
+        NUMBERS,
+        f"dllm's copy, `diffusion_generate` (canvases equal except where ties decide). {_FAST_DLLM}",
+    ),
     "duo": (
         NUMBERS,
         f"{_DIT}. The loss here is UDLM's, at a share 1 − t of the tokens, where DUO's is at 1 − 0.999 t: 0.3 % apart "
@@ -60,7 +69,10 @@ COMPARED: Mapping[str, tuple[str, str]] = {
         "(sub-blocks, thresholds; greedy). Its training was not run",
     ),
     "lit_gpt": (NUMBERS, "SMDM and its AR baseline: the authors' `lit_gpt`, to 10⁻⁵"),
-    "llada": (NUMBERS, "dllm's copy (full and grouped heads, padded rows), the authors' `generate.py`"),
+    "llada": (
+        NUMBERS,
+        f"dllm's copy (full and grouped heads, padded rows), the authors' `generate.py`. {_FAST_DLLM}, also by factor",
+    ),
     "llada2": (
         NUMBERS,
         "dllm's copy of LLaDA2.0, under transformers 5 with its mask cast to float32, and a slow version written from "

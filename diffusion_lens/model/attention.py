@@ -97,6 +97,8 @@ class AttentionPattern:
             origin: Int[batch], the position of each row from which on blocks are counted, where it is not the first
                 token; by default it is behind the last position.
         """
+        if self.block_size is None and real is None:
+            return Visibility(None, causal=False)
         if n_past:
             together = torch.arange(n_past + n_pos, device=device)
             return Visibility(None if n_pos == 1 else self.between(together)[None, None, n_past:], causal=False)
@@ -202,6 +204,8 @@ class LayerKeyValues:
             layer only: nothing is appended.
     """
 
+    approximate = False  # whether what is stored may differ from the keys and values of the present canvas
+
     def __init__(
         self, keys: KeyHeads | None = None, values: KeyHeads | None = None, *, copies: int | None = None
     ) -> None:
@@ -235,6 +239,43 @@ class LayerKeyValues:
         """Forget the positions from `n_pos` on."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[:, :n_pos], self.values[:, :n_pos]
+
+
+class HeldKeyValues(LayerKeyValues):
+    """Rotated keys, and values, of one layer at all positions of a canvas: a pass renews some, and reads the others as
+    an earlier pass left them. On a bidirectional model these are approximate, because they depend on the whole canvas.
+
+    The first pass computes all. A later one computes all positions, or only those of the renewed span.
+
+    Attributes:
+        renewed: Bool[batch pos], the positions that the next pass renews.
+        start: The first position that the next pass computes.
+    """
+
+    approximate = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewed: PosMask | None = None
+        self.start = 0
+
+    @property
+    def n_pos(self) -> int:
+        """Number of positions before those that the next pass computes."""
+        return self.start
+
+    def extend(self, keys: KVHeads, values: KVHeads) -> tuple[KeyHeads, KeyHeads]:
+        """Renew keys and values; returns those of all positions."""
+        if self.keys is not None and self.values is not None:
+            keys, values = self._renewed(self.keys, keys), self._renewed(self.values, values)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def _renewed(self, held: KeyHeads, new: KVHeads) -> KeyHeads:
+        assert self.renewed is not None
+        if new.shape[1] < held.shape[1]:
+            return torch.cat([held[:, : self.start], new, held[:, self.start + new.shape[1] :]], dim=1)
+        return torch.where(self.renewed[..., None, None].to(new.device), new, held)
 
 
 class KeyValueCache:
@@ -275,6 +316,19 @@ class KeyValueCache:
         """Forget the positions from `n_pos` on."""
         for layer in self.layers:
             layer.keep(n_pos)
+
+
+class HeldCache(KeyValueCache):
+    """A `HeldKeyValues` for each layer."""
+
+    def __init__(self, n_layers: int) -> None:
+        self.held = [HeldKeyValues() for _ in range(n_layers)]
+        self.layers = list(self.held)
+
+    def renew(self, positions: PosMask, start: int) -> None:
+        """Let the next pass, which computes positions from `start` on, renew these ones."""
+        for layer in self.held:
+            layer.renewed, layer.start = positions, start
 
 
 @dataclass(frozen=True)

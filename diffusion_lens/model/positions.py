@@ -60,10 +60,12 @@ class Positions:
 
     Attributes:
         learned: Whether a learned vector of each position is added to the embedding (`model.pos_embed`).
+        biases_scores: Whether something is added to the scores.
         query_scale: Scaling of the queries by position, or `None`.
     """
 
     learned: bool = False
+    biases_scores: bool = False
     query_scale: QueryScale | None = None
 
     @property
@@ -125,6 +127,8 @@ class LinearBiases(Positions):
         n_heads: Number of query heads. The slopes are 2^(-8/n), 2^(-16/n), ..., 2^-8 for n heads; if n is not a power
             of 2, those of the next lower power of 2, followed by every other slope of twice that number.
     """
+
+    biases_scores = True
 
     def __init__(self, n_heads: int) -> None:
         power = 2 ** int(math.log2(n_heads))

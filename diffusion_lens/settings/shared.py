@@ -93,8 +93,8 @@ class DenoiseFields(Settings):
 
     steps: int | None = setting(
         None,
-        'Number of denoising steps. Default: 32, for "llada" one per masked position. A causal model writes one '
-        "position per step, whatever the number.",
+        'Number of denoising steps. Default: 32, for "llada" and "threshold" one per masked position. A causal model '
+        "writes one position per step, whatever the number.",
         partial(at_least, 1, reason="only a step reveals positions"),
     )
     sampler: str | Any | None = SAMPLER

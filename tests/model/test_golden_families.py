@@ -26,7 +26,7 @@ NAMES = {
 OPTIONS = {
     "rnd1": {},
     "sdar_moe": {"block_size": 4, "mask_token_id": MASK},
-    "fast_dllm": {"mask_token_id": MASK},
+    "fast_dllm_v2": {"mask_token_id": MASK},
     "stable_diffcoder": {"block_size": 4, "mask_token_id": 5},
     "open_dcoder": {"mode": "bidirectional", "mask_token_id": MASK},
 }
@@ -47,8 +47,8 @@ def load(name, **how):
         ("sdar_moe", {"block_size": 8}, "b8.", 0),
         ("stable_diffcoder", {}, "b4.", 7),
         ("stable_diffcoder", {"block_size": 8}, "b8.", 0),
-        ("fast_dllm", {}, "b8.", 7),
-        ("fast_dllm", {"config": {"bd_size": 4}}, "b4.", 0),
+        ("fast_dllm_v2", {}, "b8.", 7),
+        ("fast_dllm_v2", {"config": {"bd_size": 4}}, "b4.", 0),
         ("open_dcoder", {}, "", 8),
     ],
 )
@@ -122,19 +122,19 @@ def test_every_canvas_of_stable_diffcoder(canvases, settings):
     assert torch.equal(ours.unique_consecutive(dim=0), canvases)
 
 
-@pytest.mark.parametrize(("canvases", "settings"), runs_of("fast_dllm"))
+@pytest.mark.parametrize(("canvases", "settings"), runs_of("fast_dllm_v2"))
 def test_every_canvas_of_fast_dllm_v2(canvases, settings):
     block = settings["block_size"]
     sampler = fast_dllm_v2(float(settings["threshold"]), settings["small_block_size"], block)
     prompt = canvases[:1, : settings["P"]]
-    run = load("fast_dllm", config={"bd_size": block}).denoise(prompt, length=canvases.shape[1], sampler=sampler)
+    run = load("fast_dllm_v2", config={"bd_size": block}).denoise(prompt, length=canvases.shape[1], sampler=sampler)
     ours = run.canvases[:, 0].where(run.canvases[:, 0] >= 0, MASK)
     assert torch.equal(ours.unique_consecutive(dim=0), canvases.unique_consecutive(dim=0))
 
 
 def test_the_first_token_of_a_block_is_written_alone_and_traced_where_the_loop_reads_it():
-    model = load("fast_dllm")
-    prompt = load_file(GOLDEN / "fast_dllm" / "trajectories.safetensors")["one_a_step/x_steps"][:1, :10]
+    model = load("fast_dllm_v2")
+    prompt = load_file(GOLDEN / "fast_dllm_v2" / "trajectories.safetensors")["one_a_step/x_steps"][:1, :10]
     run = model.denoise(prompt, length=20, sampler=fast_dllm_v2(0.0, None))
     assert run.revealed_at[0, 10:].tolist() == [0] * 6 + [1] + [2] * 3
     hooked = model.denoise(

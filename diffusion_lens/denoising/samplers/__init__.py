@@ -8,7 +8,14 @@ from typing import Any
 from diffusion_lens.denoising.sampler import Proposal, Sampler
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
 from diffusion_lens.denoising.samplers.canvases import EntropyBound
-from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence, LeftToRight, ReMDM
+from diffusion_lens.denoising.samplers.masked import (
+    Ancestral,
+    Blocks,
+    Confidence,
+    ConfidenceThreshold,
+    LeftToRight,
+    ReMDM,
+)
 from diffusion_lens.denoising.samplers.presets import (
     bd3lm,
     diffullama,
@@ -25,6 +32,7 @@ from diffusion_lens.denoising.samplers.presets import (
     sdar,
     sedd,
     smdm,
+    threshold,
     udlm,
 )
 from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
@@ -38,6 +46,7 @@ SAMPLERS: dict[str, Sampler] = {
         LeftToRight(),
         ReMDM(),
         Blocks(),
+        ConfidenceThreshold(),
         BlockConfidence(),
         BlockPosterior(),
         FirstHitting(),
@@ -53,6 +62,7 @@ PRESETS: dict[str, Callable[[], Sampler]] = {
         *(
             smdm,
             llada,
+            threshold,
             llada2,
             dream,
             diffullama,
@@ -135,6 +145,7 @@ __all__ = [
     "BlockPosterior",
     "Blocks",
     "Confidence",
+    "ConfidenceThreshold",
     "EntropyBound",
     "FirstHitting",
     "LeftToRight",
@@ -161,5 +172,6 @@ __all__ = [
     "sdar",
     "sedd",
     "smdm",
+    "threshold",
     "udlm",
 ]

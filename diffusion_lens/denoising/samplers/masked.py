@@ -10,6 +10,8 @@
   alpha_s. The probability sigma is at most sigma_max = min(1, (1 - alpha_s) / alpha_t).
 - `Blocks` reveals block after block from left to right, and within a block equally many positions a step
   (semi-autoregressive; Nie et al. 2025, LLaDA, arXiv 2502.09992, ML-GSAI/LLaDA `generate.py`).
+- `ConfidenceThreshold` reveals all positions of a block that are confident enough (Wu et al. 2025, Fast-dLLM, arXiv
+  2505.22618; NVlabs/Fast-dLLM `llada/generate.py`).
 - `LeftToRight` reveals the next token, as a causal model writes; on a masked diffusion model, the leftmost masked one.
 """
 
@@ -280,6 +282,84 @@ class Blocks(Sampler):
         # Masks without another token between them share a number; the last series has the highest.
         series = (~blanks).cumsum(dim=1)
         return blanks & (series == series.masked_fill(~blanks, -1).amax(dim=1, keepdim=True))
+
+
+CACHES = ("prefix", "dual")
+
+
+@checked_arguments
+@dataclass(frozen=True)
+class ConfidenceThreshold(Sampler):
+    """Reveals in each step all positions of the open block that are confident enough, and at least the most confident.
+
+    The masks of a row are divided into blocks as by `Blocks`, and a row opens its next block in the step after the one
+    that filled the last. There are as many steps as masks; those after the text is filled take no forward pass.
+
+    Attributes:
+        confidence: Confidence above which a position is revealed; `None` with `factor`.
+        factor: Instead, the n most confident positions are revealed, for the largest n such that each k-th of them has
+            a confidence of at least 1 - factor / (k + 1); the last position of a block with all others.
+        block_length: Number of masked positions of a block, fewer in the last; `None` makes one block.
+        approximate_cache: Keys and values that are held from the first step of a block while it is written: those of
+            the positions before the block ("prefix"), those of all outside it ("dual"), or none. They are those of an
+            earlier canvas, so that probabilities differ from those without a cache. Hooks see all positions; what they
+            change at a held one is read by no other.
+        first_alone: Whether the first step of a block reveals its first position, and no other. By default it does with
+            an approximate cache, if a token is read in the row before it, which later steps do not compute.
+    """
+
+    confidence: float | None = 0.9
+    factor: float | None = None
+    block_length: int | None = None
+    approximate_cache: str | None = None
+    first_alone: bool | None = None
+    name = "confidence_threshold"
+    reads_confidence = False
+
+    def __post_init__(self) -> None:
+        if (self.confidence is None) == (self.factor is None):
+            raise ValueError(f"confidence={self.confidence} and factor={self.factor}: give one of them")
+        for name in ("confidence", "factor"):
+            if (value := getattr(self, name)) is not None:
+                not_negative(name, value)
+        if self.block_length is not None:
+            at_least(1, "block_length", self.block_length, or_none="for one block")
+        if self.approximate_cache is not None:
+            one_of(*CACHES)("approximate_cache", self.approximate_cache)
+
+    def adapted(self, variant: Variant) -> Sampler:
+        if self.first_alone is not None:
+            return self
+        return replace(self, first_alone=self.approximate_cache is not None and variant.readout == "shifted")
+
+    def n_steps(self, steps: int | None, blanks: PosMask) -> int:
+        """By default one step for each masked position, of the row with most of them.
+
+        Raises:
+            ValueError: `steps` are fewer.
+        """
+        most = int(blanks.sum(dim=1).max())
+        if steps is not None and steps < most:
+            raise ValueError(
+                f"steps={steps}, but a step reveals as many positions as are confident enough, which may be one alone: "
+                f"give {most} or more, or leave steps out. Steps after the text is filled take no forward pass"
+            )
+        return steps or most
+
+    def open_block(self, writable: PosMask, masked: PosMask) -> PosMask:
+        size = writable.shape[1] if self.block_length is None else self.block_length
+        blocks = (writable.cumsum(dim=1) - 1).clamp(min=0) // size
+        first = blocks.masked_fill(~masked, writable.shape[1]).amin(dim=1, keepdim=True)
+        return writable & (blocks == first)
+
+    def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
+        block = self.open_block((step.masked | ~confidence.isnan()) & ~step.given, step.masked)
+        positions = step.masked & block
+        if self.first_alone:
+            opens = (positions == block).all(dim=1, keepdim=True)
+            positions = positions & ~(opens & (positions.cumsum(dim=1) > 1))
+        counts = positions.sum(dim=1).clamp(max=1)
+        return Plan(positions, counts, threshold=self.confidence, factor=self.factor)
 
 
 def _rounded_up(n: Int[Tensor, "batch"], parts: int | Int[Tensor, "batch"]) -> Int[Tensor, "batch"]:

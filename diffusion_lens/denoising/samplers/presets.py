@@ -13,7 +13,7 @@ the last block beyond it.
 from diffusion_lens.denoising.sampler import Proposal
 from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
 from diffusion_lens.denoising.samplers.canvases import EntropyBound
-from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence
+from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence, ConfidenceThreshold
 from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
 from diffusion_lens.settings import checked_arguments, not_negative, one_of
 
@@ -59,6 +59,45 @@ def llada(block_length: int | None = None, remasking: str = "low_confidence", *,
         masks_in_prompt="uncounted" if as_published else "counted",
         proposal=Proposal(writes_mask=as_published),
     )
+
+
+@checked_arguments
+def threshold(
+    confidence: float | None = None,
+    factor: float | None = None,
+    block_length: int | None = None,
+    approximate_cache: str | None = None,
+) -> ConfidenceThreshold:
+    """Fast-dLLM's parallel decoding of models with full attention (Wu et al. 2025, arXiv 2505.22618;
+    NVlabs/Fast-dLLM `llada/generate.py`, and of Dream `generation_utils_block.py`).
+
+    A step reveals all positions of a block whose confidence is above a number, or by a factor the n most confident:
+    the more there are, the more certain each has to be. It reveals at least one. As in the authors' code, by a factor
+    the least confident position is revealed whenever all others are.
+
+    With an approximate cache, steps read keys and values outside the block as its first step left them
+    (`cache_drift` measures the error). On a model that reads a token in the row before it (Dream), the first
+    step of a block then reveals its first position alone, as the authors' code does.
+
+    Differences from the authors' code:
+
+    - Masks inside the prompt are treated like the others. The authors' code fills them beside the first block. The last
+      block may be shorter.
+    - [MASK] is never written. In the authors' code it may be proposed, and the run can then go on forever.
+    - A row of a batch does not wait for the others before it opens its next block.
+    - A confidence that equals the threshold to the last bit is not above it.
+    - Confidence is compared in float64, also on Dream.
+
+    Args:
+        confidence: Confidence above which a position is revealed; by default 0.9, without `factor`.
+        factor: f, in place of `confidence`: from the second on, the k-th most confident of the revealed positions has a
+            confidence of at least 1 - f / (k + 1).
+        block_length: Number of masked positions of a block; `None` makes one block.
+        approximate_cache: "prefix", "dual" or `None`, as in `ConfidenceThreshold`.
+    """
+    if confidence is None and factor is None:
+        confidence = 0.9
+    return ConfidenceThreshold(confidence, factor, block_length, approximate_cache)
 
 
 @checked_arguments
@@ -197,7 +236,7 @@ def sdar(
     It writes block after block, in the blocks of the model, which are counted from the first token of the prompt. A
     step of a block reveals a number of its positions, as `BlockConfidence` describes it:
 
-    - "low_confidence_dynamic": all positions whose confidence is above `threshold`, if these are more than the number;
+    - "low_confidence_dynamic": all positions of a confidence above the threshold, if these are more than the number;
       otherwise the most confident ones.
     - "low_confidence_static": the most confident ones.
     - "sequential": the leftmost ones.
@@ -280,7 +319,7 @@ def llada2(
     """LLaDA2.0's sampler (inclusionAI `modeling_llada2_moe.py::generate`): SDAR's "low_confidence_dynamic" at 0.95.
 
     It writes block after block, in the blocks of the model, which are counted from the first token of the prompt. A
-    step of a block reveals all positions whose confidence is above `threshold`, if these are more than the step's share
+    step of a block reveals all positions of a confidence above the threshold, if these are more than the step's share
     of the block, as `BlockConfidence` describes it; otherwise the most confident ones. The published models have blocks
     of 32 positions, and as many steps for each.
 
