@@ -59,6 +59,7 @@ __all__ = [
     "Checkpoint",
     "Context",
     "Experts",
+    "GlobalLayers",
     "JsonError",
     "NoiseSchedule",
     "PositionKind",

@@ -135,7 +135,6 @@ def prepare(model: DiffusionTransformer, canvas: Canvas, settings: DenoiseSettin
         model=model,
         canvas=canvas,
         settings=settings,
-        seeds=noise.seeds,
         noise=noise,
         times=settings.sampler.times(n_steps),
         revealed_at=torch.full_like(canvas.tokens, -1),

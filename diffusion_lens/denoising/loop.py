@@ -143,7 +143,7 @@ class Run:
 
     Attributes:
         settings: Settings whose sampler is resolved.
-        seeds: One seed for each row.
+        noise: Random numbers of each row.
         times: Times of all steps, `n_steps + 1` numbers; a run that begins in the middle has them all too.
         revealed_at: Int[batch pos], as in `Trajectory`.
         confidence: Float[batch pos], probability of each token when it was revealed; NaN where none was.
@@ -151,7 +151,6 @@ class Run:
         scripted_at: Int[batch pos], `revealed_at` of the run that wrote the script; `None` for a free run.
         sigmas: Noise at each step, which the network is given, or that of each row; by default that of the schedule.
         revealed_before: Int[batch pos], as in `Trajectory`.
-        noise: Random numbers, by default those of the seeds.
         handed_script: What each step of a forced run reads of earlier ones, where the sampler hands something on.
         handed: What the next step reads of the earlier ones; `None` where the sampler hands nothing on.
         kept: Float[batch], noise of the rows that the last step left as they were, where the sampler keeps it; NaN for
@@ -161,14 +160,13 @@ class Run:
     model: DiffusionTransformer
     canvas: Canvas
     settings: DenoiseSettings
-    seeds: list[int]
+    noise: PositionNoise
     times: list[float]
     revealed_at: Int[Tensor, "batch pos"]
     confidence: Float[Tensor, "batch pos"]
     script: Int[Tensor, "canvas batch pos"] | None = None
     scripted_at: Int[Tensor, "batch pos"] | None = None
     sigmas: list[float | tuple[float, ...]] | None = None
-    noise: PositionNoise | None = None
     handed_script: Handed | None = None
     handed: Handed | None = None
 
@@ -184,14 +182,17 @@ class Run:
         self.revealed_before = self.revealed_at
         self.tokens = self.canvas.tokens
         self.canvases = [self.tokens]
-        if self.noise is None:
-            self.noise = PositionNoise(self.seeds, self.canvas.positions)
         self.handed_history: list[Handed] = []
         if self.sampler.hands_on and self.handed is None:
             self.handed = self._handed_at_first()
         self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale, self.sampler)
         self.identity = RunIdentity()
         self.kept = torch.full((len(self.seeds),), float("nan"), dtype=torch.float64)
+
+    @property
+    def seeds(self) -> list[int]:
+        """One seed for each row."""
+        return self.noise.seeds
 
     @cached_property
     def head(self) -> Head:
@@ -254,7 +255,6 @@ class Run:
 
     def plan(self, state: StepState) -> Plan:
         """The sampler's plan; in a forced run, the plan that follows the script."""
-        assert self.noise is not None
         if self.script is None:
             return self.sampler.plan(state, self.noise, self.confidence)
         after = self.script[len(self.canvases)]
@@ -309,7 +309,6 @@ class Run:
             if bool(unwritten.any()):
                 tokens[unwritten] = propose(prediction.logits, mask_id=mask_id)[unwritten[positions]]
             return tokens
-        assert self.noise is not None
         tokens, temperature = self.tokens.clone(), prediction.temperature
         transition = self.sampler.transition(state, prediction)
         if transition is not None:
@@ -371,15 +370,16 @@ class Run:
 
         Rows whose block is finished keep the likeliest tokens instead. In a forced run the script says both.
         """
-        before, block, noise = state.handed, state.block, self.noise
-        assert before is not None and block is not None and noise is not None
+        before, block = state.handed, state.block
+        assert before is not None
+        assert block is not None
         if self.script is not None:
             return
         # 1. New noise.
         positions, logits = candidates.positions, prediction.logits
         if plan.renoises:
             fresh = self.tokens.clone()
-            fresh[state.masked] = noise.tokens(state.index, state.masked, self.model.cfg.d_vocab_out)
+            fresh[state.masked] = self.noise.tokens(state.index, state.masked, self.model.cfg.d_vocab_out)
             fresh = self.model.loop_hooks.hook_noise(fresh)
             _require_ids("denoise.hook_noise", fresh, state, state.masked, self.model)
             self.tokens = torch.where(plan.positions & ~revealed, fresh.long(), self.tokens)
@@ -434,7 +434,6 @@ class Run:
                 self.sigmas[index] = self.sigmas[state.index]
         if self.canvas.uniform_noise and self.canvas.reach is not None:
             if bool(self._is_last_of_block(state).all()):
-                assert self.noise is not None
                 opened = self.canvas.with_noise(self.tokens, self.noise, state.index, self.model.cfg.d_vocab_out)
                 if not torch.equal(opened, self.tokens):
                     self.tokens, filled = opened, (opened == self.tokens).all(dim=1)

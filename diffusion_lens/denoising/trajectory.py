@@ -15,7 +15,7 @@ from diffusion_lens.denoising.canvas import Canvas, reach_of
 from diffusion_lens.denoising.loop import LoopRows, Run, run_loop
 from diffusion_lens.denoising.predictor import Cached, Conditional, FirstGiven
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_model
-from diffusion_lens.denoising.sampler import Sampler, Seed, row_seeds
+from diffusion_lens.denoising.sampler import PositionNoise, Sampler, Seed, row_seeds
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.hooks.names import FwdHooks
 from diffusion_lens.hooks.step import Handed, StepState
@@ -391,8 +391,8 @@ class Trajectory(Saved, Result):
         device = model.cfg.device
         if self.record.get("drawn_in_sequence") and not forced and seeds is None:
             raise ValueError(
-                "the random numbers of this run are those of a torch.Generator, in sequence, and cannot be drawn again: "
-                "pass seeds= to replay it freely with others, or denoise with a number as seed="
+                "the random numbers of this run are those of a torch.Generator, in sequence, and cannot be drawn "
+                "again. Pass seeds= to replay it freely with others, or denoise with a number as seed="
             )
         handed = None if self.handed is None else self.handed.to(device)
         # The confidence of a token that was rewritten later is not recorded, only that there was one.
@@ -504,8 +504,9 @@ class Trajectory(Saved, Result):
 
     def _run(self, model: DiffusionTransformer, settings: DenoiseSettings, *, canvas: Canvas, **state: Any) -> Run:
         """A run with the times of this trajectory, before it takes its first step."""
-        settings, seeds = settings.on(model.cfg, model.cfg.model_name), row_seeds(settings.seed, len(canvas.tokens))
-        return Run(model, canvas, settings, seeds, list(self.record["times"]), **state)
+        settings = settings.on(model.cfg, model.cfg.model_name)
+        noise = PositionNoise(row_seeds(settings.seed, len(canvas.tokens)), canvas.positions)
+        return Run(model, canvas, settings, noise, list(self.record["times"]), **state)
 
     def _sigma(self, step: int, architecture: Architecture) -> float | tuple[float, ...] | None:
         """The noise at a step; `None` for a model of next tokens."""

@@ -123,7 +123,7 @@ class StepState:
         run: Identity of the run, the same object in all its steps, so that a hook with a memory can tell runs apart. By
             default a new identity; `None` for a single step outside a run, as in analyses of trajectories.
         block: The block that each row writes; `None` where the whole canvas is open from the first step on.
-        handed: What the step reads of the steps before it, beside the canvas; `None` where a step reads the canvas alone.
+        handed: What the step reads of the steps before it; `None` where it reads the canvas alone.
     """
 
     index: int

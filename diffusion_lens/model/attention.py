@@ -342,10 +342,10 @@ class AttentionContext:
     rotary: Tables | None = None  # by which queries and keys are rotated
     query_factors: Float[Tensor, "#batch query 1 1"] | None = None  # by which rotated queries are multiplied
     bias: ScoreBias | None = None  # added to the scores, -inf where a query may not see a key
-    is_open: PosMask | None = None  # the positions of open blocks, where a network differs there
-    in_global: "AttentionContext | None" = None  # the context of global layers, where it differs
     optional: OptionalHooks | None = None  # hook points that pass on request
     condition: Float[Tensor, "batch d_cond"] | None = None  # the vector of the time
+    is_open: PosMask | None = None  # the positions of open blocks, where a network differs there
+    in_global: "AttentionContext | None" = None  # the context of global layers, where it differs
 
     def at(self, rows: Int[Tensor, "batch selected"], n_key: int) -> "AttentionContext":
         """The context for queries at some rows only."""
@@ -365,9 +365,16 @@ class AttentionContext:
         """The context for a block on this device."""
         visibility = replace(self.visibility, allowed=_on(self.visibility.allowed, device))
         rotary = None if self.rotary is None else (self.rotary[0].to(device), self.rotary[1].to(device))
-        tensors = {name: _on(getattr(self, name), device) for name in ("query_factors", "bias", "condition", "is_open")}
-        in_global = None if self.in_global is None else self.in_global.on(device)
-        return replace(self, visibility=visibility, rotary=rotary, in_global=in_global, **tensors)
+        return replace(
+            self,
+            visibility=visibility,
+            rotary=rotary,
+            query_factors=_on(self.query_factors, device),
+            bias=_on(self.bias, device),
+            condition=_on(self.condition, device),
+            is_open=_on(self.is_open, device),
+            in_global=None if self.in_global is None else self.in_global.on(device),
+        )
 
 
 class Attention(nn.Module):
@@ -376,8 +383,8 @@ class Attention(nn.Module):
     `hook_attn_scores` and `hook_pattern` are [batch head query key]. `hook_result`, `hook_attn_in`, `hook_q_input`,
     `hook_k_input` and `hook_v_input` [batch pos head d_model] pass only under their flags (`OptionalHooks`). Where
     heads have norms of their own, `hook_q` and `hook_k` come before them, and `hook_v` after its norm. Where queries,
-    keys and values are clipped, `hook_v` comes after that, and `hook_q` and `hook_k` before. `hook_rot_q` carries the query that meets the keys:
-    rotated, and scaled where the network scales queries by position.
+    keys and values are clipped, `hook_v` comes after that, and `hook_q` and `hook_k` before. `hook_rot_q` carries the
+    query that meets the keys: rotated, and scaled where the network scales queries by position.
     """
 
     # Only where queries, keys and values are clipped is it an attribute: records describe objects by their attributes.

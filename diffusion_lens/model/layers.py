@@ -79,7 +79,7 @@ class Embed(nn.Module):
         return self.scaled(rows_of(self.weight, tokens))
 
     def scaled(self, rows: Float[Tensor, "*rest d_model"]) -> Float[Tensor, "*rest d_model"]:
-        """Rows of the table, or mixtures of them, as the network reads them; the factor is rounded as the weights are."""
+        """Rows of the table, or mixtures of them, as the network reads them; the factor has the weights' precision."""
         return rows if self.scale == 1 else rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
 
 

@@ -141,7 +141,7 @@ def _is_global(layer_types: object, n_layers: int) -> tuple[bool, ...]:
 
 
 def _global_layers(values: Config, is_global: tuple[bool, ...], rotary: Mapping[str, Any]) -> GlobalLayers:
-    own = values.get("per_layer_config")
+    own: Any = values.get("per_layer_config")
     if own is None:
         own = {"head_dim": values.get("global_head_dim", 512)}
         if (n_heads := values.get("num_global_key_value_heads")) is not None:
@@ -172,7 +172,7 @@ def _rotary(rotary: Mapping[str, Any], layer_type: str, rope_type: str, base: fl
     default = {"rope_type": rope_type, "rope_theta": base}
     if rope_type == "proportional":
         default["partial_rotary_factor"] = 0.25
-    settings = rotary.get(layer_type, default)
+    settings: Mapping[str, Any] = rotary.get(layer_type, default)
     if settings.get("rope_type", rope_type) != rope_type or settings.keys() - default.keys():
         raise ValueError(
             f"rope_parameters of {layer_type} are {settings!r}; supported is the type {rope_type!r} with {[*default]}"

@@ -8,7 +8,6 @@ token at each position, in its last step or as soon as the prediction is stable 
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
