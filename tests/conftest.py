@@ -23,6 +23,7 @@ import pytest
 import torch
 import typer.testing
 from safetensors.torch import load_file
+from small_networks import diffusion_gemma
 
 # Without this every invocation of the command line would build all of its commands again.
 typer.testing._get_command = cache(typer.testing._get_command)
@@ -214,6 +215,8 @@ DIFFUSION_TRANSFORMERS = {
         "model": {"type": "ddit_wot", "hidden_size": 32, "n_blocks": 3, "n_heads": 4, "length": 128},
     },
 }
+# Networks with a part for images, of which ours is the text network.
+WITH_IMAGES = {"diffusion_gemma": diffusion_gemma()}
 # Architectures that no published family has.
 NATIVE = {"uniform": uniform_noise()}
 # Between them: both directions, both readouts, every bias, norms of heads, clipped projections, tied and untied heads,
@@ -222,8 +225,9 @@ NATIVE = {"uniform": uniform_noise()}
 UNDER_LAW = (
     *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "diffullama", "nemotron-block", "nemotron-prompt"),
     *("llada_moe", "llada_moe-options", "llada2", "sdar", "mdlm", "bd3lm", "sedd", "radd"),
-    *("fast_dllm", "uniform", "udlm", "sedd-uniform"),
+    *("fast_dllm", "uniform", "udlm", "sedd-uniform", "diffusion_gemma"),
 )
+START = 4  # of the open block of a model whose tokens do not show it, outside the loop
 TIME = 0.6  # which a time-conditioned network hears outside the loop
 
 
@@ -246,7 +250,7 @@ class OneModel:
 
     def tell(self, other: Any) -> Any:
         """Another model, such as a copy, at the time of this one."""
-        other.clock.time = self.model.clock.time
+        other.clock.time, other.clock.origins = self.model.clock.time, self.model.clock.origins
         return other
 
 
@@ -293,6 +297,8 @@ class Specimen(OneModel):
         self.tokens = torch.randint(500, (3, 17), generator=torch.Generator().manual_seed(seed))
         # As inside `model.at_time(TIME)`, but for all tests that share the model.
         self.model.clock.time = TIME if self.model.cfg.time_conditioning else None
+        # Likewise as inside `model.at_block(START)`.
+        self.model.clock.origins = torch.tensor([START]) if self.model.cfg.self_conditioning else None
 
 
 def lively_tensors(architecture: Any, seed: int) -> list[tuple[str, torch.Tensor]]:
@@ -319,7 +325,7 @@ def built(family: str) -> Any:
     """The small model of a family, built once for all fixtures that give it."""
     if family.startswith("lit_gpt-"):
         return Golden("gqa", family.removeprefix("lit_gpt-"))
-    return Specimen({**CONFIGS, **DIFFUSION_TRANSFORMERS, **NATIVE}[family])
+    return Specimen({**CONFIGS, **DIFFUSION_TRANSFORMERS, **WITH_IMAGES, **NATIVE}[family])
 
 
 @pytest.fixture(scope="session", params=UNDER_LAW)

@@ -31,3 +31,36 @@ def with_time_conditioning() -> dict[str, Any]:
     from weight_conversion import TimeConditioning
 
     return {"norm": "layer", "mlp": "plain", "act_fn": "gelu_new", "time": TimeConditioning(8, conditioned=True)}
+
+
+def diffusion_gemma(**text: Any) -> dict[str, Any]:
+    """A small config of DiffusionGemma: two local layers and a global one, with canvases of six positions."""
+    vision = {"model_type": "gemma4_vision", "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return {
+        "model_type": "diffusion_gemma",
+        "canvas_length": 6,
+        "image_token_id": 510,
+        "boi_token_id": 508,
+        "eoi_token_id": 509,
+        "tie_word_embeddings": True,
+        "vision_config": {**vision, **sizes},
+        "text_config": {
+            "model_type": "diffusion_gemma_text",
+            "vocab_size": 512,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "moe_intermediate_size": 12,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "head_dim": 12,
+            "max_position_embeddings": 128,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "per_layer_config": {"2": {"head_dim": 16}},
+            **text,
+        },
+    }

@@ -9,6 +9,7 @@ from oracles.large_checkpoints import LLADA_8B, LLADA_MOE, write_checkpoint, wri
 from oracles.memory import memory_of_loading, memory_of_tracing
 from oracles.traced_shapes import Shape
 from processes import measured_afresh, measured_apart
+from small_networks import diffusion_gemma
 
 from diffusion_lens.loading.catalogue import LLADA2_MINI, MDLM, NEMOTRON_LABS_3B, SDAR_4B
 from weight_conversion import (
@@ -65,6 +66,13 @@ LATER = {
     "sdar": narrower(SDAR_4B, block_size=4, mask_token_id=31999),
     "nemotron_labs": narrower(NEMOTRON_LABS_3B),
     "llada2": narrower(LLADA2_MINI, num_experts=24, block_size=32, mask_token_id=31999),
+    "diffusion_gemma": diffusion_gemma(
+        hidden_size=768,
+        intermediate_size=1536,
+        moe_intermediate_size=512,
+        num_experts=8,
+        vocab_size=32000,
+    ),
     "mdlm": {**MDLM, "n_blocks": 2},
     "bd3lm": {**MDLM, "n_blocks": 2, "model_type": "bd3lm", "block_size": 4},
     "udlm": {**MDLM, "n_blocks": 2, "model_type": "udlm", "time_conditioning": True, "vocab_size": 32000},

@@ -38,7 +38,8 @@ def test_numbers_that_equal_the_authors_are_compared_by_a_test() -> None:
     golden = golden_of_families()
     modules = SOURCES[TESTS / "model" / "test_family_forward.py"]
     of_hugging_face = set(re.findall(r'"(\w+)": \(\w+Config, \w+ForCausalLM\)', modules))
-    assert {"llama", "qwen2", "qwen3"} <= of_hugging_face
+    of_hugging_face |= set(re.findall(r"small_networks import (diffusion_gemma) as", "".join(SOURCES.values())))
+    assert {"llama", "qwen2", "qwen3", "diffusion_gemma"} <= of_hugging_face
     for family, (state, _) in COMPARED.items():
         if state == NUMBERS:
             assert family in golden or family in of_hugging_face, family

@@ -149,6 +149,12 @@ class CacheFilter:
                 "in memory"
             )
         one_of(*BRANCHES)("branch", self.branch)
+        try:
+            Slice.unwrap(self.pos_slice)
+        except ValueError:
+            raise ValueError(
+                f"pos_slice={self.pos_slice!r} does not select positions: give a position, several, a slice or None"
+            ) from None
 
     def on(self, model: DiffusionTransformer, n_steps: int, *, guided: bool) -> "CacheRequest":
         """The hook points and steps that the filter selects in a run of one model.

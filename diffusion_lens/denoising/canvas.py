@@ -22,7 +22,7 @@ from torch import Tensor
 from diffusion_lens.denoising.sampler import PositionNoise
 from diffusion_lens.hooks.step import OpenBlock
 from diffusion_lens.model.config import UNREACHED, reached
-from diffusion_lens.model.inputs import check_attention_mask, check_length, check_tokens
+from diffusion_lens.model.inputs import check_attention_mask, check_length, check_readable, check_tokens
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.text import tokenize
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -304,6 +304,7 @@ def lay_out(
 
     # 4. Every row needs something to start from, and the batch something to write.
     given = inside & (canvas != blank)
+    check_readable(canvas[given], cfg)
     if empty := (~given.any(dim=1)).nonzero().flatten().tolist():
         raise ValueError(
             f"the prompt of row {empty[0]} is all [MASK]: give at least one token to start from, such as BOS"

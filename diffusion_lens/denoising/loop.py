@@ -272,7 +272,8 @@ class Run:
         """
         hooks, writes = self.model.loop_hooks, bool(plan.counts.any())
         later = (hooks.hook_logits, hooks.hook_candidates, hooks.hook_confidence, hooks.hook_reveal)
-        if not (self.model.is_hooked or any(map(is_hooked, later))):
+        # Where all rows are finished, no hook can change what is written.
+        if not (self.model.is_hooked or any(map(is_hooked, later))) or (self.sampler.hands_on and not writes):
             return plan.positions if writes else None
         return plan.positions if self.model.cfg.is_autoregressive else state.masked
 
@@ -380,7 +381,7 @@ class Run:
         if plan.renoises:
             fresh = self.tokens.clone()
             fresh[state.masked] = self.noise.tokens(state.index, state.masked, self.model.cfg.d_vocab_out)
-            fresh = self.model.loop_hooks.hook_noise(fresh)
+            fresh = self.model.loop_hooks.get_submodule("hook_noise")(fresh)
             _require_ids("denoise.hook_noise", fresh, state, state.masked, self.model)
             self.tokens = torch.where(plan.positions & ~revealed, fresh.long(), self.tokens)
 

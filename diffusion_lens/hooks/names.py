@@ -1,7 +1,7 @@
 """Names of hook points: TransformerLens's and those of the denoising loop. Errors name the nearest ones."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
@@ -31,6 +31,8 @@ Value = TypeVar("Value")
 
 def hook_pairs(hooks: Any) -> list[tuple[Any, Any]]:
     """The hooks of a call as a list; a `TypeError` if they are not pairs, such as one pair without its list."""
+    if not isinstance(hooks, Iterable):
+        raise TypeError(f"hooks are a list of pairs, [(name, function), ...], not {hooks!r:.100}")
     pairs = list(hooks)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:

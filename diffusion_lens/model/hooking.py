@@ -87,7 +87,6 @@ class LoopHooks(nn.Module):
         self.hook_candidates = StepHookPoint()
         self.hook_confidence = StepHookPoint()
         self.hook_reveal = StepHookPoint()
-        self.hook_noise = StepHookPoint()
 
 
 def eager_while_hooked(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,6 +43,16 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
     return tokens
 
 
+def check_readable(given: Int[Tensor, "selected"], cfg: DiffusionConfig) -> None:
+    """Raise a `ValueError` if a given token stands for input that this network does not read."""
+    for id_ in cfg.unread_tokens:
+        if bool((given == id_).any()):
+            raise ValueError(
+                f"the prompt contains token {id_}, which stands for an image, and the network here is the text network "
+                f"of {cfg.model_name!r} without its vision tower: leave images out"
+            )
+
+
 def warn_unless_masked(tokens: Tokens, mask_id: int, cfg: DiffusionConfig) -> None:
     """Warn if no token is [MASK], so that the logits are no predictions."""
     try:

@@ -195,6 +195,11 @@ def masked_batch(
             "the loss expects unmasked text, but these tokens include [MASK] or invalid ids. To supply your own "
             "masking, call training.masked_diffusion_loss(model, tokens, noisy, p_mask)"
         )
+    if model.cfg.self_conditioning:
+        raise ValueError(
+            f"the loss on which {model.cfg.model_name!r} was trained, with self-conditioning in a part of the rows, is "
+            "not published, so that a loss here would be another number"
+        )
     if noisy is None or p_mask is None:
         noisy, p_mask = noised(model, tokens, generator=generator, eps=eps)
     noisy, p = noisy.to(tokens.device), p_mask.to(tokens.device)

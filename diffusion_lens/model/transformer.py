@@ -40,6 +40,7 @@ from diffusion_lens.model.inputs import (
     check_layers,
     check_length,
     check_past,
+    check_readable,
     check_storage,
     check_tokens,
     warn_unless_masked,
@@ -174,6 +175,8 @@ class DiffusionTransformer(HookedRootModule):
         self.positions = build.build_positions(cfg.architecture)
         self._global_positions = build.build_global_positions(cfg.architecture)
         self._pattern, self._global_pattern = AttentionPattern.of(cfg, cfg.window), AttentionPattern.of(cfg)
+        if cfg.self_conditioning:
+            self.loop_hooks.hook_noise = StepHookPoint()
         self._mask_id = cfg.mask_token_id if cfg.has_mask else None  # where it stands at positions to be predicted
 
     def _tie(self) -> None:
@@ -281,6 +284,9 @@ class DiffusionTransformer(HookedRootModule):
             if isinstance(self._pattern, FromPrompt) and clean is None and (start < stop or self.cfg.self_conditioning):
                 origins = origins_of(self, tokens, real, len(resid))
             if self.cfg.self_conditioning and start_at_layer is None:
+                assert origins is not None
+                if tokens is not None and self.clock.step is None:
+                    check_readable(tokens[~open_positions(resid, origins, None, n_past)], self.cfg)
                 resid = self._conditioned(resid, origins, real, n_past, self_conditioning)
             condition = None
             if "hook_time" in self._modules and (start < stop or stop_at_layer is None):

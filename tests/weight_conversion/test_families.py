@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_networks import diffusion_gemma
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from weight_conversion import (
@@ -99,7 +100,12 @@ def test_rules_name_tensors_of_our_layout(family):
     biases = dict(qkv_bias=True, o_bias=True, mlp_bias=True, unembed_bias=True, qk_norm=True, mask_token_id=None)
     experts = Experts(1, 1, 1, (True,), d_shared=1, router_bias=True)
     timed = dict(norm="layer", norm_bias=True, time=TimeConditioning(1, conditioned=True), mask_token_id=None)
-    everything = (Architecture(**common, **biases, experts=experts), Architecture(**common, **timed, mlp_bias=True))
+    gemma = FAMILIES["diffusion_gemma"].read_architecture(diffusion_gemma(), {})
+    everything = (
+        Architecture(**common, **biases, experts=experts),
+        Architecture(**common, **timed, mlp_bias=True),
+        replace(gemma, tied=False),
+    )
     ours = {name for architecture in everything for name in tensor_shapes(architecture)}
     rules = [each for rule in FAMILIES[family].rules for each in rule.written_out(1, 1)]
     assert {name for rule in rules for name in rule.ours} <= ours

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weight_conversion.architecture import MOST_LAYERS, Architecture, Experts, GlobalLayers, Shape, check_count
-from weight_conversion.families.family import IGNORED_KEYS, Config, ConfigKeys, Family
+from weight_conversion.architecture import MOST_LAYERS, Architecture, Experts, GlobalLayers, check_count
+from weight_conversion.families.family import IGNORED_KEYS, Config, ConfigKeys, by_model_type
 from weight_conversion.key_map import ByExpert, Rule
 
 MODEL_TYPE = "diffusion_gemma"
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LAYERS = "types_of_layers"
 EXPERTS = {"num_experts": "n_experts", "top_k_experts": "n_chosen", "moe_intermediate_size": "d_expert"}
 # Keys of the whole config that the text network needs; all others of it are about images.
 _OUTSIDE = ("canvas_length", "image_token_id", "model_type", "tie_word_embeddings", "_name_or_path", IGNORED_KEYS)
@@ -39,7 +40,7 @@ KEYS = ConfigKeys(
     flags={"tie_word_embeddings": "tied"},
     read=(
         *("model_type", "image_token_id", "rms_norm_eps", "final_logit_softcapping", "rope_parameters"),
-        *("per_layer_config", "global_head_dim", "num_global_key_value_heads"),
+        *("per_layer_config", "global_head_dim", "num_global_key_value_heads", LAYERS),
     ),
     fixed={
         "attention_bias": (False,),
@@ -88,16 +89,19 @@ RULES = (
 )
 
 
-def read_diffusion_gemma(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
-    assert config is not None
+def values_of(config: Config) -> Config:
+    """The keys of the text network, and those of the whole that it needs."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise ValueError(f"text_config is {text!r} in the diffusion_gemma config; it must describe the text network")
-    values = {**text, **{key: config[key] for key in _OUTSIDE if key in config}}
-    layer_types = values.pop("layer_types", None)
-    KEYS.check(values)
+    values = {key: value for key, value in text.items() if key != "layer_types"}
+    # Of these, `ConfigKeys` knows one type only.
+    return {**values, **{key: config[key] for key in _OUTSIDE if key in config}, LAYERS: text.get("layer_types")}
+
+
+def read_diffusion_gemma(values: Config) -> Architecture:
     check_count("num_hidden_layers", values["num_hidden_layers"], MOST_LAYERS)
-    is_global = _is_global(layer_types, values["num_hidden_layers"])
+    is_global = _is_global(values[LAYERS], values["num_hidden_layers"])
     rotary = values.get("rope_parameters") or {}
     return Architecture(
         family="diffusion_gemma",
@@ -141,26 +145,26 @@ def _is_global(layer_types: object, n_layers: int) -> tuple[bool, ...]:
 
 
 def _global_layers(values: Config, is_global: tuple[bool, ...], rotary: Mapping[str, Any]) -> GlobalLayers:
-    own: Any = values.get("per_layer_config")
-    if own is None:
-        own = {"head_dim": values.get("global_head_dim", 512)}
-        if (n_heads := values.get("num_global_key_value_heads")) is not None:
-            own["num_key_value_heads"] = n_heads
+    usual = {"head_dim": values["head_dim"], "num_key_value_heads": values["num_key_value_heads"]}
+    of_layers = values.get("per_layer_config")
+    if of_layers is None:  # the keys of Gemma 4
+        heads = values.get("num_global_key_value_heads") or usual["num_key_value_heads"]
+        own = {"head_dim": values.get("global_head_dim", 512), "num_key_value_heads": heads}
     else:
-        layers = [str(layer) for layer, is_one in enumerate(is_global) if is_one]
-        of_layers = {str(layer): settings for layer, settings in own.items()}
-        if sorted(of_layers) != sorted(layers) or any(each != of_layers[layers[0]] for each in of_layers.values()):
+        # A layer or a number that is not named is as usual.
+        named = {str(layer): {**usual, **numbers} for layer, numbers in of_layers.items()}
+        each = [named.pop(str(layer), usual) for layer, is_one in enumerate(is_global) if is_one]
+        own = each[0]
+        if named or any(other != own for other in each) or own.keys() != usual.keys():
             raise ValueError(
-                f"per_layer_config={own!r} must give the same numbers for each of the global layers, {layers}"
+                f"per_layer_config={of_layers!r} must give the same {sorted(usual)} for each of the global layers, and "
+                "nothing else"
             )
-        own = of_layers[layers[0]]
-    if unknown := sorted(own.keys() - {"head_dim", "num_key_value_heads"}):
-        raise ValueError(f"per_layer_config has keys that are not understood: {unknown}")
     turned = _rotary(rotary, GLOBAL, "proportional", 1_000_000.0)
     return GlobalLayers(
         is_global,
         own["head_dim"],
-        own.get("num_key_value_heads", values["num_key_value_heads"]),
+        own["num_key_value_heads"],
         turned["rope_theta"],
         turned.get("partial_rotary_factor", 1.0),
         keys_as_values=True,
@@ -181,21 +185,44 @@ def _rotary(rotary: Mapping[str, Any], layer_type: str, rope_type: str, base: fl
 
 
 def write_diffusion_gemma(a: Architecture) -> dict[str, Any]:
-    raise ValueError(
-        "models of the family diffusion_gemma cannot be written in its own format, which has a vision tower"
-    )
+    own, experts = a.global_layers, a.experts
+    if own is None or experts is None or not experts.own_norms:
+        raise ValueError("the diffusion_gemma format describes models with its experts and global layers only")
+    heads = {"head_dim": own.d_head, "num_key_value_heads": own.n_key_value_heads}
+    turned = {"rope_theta": own.rotary_base, "partial_rotary_factor": own.rotary_share}
+    text = {key: value for key, value in KEYS.of(a).items() if key not in _OUTSIDE}
+    return {
+        "model_type": MODEL_TYPE,
+        "architectures": ["DiffusionGemmaForBlockDiffusion"],
+        "canvas_length": a.causal_block,
+        "image_token_id": next(iter(a.unread_tokens), None),
+        "tie_word_embeddings": a.tied,
+        "_name_or_path": a.name,
+        "text_config": {
+            "model_type": f"{MODEL_TYPE}_text",
+            **text,
+            **{key: getattr(experts, field) for key, field in EXPERTS.items()},
+            "layer_types": [GLOBAL if is_global else LOCAL for is_global in own.layers],
+            "per_layer_config": {str(layer): heads for layer, is_global in enumerate(own.layers) if is_global},
+            "rms_norm_eps": a.norm_eps,
+            "rope_parameters": {
+                LOCAL: {"rope_type": "default", "rope_theta": a.rotary_base},
+                GLOBAL: {"rope_type": "proportional", **turned},
+            },
+            "final_logit_softcapping": a.output_logits_soft_cap,
+            **KEYS.written,
+        },
+    }
 
 
 FAMILIES = (
-    Family(
-        "diffusion_gemma",
+    by_model_type(
+        KEYS,
         RULES,
-        lambda config, shapes: config is not None and config.get("model_type") == MODEL_TYPE,
         read_diffusion_gemma,
         write_diffusion_gemma,
-        "config.json",
+        {MODEL_TYPE: r"DiffusionGemma\w*"},
+        values_of=values_of,
         ignored=("model.encoder.vision_tower.*", "model.encoder.embed_vision.*", "model.encoder.language_model.*"),
-        options=(IGNORED_KEYS,),
-        classes={MODEL_TYPE: r"DiffusionGemma\w*"},
     ),
 )

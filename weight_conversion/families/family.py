@@ -234,6 +234,18 @@ class ConfigKeys:
                 )
 
 
+def flattened(config: Config) -> dict[str, Any]:
+    """The values of a config: of one in sections by "section.key", without those of the training and its data."""
+    if "model_type" in config:
+        return dict(config)
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        if key not in _OF_TRAINING:
+            inner = isinstance(value, Mapping)
+            values |= {f"{key}.{name}": each for name, each in value.items()} if inner else {key: value}
+    return values
+
+
 def by_model_type(
     keys: ConfigKeys,
     rules: tuple[Rule, ...],
@@ -263,18 +275,19 @@ def of_config(
     write: Callable[[Architecture], dict[str, Any]],
     *,
     options: tuple[str, ...] = (),
+    values_of: Callable[[Config], Config] = flattened,
     **more: Any,
 ) -> Family:
     """A family that its config.json shows without the tensors.
 
-    `read` takes the config after the check of its `keys`, one in sections `flattened`; `more` are further attributes of
+    `read` takes the values of the config (`values_of`) after the check of its `keys`; `more` are further attributes of
     the `Family`.
     """
     more["options"] = (*options, IGNORED_KEYS)
 
     def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
         assert config is not None
-        values = config if "model_type" in config else flattened(config)
+        values = values_of(config)
         keys.check(values)
         return read(values)
 
@@ -303,16 +316,6 @@ def write_sizes(keys: ConfigKeys, a: Architecture) -> dict[str, Any]:
     scaling = a.rotary_scaling
     scaled = {} if scaling is None else {"rope_scaling": {"rope_type": scaling.rope_type, **scaling_data(scaling)}}
     return {**keys.of(a), "rms_norm_eps": a.norm_eps, "rope_theta": a.rotary_base, **scaled}
-
-
-def flattened(config: Config) -> dict[str, Any]:
-    """The values of a config in sections by "section.key", without the sections of the training and its data."""
-    values: dict[str, Any] = {}
-    for key, value in config.items():
-        if key not in _OF_TRAINING:
-            inner = isinstance(value, Mapping)
-            values |= {f"{key}.{name}": each for name, each in value.items()} if inner else {key: value}
-    return values
 
 
 def may_lack_mask(config: Config) -> bool:

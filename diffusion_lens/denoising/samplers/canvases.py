@@ -59,9 +59,9 @@ class EntropyBound(Sampler):
     def misfit(self, variant: Variant) -> str | None:
         if problem := super().misfit(variant):
             return problem
-        return (
-            None if variant.opens_blocks else "writes canvas after canvas, and this model writes one for the whole text"
-        )
+        if variant.opens_blocks and variant.uniform_noise:
+            return None
+        return "writes canvas after canvas under uniform noise, and this model does not"
 
     def n_steps_by_blocks(self, steps: int | None, blanks: PosMask, blocks: Int[Tensor, "batch pos"], size: int) -> int:
         """Number of steps of the run: those of a canvas times the canvases of the row that has most.

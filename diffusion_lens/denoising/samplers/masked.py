@@ -66,11 +66,16 @@ class Confidence(Sampler):
         return replace(self, scope="row")
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        n_masked = self._pooled(step.masked)
+        produced = (step.masked | ~confidence.isnan()) & ~step.given
+        pooled = torch.stack([step.masked, produced]).sum(dim=2).float()
+        if self.scope == "batch":
+            pooled = pooled.sum(dim=1, keepdim=True)
+        elif self.scope == "mean":
+            pooled = pooled.mean(dim=1, keepdim=True).expand_as(pooled)
+        n_masked, n_produced = pooled
         if self.rounding == "up":
             share_left = (step.n_steps - 1 - step.index) / step.n_steps
-            n_all = self._pooled((step.masked | ~confidence.isnan()) & ~step.given)
-            counts = (n_masked - (n_all * share_left).floor()).clamp(min=0)
+            counts = (n_masked - (n_produced * share_left).floor()).clamp(min=0)
         else:
             # 1 - s/t in float32, as in the authors' code.
             share = float(1 - torch.tensor(step.s) / torch.tensor(step.t)) if step.index < step.n_steps - 1 else 1.0
@@ -82,13 +87,6 @@ class Confidence(Sampler):
             jitter = torch.zeros(step.masked.shape, dtype=torch.float64, device=step.masked.device)
             jitter[step.masked] = -self.choice_temperature * torch.log(-torch.log(uniform))
         return Plan(step.masked, counts.to(torch.long), jitter=jitter)
-
-    def _pooled(self, positions: PosMask) -> Float[Tensor, "#batch"]:
-        """The number of these positions in the scope, for each row or for the batch as one pool."""
-        counts = positions.sum(dim=1).float()
-        if self.scope == "batch":
-            return counts.sum(dim=0, keepdim=True)
-        return counts.mean().expand_as(counts) if self.scope == "mean" else counts
 
 
 @checked_arguments
