@@ -180,6 +180,7 @@ class Run:
             unchanged = self.canvas.blanks(self.canvas.tokens) & (self.revealed_at < 0)
             self.revealed_at = self.revealed_at.masked_fill(unchanged, 0)
         self.revealed_before = self.revealed_at
+        self.seeds = self.noise.seeds  # one for each row
         self.tokens = self.canvas.tokens
         self.canvases = [self.tokens]
         self.handed_history: list[Handed] = []
@@ -188,11 +189,6 @@ class Run:
         self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale, self.sampler)
         self.identity = RunIdentity()
         self.kept = torch.full((len(self.seeds),), float("nan"), dtype=torch.float64)
-
-    @property
-    def seeds(self) -> list[int]:
-        """One seed for each row."""
-        return self.noise.seeds
 
     @cached_property
     def head(self) -> Head:
