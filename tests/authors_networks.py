@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 GOLDEN = Path(__file__).parent / "golden"
-SEEDS = {"sedd": 711, "bd3lm/b4_sigma": 6110, "bd3lm/full": 6120}
+SEEDS = {"sedd": 711, "duo": 9300, "bd3lm/b4_sigma": 6110, "bd3lm/full": 6120}
 
 
 @cache

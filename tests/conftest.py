@@ -162,6 +162,7 @@ def uniform_noise(**more: Any) -> dict[str, Any]:
     return {**names, **sizes, "d_vocab": 512, "d_vocab_out": 512, **kind, **more}
 
 
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 CONFIGS = {
     "llada": {
         "model_type": "llada",
@@ -188,6 +189,12 @@ CONFIGS = {
     "a2d-qwen2": hugging_face("a2d-qwen2", tie_word_embeddings=True),
     "a2d-qwen3": hugging_face("a2d-qwen3", head_dim=16),
     "sdar": hugging_face("sdar", mask_token_id=512, vocab_size=513, block_size=4, attention_bias=True, mode="block"),
+    "fast_dllm": hugging_face("Fast_dLLM_Qwen", mask_token_id=512, vocab_size=513, bd_size=4),
+    "stable_diffcoder": hugging_face(
+        "llama", architectures=["StableDiffcoderForCausalLM"], mask_token_id=5, vocab_size=512, block_size=4
+    ),
+    "rnd1": hugging_face("rnd1", mask_token_id=512, vocab_size=513, **QWEN_EXPERTS),
+    "sdar_moe": hugging_face("sdar_moe", mask_token_id=512, vocab_size=513, block_size=4, **QWEN_EXPERTS),
     "diffullama": hugging_face("llama", mode="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron": scaled_by_yarn(dlm_paradigm="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron-ar": scaled_by_yarn(dlm_paradigm="autoregressive"),
@@ -200,6 +207,7 @@ DIFFUSION_TRANSFORMERS = {
     "mdlm": diffusion_transformer("mdlm"),
     "bd3lm": diffusion_transformer("bd3lm", block_size=4, time_conditioning=True),
     "udlm": diffusion_transformer("udlm", vocab_size=512),
+    "duo": diffusion_transformer("duo", vocab_size=512, causal=False),
     "sedd": score_network("absorb", "loglinear"),
     "sedd-uniform": score_network("uniform", "geometric", sigma_min=1e-4, sigma_max=20.0),
     "radd": {
@@ -217,7 +225,7 @@ NATIVE = {"uniform": uniform_noise()}
 UNDER_LAW = (
     *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "diffullama", "nemotron-block", "nemotron-prompt"),
     *("llada_moe", "llada_moe-options", "llada2", "sdar", "mdlm", "bd3lm", "sedd", "radd"),
-    *("uniform", "udlm", "sedd-uniform", "diffusion_gemma"),
+    *("fast_dllm", "uniform", "udlm", "sedd-uniform", "diffusion_gemma"),
 )
 START = 4  # of the open block of a model whose tokens do not show it, outside the loop
 TIME = 0.6  # which a time-conditioned network hears outside the loop
@@ -323,6 +331,14 @@ def built(family: str) -> Any:
 @pytest.fixture(scope="session", params=UNDER_LAW)
 def every(request: pytest.FixtureRequest) -> Any:
     """One small model a family: for laws that hold whatever the family."""
+    return built(request.param)
+
+
+@pytest.fixture(scope="session", params=[name for name in UNDER_LAW if name != "diffusion_gemma"])
+def summed(request: pytest.FixtureRequest) -> Any:
+    """Those whose stream is the sum of what their parts write, with an MLP of its own in some layer: for laws of sums,
+    of keys and values of an MLP, and of pairs of canvases. DiffusionGemma refuses what they are about
+    (`test_what_it_cannot_do_is_said`)."""
     return built(request.param)
 
 

@@ -95,7 +95,7 @@ def norm_left_out(a, tensors):
 def layer_of_another_seed(a, tensors):
     draw = torch.Generator().manual_seed(3)
     foreign = {
-        name: torch.randn(tensor.shape, generator=draw) * tensor.std() + tensor.mean()
+        name: torch.randn(tensor.shape, generator=draw) * tensor.std(correction=0) + tensor.mean()
         for name, tensor in tensors.items()
         if name.startswith("blocks.1.")
     }

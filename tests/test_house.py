@@ -267,13 +267,15 @@ def test_only_the_command_line_prints() -> None:
 def family_name() -> re.Pattern[str]:
     """Names of families, of their model types and of published models up to the first hyphen or the version.
 
-    "ar", of published baselines, is a word of its own; two names of SMDM's code and OPDLM's are not in the tables.
+    "ar", of published baselines, and "stable" are words of their own; two names of SMDM's code and OPDLM's are not in
+    the tables.
     """
     from diffusion_lens.loading.catalogue import PUBLISHED
     from weight_conversion.registry import FAMILIES
 
     names = {*FAMILIES, *PUBLISHED, *(model_type for family in FAMILIES.values() for model_type in family.classes)}
-    stems = {name.lower().partition("-")[0].rstrip("0123456789.") for name in names} - {"ar", "diffusion_lens"}
+    stems = {name.lower().partition("-")[0].rstrip("0123456789.") for name in names}
+    stems -= {"ar", "diffusion_lens", "stable"}
     assert {"lit_gpt", "a2d", "bd3lm", "qwen"} <= stems
     patterns = (stem.replace("_", ".?") for stem in sorted({*stems, "nieshen", "diff_sample", "opdlm"}))
     return re.compile("|".join(patterns), re.IGNORECASE)

@@ -668,7 +668,14 @@ GB = {
     **dict.fromkeys(["mdlm-owt", "mdlm-no_flashattn-fp32-owt"], 0.679),
     **dict.fromkeys([f"bd3lm-owt-block_size{size}" for size in (4, 8, 16)], 0.679),
 }
-BILLIONS = {"nemotron-labs-diffusion-14b": 14, "llada2.0-mini": 16, "llada2.1-mini": 16, "llada2.0-flash": 103}
+BILLIONS = {
+    "nemotron-labs-diffusion-14b": 14,
+    "llada2.0-mini": 16,
+    "llada2.1-mini": 16,
+    "llada2.0-flash": 103,
+    **dict.fromkeys(["stable-diffcoder-8b-base", "stable-diffcoder-8b-instruct"], 8.25),
+    "rnd1-base-0910": 30.5,
+}
 
 
 def test_every_name_has_its_published_number_of_weights():
@@ -697,8 +704,8 @@ def test_the_bytes_of_llada_and_diffucoder_are_those_of_their_shards():
     assert PUBLISHED["diffucoder-7b-base"].n_bytes / 1e9 == pytest.approx(4.88 + 4.93 + 4.33 + 1.09, abs=0.03)
 
 
-SHIFTED = ("dream", "diffucoder", "diffullama")
-DIFFUSION = ("llada", "nemotron", "sdar", "mdlm", "bd3lm", *SHIFTED)
+SHIFTED = ("dream", "diffucoder", "diffullama", "rnd1")
+DIFFUSION = ("llada", "nemotron", "sdar", "stable-diffcoder", "mdlm", "bd3lm", *SHIFTED)
 
 
 def test_every_repository_has_one_name_and_a_shape():

@@ -47,13 +47,14 @@ class Reach:
         context: "blocks" counts blocks from the first token of the text, so that a prompt may end inside one. "causal"
             counts them from the end of the prompt, in both directions; what comes before the open one is causal.
             "prompt" makes the prompt the first block, whatever its length, and counts the others from its end.
-        first_shifted: Whether the first token of a block is read in the row before it, which is finished: it is written
-            first.
+        first_shifted: Whether the first token of a block, and no other, is read in the row before it.
+        first_alone: Whether the first token of a block is read in a finished row: it is written before the others.
     """
 
     size: int
     context: Context
     first_shifted: bool = False
+    first_alone: bool = False
 
     def blocks(self, positions: Tokens, given: PosMask) -> Int[Tensor, "batch pos"]:
         """The number of the block of each position, from 0.
@@ -86,8 +87,9 @@ def reach_of(variant: Variant) -> Reach | None:
     if not variant.opens_blocks:
         return None
     assert variant.block_size is not None
-    causal = variant.block_context == "causal"
-    return Reach(variant.block_size, variant.block_context, first_shifted=causal and variant.has_mask)
+    shifted = variant.block_context == "causal" and variant.has_mask
+    alone = shifted or (variant.readout == "shifted" and variant.block_size > 1)
+    return Reach(variant.block_size, variant.block_context, first_shifted=shifted, first_alone=alone)
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ class Canvas:
             n_blocks=n_blocks,
             size=self.reach.size,
             first_shifted=self.reach.first_shifted,
+            first_alone=self.reach.first_alone,
         )
 
     def extent(self, rows: tuple[Int[Tensor, "selected"], Int[Tensor, "selected"]]) -> int:
@@ -301,7 +304,8 @@ def lay_out(
 
     # 4. Every row needs something to start from, and the batch something to write.
     given = inside & (canvas != blank)
-    check_readable(canvas[given], cfg)
+    if cfg.unread_tokens:
+        check_readable(canvas[given], cfg)
     if empty := (~given.any(dim=1)).nonzero().flatten().tolist():
         raise ValueError(
             f"the prompt of row {empty[0]} is all [MASK]: give at least one token to start from, such as BOS"

@@ -180,6 +180,7 @@ class Run:
             unchanged = self.canvas.blanks(self.canvas.tokens) & (self.revealed_at < 0)
             self.revealed_at = self.revealed_at.masked_fill(unchanged, 0)
         self.revealed_before = self.revealed_at
+        self.seeds = self.noise.seeds  # one for each row
         self.tokens = self.canvas.tokens
         self.canvases = [self.tokens]
         self.handed_history: list[Handed] = []
@@ -188,11 +189,6 @@ class Run:
         self.predictor = predictor_for(self.model, self.canvas, self.settings.cfg_scale, self.sampler)
         self.identity = RunIdentity()
         self.kept = torch.full((len(self.seeds),), float("nan"), dtype=torch.float64)
-
-    @property
-    def seeds(self) -> list[int]:
-        """One seed for each row."""
-        return self.noise.seeds
 
     @cached_property
     def head(self) -> Head:
@@ -501,11 +497,12 @@ class LoopRows:
     confidence: Float[Tensor, "batch pos"]
     kept: Float[Tensor, "batch"]
     seeds: list[int]
+    handed: Handed | None = None
 
     @classmethod
     def of(cls, run: Run) -> "LoopRows":
         """The rows of a run that has taken its last step so far."""
-        return cls(run.tokens, run.revealed_at, run.confidence, run.kept, run.seeds)
+        return cls(run.tokens, run.revealed_at, run.confidence, run.kept, run.seeds, run.handed)
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -515,13 +512,16 @@ class LoopRows:
         """Some of the rows."""
         chosen = list(rows)
         tensors = {name: getattr(self, name)[chosen] for name in _OF_ROWS}
-        return LoopRows(**tensors, seeds=[self.seeds[row] for row in chosen])
+        handed = None if self.handed is None else self.handed[chosen]
+        return LoopRows(**tensors, seeds=[self.seeds[row] for row in chosen], handed=handed)
 
     @classmethod
     def joined(cls, parts: Sequence["LoopRows"]) -> "LoopRows":
         """The rows of several."""
         tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in _OF_ROWS}
-        return cls(**tensors, seeds=[seed for part in parts for seed in part.seeds])
+        handed = [part.handed for part in parts if part.handed is not None]
+        seeds = [seed for part in parts for seed in part.seeds]
+        return cls(**tensors, seeds=seeds, handed=Handed.joined(handed) if handed else None)
 
     def keys(self, run: Run) -> list[tuple[object, ...]]:
         """For each row, what its later steps in this run depend on, apart from its seed.
@@ -536,6 +536,9 @@ class LoopRows:
             parts.append(self.revealed_at.tolist())
         if run.sampler.has_times_of_rows:
             parts.append(self.kept.nan_to_num(nan=-1.0)[:, None].tolist())
+        if self.handed is not None:
+            parts += [tensor.flatten(1).tolist() for tensor in (self.handed.expected, self.handed.likeliest)]
+            parts += [tensor[:, None].tolist() for tensor in (self.handed.streak, self.handed.finished)]
         return [tuple(map(tuple, row)) for row in zip(*parts, strict=True)]
 
 

@@ -24,8 +24,8 @@ class OpenBlock:
 
     Rows are independent: each opens its next block in the step after the one that filled its last. `origin` is the
     first position that is read in blocks: 0, the end of the prompt, or `start` where finished tokens are causal. If
-    `first_shifted`, the first token is read in the row before it, which is finished: it is written first, and the other
-    tokens are read in place.
+    `first_alone`, the first token is read in the row before it, which is finished, and is written first. If
+    `first_shifted`, that row is not the one in which the others are read: they are read in place.
     """
 
     index: Int[Tensor, "batch"]  # number of the block in its row, from 0
@@ -37,6 +37,7 @@ class OpenBlock:
     n_blocks: Int[Tensor, "batch"]  # number of blocks that the run fills in the row
     size: int  # positions in a block
     first_shifted: bool = False
+    first_alone: bool = False
 
     def rows(
         self, rows: Int[Tensor, "selected"], positions: Int[Tensor, "selected"], batch: Int[Tensor, "selected"]
@@ -55,7 +56,7 @@ class OpenBlock:
     def repeat(self, copies: int) -> "OpenBlock":
         """The blocks of a batch that consists of several copies of this one."""
         rows = {name: x.repeat(copies) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return OpenBlock(**rows, size=self.size, first_shifted=self.first_shifted)
+        return OpenBlock(**rows, size=self.size, first_shifted=self.first_shifted, first_alone=self.first_alone)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,11 @@ class Handed:
     def stacked(cls, steps: Sequence["Handed"]) -> "Handed":
         """Those of several steps, with an axis for these."""
         return cls(*(torch.stack(tensors) for tensors in zip(*(vars(step).values() for step in steps), strict=True)))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Handed"]) -> "Handed":
+        """Those of several batches as one batch."""
+        return cls(*(torch.cat(tensors) for tensors in zip(*(vars(part).values() for part in parts), strict=True)))
 
     def __getitem__(self, index: Any) -> "Handed":
         """That of one step of several, or with (slice, rows) that of some steps and rows."""

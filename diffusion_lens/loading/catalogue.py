@@ -58,6 +58,16 @@ COMPARED: Mapping[str, tuple[str, str]] = {
         NUMBERS,
         f"dllm's copy, `diffusion_generate` (canvases equal except where ties decide). {_FAST_DLLM}",
     ),
+    "duo": (
+        NUMBERS,
+        f"{_DIT}. The loss here is UDLM's, at a share 1 − t of the tokens, where DUO's is at 1 − 0.999 t: 0.3 % apart "
+        "in the golden data",
+    ),
+    "fast_dllm": (
+        NUMBERS,
+        "a copy of the hub's network file with added arguments for tracing (blocks of 4 and 8), its `generate` "
+        "(sub-blocks, thresholds; greedy). Its training was not run",
+    ),
     "lit_gpt": (NUMBERS, "SMDM and its AR baseline: the authors' `lit_gpt`, to 10⁻⁵"),
     "llada": (
         NUMBERS,
@@ -83,15 +93,30 @@ COMPARED: Mapping[str, tuple[str, str]] = {
         "the checkpoint's wrapper around transformers' Ministral3 in place of the network, in both modes, beyond the "
         "original length; `ar_generate`; `generate` with and without `causal_context` and a threshold",
     ),
-    "qwen2": (NUMBERS, f"real weights (`make real`); {_MODULES}"),
+    "qwen2": (
+        NUMBERS,
+        f"real weights (`make real`); {_MODULES}. Open-dCoder: the authors' network with plain torch in place of flash "
+        'attention, `diffusion_generate` without "p2" (greedy)',
+    ),
     "qwen3": (NUMBERS, _MODULES),
     "radd": (NUMBERS, f'{_DIT} ("direct" and top-p)'),
+    "rnd1": (NUMBERS, "the authors' network and routers, `diffusion_sample` (greedy)"),
     "sdar": (
         NUMBERS,
         "the authors' training copy (blocks of 1, 4 and 8, the two-stream pass), `block_diffusion_generate` and the "
         "evaluation copy (except where ties decide). OPDLM has this network; its code was not run",
     ),
+    "sdar_moe": (
+        NUMBERS,
+        "a copy of the hub's network file in which others added a path that was not taken (blocks of 4 and 8, weights "
+        "divided by their sum and not), the authors' `block_diffusion_generate`",
+    ),
     "sedd": (NUMBERS, f"{_DIT} (absorbing and uniform noise)"),
+    "stable_diffcoder": (
+        NUMBERS,
+        "Hugging Face's Llama under the mask of the hub's file (blocks of 4 and 8), and its `generate_block`, from a "
+        "public copy with three corrections of others",
+    ),
     "udlm": (NUMBERS, _DIT),
 }
 
@@ -376,9 +401,36 @@ LLADA2_FLASH = _resized(LLADA2_MINI, layers=32, width=4096, heads=32, mlp=9216, 
 LLADA2 = {"block_size": 32, "mask_token_id": 156895}
 
 
+_QWEN3_30B_SIZES = {"layers": 48, "width": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "mlp": 6144}
+# The numbers are those of the authors' code, which a config does not change.
+RND1_30B = {
+    **_decoder("rnd1", **_QWEN3_30B_SIZES, vocab=151936, context=40960, eps=1e-6, base=1e6),
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "mask_token_id": 151669,
+}
+
+# The numbers of a public copy of its config.
+STABLE_DIFFCODER_8B = {
+    **_decoder(
+        "llama", layers=32, width=4096, heads=32, kv_heads=8, mlp=14336, vocab=155136, context=8192, eps=1e-6, base=5e5
+    ),
+    "architectures": ["StableDiffcoderForCausalLM"],
+}
+
 BY_BLOCKS = (
     # Its config gives neither the number of positions in a block nor the id of [MASK].
     _repository("JetLM/SDAR-4B-Chat", SDAR_4B, options={"block_size": 4, "mask_token_id": 151669}),
+    *(
+        _repository(
+            f"ByteDance-Seed/Stable-DiffCoder-8B-{kind}",
+            STABLE_DIFFCODER_8B,
+            options={"block_size": 4, "mask_token_id": 5},
+        )
+        for kind in ("Base", "Instruct")
+    ),
     # The numbers of LLaDA2.0 are those of the copies with which its authors train (inclusionAI/dFactory).
     _repository("inclusionAI/LLaDA2.0-mini", LLADA2_MINI, options=LLADA2),
     _repository("inclusionAI/LLaDA2.0-flash", LLADA2_FLASH, options=LLADA2),
@@ -469,6 +521,7 @@ REPOSITORIES: tuple[Repository, ...] = (
     _repository("Dream-org/Dream-v0-Instruct-7B", DREAM_7B, name="dream-7b-instruct"),
     _repository("Dream-org/Dream-Coder-v0-Instruct-7B", DREAM_7B_32K, name="dream-coder-7b-instruct"),
     _repository("apple/DiffuCoder-7B-Base", DREAM_7B),
+    _repository("radicalnumerics/RND1-Base-0910", RND1_30B),
     # Its config is Llama-2's; the id of [MASK] is that of the training code.
     _repository(
         "diffusionfamily/diffullama",

@@ -28,6 +28,7 @@ from diffusion_lens.model.hook_points import (
     listens,
     position_axis,
 )
+from diffusion_lens.model.inputs import require_sum
 from diffusion_lens.model.layers import Linear, Norm
 from diffusion_lens.settings import check_keywords, keywords_of
 
@@ -280,13 +281,27 @@ class AliasedCache(ActivationCache):
         return name in self.cache_dict
 
     def decompose_resid(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens; a layer's "mlp_out" includes the output of its shared expert, if it has one."""
+        """As in TransformerLens; a layer's "mlp_out" includes the output of its shared expert, if it has one.
+
+        A network whose stream is no sum of outputs refuses it (`ValueError`), and the methods for heads and neurons.
+        """
         whole, model = dict(self.cache_dict), cast(Any, self.model)
+        require_sum(model.cfg, "a decomposition adds up outputs")
         for layer in range(model.cfg.n_layers):
             if shared_out(layer) in model.hook_dict and mlp_out(layer) in whole:
                 whole[mlp_out(layer)] = whole[mlp_out(layer)] + self.cache_dict[shared_out(layer)]
         summed = AliasedCache(whole, self.model, self.has_batch_dim)
         return ActivationCache.decompose_resid(summed, *args, **kwargs)
+
+    def stack_head_results(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TransformerLens."""
+        require_sum(cast(Any, self.model).cfg, "results of heads are added up")
+        return super().stack_head_results(*args, **kwargs)
+
+    def stack_neuron_results(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TransformerLens."""
+        require_sum(cast(Any, self.model).cfg, "results of neurons are added up")
+        return super().stack_neuron_results(*args, **kwargs)
 
     def to(self, device: str | torch.device) -> "AliasedCache":
         """As in TransformerLens."""

@@ -53,6 +53,15 @@ def check_readable(given: Int[Tensor, "selected"], cfg: DiffusionConfig) -> None
             )
 
 
+def require_sum(cfg: DiffusionConfig, what: str) -> None:
+    """Raise a `ValueError` if the stream is not the sum of what the parts of the network write; `what` needs it."""
+    if cfg.layer_scalars:
+        raise ValueError(
+            f"{what}, and each block of {cfg.model_name!r} ends with a factor of the whole stream, and has norms on "
+            "its outputs: patch hook_attn_out, hook_mlp_out or hook_resid_post, or use node_attribution"
+        )
+
+
 def warn_unless_masked(tokens: Tokens, mask_id: int, cfg: DiffusionConfig) -> None:
     """Warn if no token is [MASK], so that the logits are no predictions."""
     try:

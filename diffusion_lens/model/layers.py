@@ -76,11 +76,12 @@ class Embed(nn.Module):
         return self.weight
 
     def forward(self, tokens: Tokens) -> Resid:
-        return self.scaled(rows_of(self.weight, tokens))
+        rows = rows_of(self.weight, tokens)
+        return rows if self.scale == 1 else self.scaled(rows)
 
     def scaled(self, rows: Float[Tensor, "*rest d_model"]) -> Float[Tensor, "*rest d_model"]:
         """Rows of the table, or mixtures of them, as the network reads them; the factor has the weights' precision."""
-        return rows if self.scale == 1 else rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
+        return rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
 
 
 class PosEmbed(nn.Module):

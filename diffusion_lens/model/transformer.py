@@ -75,6 +75,11 @@ def _stacked(name: str, axes: str) -> Any:
                 f"model.{attribute} stacks one MLP of each block, and the blocks {with_experts} have experts: use "
                 f"model.blocks[{first}].mlp.experts[0].{attribute}, and likewise for other blocks and experts"
             )
+        if len(shapes := {getattr(part, attribute).shape for part in parts}) > 1:
+            raise ValueError(
+                f"model.{attribute} stacks one matrix of each block, and layers of {model.cfg.model_name!r} have heads "
+                f"of different shapes, {sorted(map(list, shapes))}: use model.blocks[i].{name}"
+            )
         # Blocks may be on several devices.
         return torch.stack([getattr(part, attribute).to(model.cfg.main_device) for part in parts])
 

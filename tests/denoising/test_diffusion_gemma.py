@@ -1,5 +1,6 @@
 """DiffusionGemma beside transformers' own code: activations, logits, and whole runs with the numbers of `generate`."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
 from diffusion_lens import HookedDiffusionTransformer, Query
-from diffusion_lens.analysis import causal_trace, logit_lens
+from diffusion_lens.analysis import (
+    TaughtCanvas,
+    TaughtPair,
+    causal_trace,
+    compute_key,
+    edge_attribution,
+    fit_translators,
+    logit_lens,
+    routes,
+)
 from diffusion_lens.denoising import Trajectory
 from diffusion_lens.denoising.samplers import diffusion_gemma
 from diffusion_lens.interventions import swap as swap_in
@@ -263,7 +273,7 @@ def test_what_it_cannot_do_is_said(gemma: Any) -> None:
     model, _ = gemma
     prompt = tokens(1, N_PROMPT)
     with pytest.raises(ValueError, match="nothing shows where the canvas begins"):
-        model(prompt)
+        copy.deepcopy(model)(prompt)  # the fixture says it
     with pytest.raises(ValueError, match="a multiple of it"):
         model.denoise(prompt, max_new_tokens=SIZE + 1)
     with pytest.raises(ValueError, match="temperatures of its own"):
@@ -280,5 +290,16 @@ def test_what_it_cannot_do_is_said(gemma: Any) -> None:
     with pytest.raises(ValueError, match="cannot be drawn again"):
         sequential.replay(model, canvas="free")
     assert torch.equal(sequential.replay(model).canvases, sequential.canvases)
-    with pytest.raises(ValueError, match="loss"):
+    with pytest.raises(ValueError, match="is not published"):
         model(prompt, return_type="loss")
+    with pytest.raises(ValueError, match="heads of different shapes"):
+        _ = model.W_K
+    with pytest.raises(ValueError, match="use node_attribution"):
+        edge_attribution(model, prompt, prompt + 1, lambda logits: logits[0, -1, 5])
+    with pytest.raises(ValueError, match="keys and values are those of one MLP"):
+        compute_key(model, Query(prompt[0], (2, 4), (), ()), 0)
+    pair = TaughtPair(TaughtCanvas(prompt[0], 5, 7, 2), TaughtCanvas(prompt[0], 6, 8, 3))
+    with pytest.raises(ValueError, match="no one reader and source"):
+        routes(model, [pair])
+    with pytest.raises(ValueError, match="translators learn from"):
+        fit_translators(model, [sequential])

@@ -20,7 +20,7 @@ PROMPT, LENGTH = 5, 11
 # Of each readout and direction one; the lit-gpt pair is under the same laws in test_loop_laws.py, over more settings.
 others = pytest.mark.parametrize(
     "every",
-    ["llada", "dream", "llama", "a2d-qwen3", "sdar", "llada_moe", "llada2", "diffullama", "radd"],
+    ["llada", "dream", "llama", "a2d-qwen3", "sdar", "fast_dllm", "llada_moe", "llada2", "diffullama", "radd"],
     indirect=True,
 )
 DREAM = {
@@ -44,13 +44,15 @@ others_and_runs = pytest.mark.parametrize(
     [
         *(("llada", 1), ("dream", 0), ("dream", 1), ("llama", 1), ("a2d-qwen3", 0), ("diffullama", 0), ("radd", 1)),
         *(("uniform", 0), ("udlm", 1), ("sedd-uniform", 1), ("sedd", 1), ("llada_moe", 1)),
-        *(("sdar", 0), ("nemotron-block", 1), ("nemotron-prompt", 1), ("bd3lm", 1), ("llada2", 0)),
+        *(("sdar", 0), ("fast_dllm", 1), ("nemotron-block", 1), ("nemotron-prompt", 1), ("bd3lm", 1), ("llada2", 0)),
     ],
     indirect=True,
 )
 
 of_each_noise = pytest.mark.parametrize(
-    "every", ["sdar", "nemotron-block", "bd3lm", "llada2", "mdlm", "sedd", "uniform", "udlm"], indirect=True
+    "every",
+    ["sdar", "fast_dllm", "nemotron-block", "bd3lm", "llada2", "mdlm", "sedd", "uniform", "udlm"],
+    indirect=True,
 )
 
 
@@ -146,7 +148,7 @@ def test_seeds_decide_the_run_row_by_row_and_vanish_with_the_temperature(every):
 
 
 @pytest.mark.parametrize(
-    "every", ["sdar", "nemotron-block", "bd3lm", "llada2", "mdlm", "sedd", "diffullama"], indirect=True
+    "every", ["sdar", "fast_dllm", "nemotron-block", "bd3lm", "llada2", "mdlm", "sedd", "diffullama"], indirect=True
 )
 def test_masks_inside_a_prompt_are_filled_and_nothing_else(every):
     mask = every.model.cfg.blank
@@ -190,7 +192,7 @@ def test_a_hook_at_a_step_changes_nothing_before_it(every, run):
     "every",
     [
         *("llada", "dream", "llama", "a2d-qwen3", "uniform", "sedd-uniform", "udlm", "mdlm"),
-        *("sdar", "nemotron-block", "bd3lm", "llada_moe", "llada2", "diffullama", "radd"),
+        *("sdar", "fast_dllm", "nemotron-block", "bd3lm", "llada_moe", "llada2", "diffullama", "radd"),
     ],
     indirect=True,
 )

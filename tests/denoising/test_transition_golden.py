@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from diffusion_lens.denoising import DenoiseSettings, Trajectory, denoise
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.sampler import PositionNoise
-from diffusion_lens.denoising.samplers import Sampler, mdlm, radd, sedd, udlm
+from diffusion_lens.denoising.samplers import Sampler, duo, mdlm, radd, sedd, udlm
 from diffusion_lens.model.loss import masked_batch
-from diffusion_lens.model.noise import LogLinear, schedule_of
+from diffusion_lens.model.noise import LogLinear, schedule_of, uniform_bound
 from weight_conversion import NoiseSchedule
 
 
@@ -40,28 +40,39 @@ def written_from_mask(
     return start, denoise(model, Canvas(start, start != mask, None, mask), settings)
 
 
+SAMPLERS: dict[str, Any] = {
+    "ddpm_cache": udlm(),
+    "ancestral": duo(),
+    "greedy_tail": duo("greedy"),
+    "without_removal": duo("none"),
+    "analytic_geometric_prefix": sedd("analytic"),
+    "euler_loglinear": replace(sedd("euler"), schedule=NoiseSchedule("log_linear")),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "run", "passes"),
     [
         ("udlm", "ddpm_cache", 16),
+        ("duo", "ancestral", 7),
+        ("duo", "greedy_tail", 6),
+        ("duo", "without_removal", 4),
         ("sedd_uniform", "analytic_geometric_prefix", 7),
         ("sedd_uniform", "euler_loglinear", 17),
     ],
 )
 def test_canvases_equal_the_authors(name: str, run: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     g = recorded(name, run)
-    monkeypatch.setattr(
-        PositionNoise, "by_token", lambda self, step, positions, n: g["draws"][step].double()[positions][:, :n]
-    )
-    sampler: Any = udlm() if name == "udlm" else sedd(run.split("_")[0])
-    if run.endswith("loglinear"):
-        sampler = replace(sampler, schedule=NoiseSchedule("log_linear"))
+    draws = g["draws"].double()
+    if run == "greedy_tail":  # whose last step takes the likeliest tokens, whatever is drawn
+        draws = torch.cat([draws, draws[:1]])
+    monkeypatch.setattr(PositionNoise, "by_token", lambda self, step, positions, n: draws[step][positions][:, :n])
     start, final = g["x_init"].clone(), g["x_final"].clone()
     given = torch.zeros_like(start, dtype=torch.bool)
     if "prefix" in g:
         given[:, : len(g["prefix"])] = True
         start[:, : len(g["prefix"])] = final[:, : len(g["prefix"])] = g["prefix"]
-    settings = DenoiseSettings(len(g["draws"]), sampler, temperature=1.0)
+    settings = DenoiseSettings(len(draws), SAMPLERS[run], temperature=1.0)
     written = denoise(authors_network(name), Canvas(start, given, None, -1, uniform_noise=True), settings)
     expected = torch.cat([start[None], g["x_steps"]]) if "x_steps" in g else g["x_after_projection"]
     assert torch.equal(written.canvases[: len(expected)], expected)
@@ -132,6 +143,16 @@ def test_losses_equal_the_authors(name: str, key: str, conditioned: dict[str, bo
     actual = by_position.sum(dim=1) if key == "value" else by_position
     expected = g[f"loss.{key}"]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+
+
+def test_the_bound_of_duo_equals_the_authors() -> None:
+    """Theirs is at the share that the schedule leaves, 1 - (1 - eps) t, where that of UDLM, and ours, is at 1 - t."""
+    g, model = load_file(GOLDEN / "duo" / "noise.safetensors"), authors_network("duo")
+    clean, noisy, t = g["x0"].flatten(), g["loss.xt"], (1 - g["loss.alpha"]).expand_as(g["x0"]).flatten()
+    with torch.no_grad():
+        logits = model(noisy, time=g["loss.t"].double()).flatten(0, 1)
+    bound = uniform_bound(model.head, logits, clean, noisy.flatten(), t, -torch.log1p(-t)) * (1 - 1e-3)
+    torch.testing.assert_close(bound, g["loss.diffusion"].flatten(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("run", ["direct_tweedie_prefix", "top_p_tweedie"])

@@ -132,7 +132,7 @@ def test_state_of_a_step_is_that_of_the_loop(uniform: Any, tmp_path: Any) -> Non
 @pytest.mark.parametrize("sampler", ["confidence", "ancestral", "blocks", "posterior", "mdlm", "left_to_right"])
 def test_samplers_of_masks_are_refused(uniform: Any, sampler: str) -> None:
     with pytest.raises(
-        ValueError, match=r"noise of this model is uniform.*that fit: uniform_posterior, score, sedd, udlm$"
+        ValueError, match=r"noise of this model is uniform.*that fit: uniform_posterior, score, sedd, udlm, duo$"
     ):
         run(uniform, sampler=sampler)
 

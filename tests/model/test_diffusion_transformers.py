@@ -23,8 +23,8 @@ from diffusion_lens.records.results import provenance
 from weight_conversion import export, open_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("mdlm", "bd3lm", "bd3lm/b4_sigma", "bd3lm/full", "udlm", "sedd", "sedd_uniform", "radd")
-TOLD = ("mdlm", "bd3lm/b4_sigma", "udlm", "sedd", "sedd_uniform")
+FAMILIES = ("mdlm", "bd3lm", "bd3lm/b4_sigma", "bd3lm/full", "udlm", "duo", "sedd", "sedd_uniform", "radd")
+TOLD = ("mdlm", "bd3lm/b4_sigma", "udlm", "duo", "sedd", "sedd_uniform")
 # Wrong activations (GELU without tanh) move the logits by 5e-4.
 CLOSE = dict(rtol=1e-5, atol=3e-5)
 
@@ -75,7 +75,7 @@ def test_logits_and_what_is_added_to_the_stream_are_theirs(authors):
         assert_close(cache["hook_time"], authors.numbers["cond"], **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["udlm", "sedd_uniform"])
+@pytest.mark.parametrize("name", ["udlm", "duo", "sedd_uniform"])
 def test_gates_multiply_the_outputs_of_attention_and_mlp(name):
     authors = built(name)
     _, cache = authors.model.run_with_cache(authors.tokens, **authors.time)

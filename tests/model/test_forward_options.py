@@ -138,6 +138,11 @@ def test_cache_is_transformer_lens_own(every, tokens):
     assert isinstance(cache, ActivationCache)
     assert cache["resid_post", -1].shape == (17, every.model.cfg.d_model)
     assert cache["k", 0].shape == (17, every.model.cfg.n_key_value_heads, every.model.cfg.d_head)
+    if every.model.cfg.layer_scalars:
+        for tool in (cache.decompose_resid, cache.stack_head_results, cache.stack_neuron_results):
+            with pytest.raises(ValueError, match="ends with a factor of the whole stream"):
+                tool(layer=-1)
+        return
     stack, labels = cache.decompose_resid(layer=-1, return_labels=True)
     assert labels[0] == "embed"
     torch.testing.assert_close(stack.sum(0), cache["resid_post", -1], rtol=1e-5, atol=1e-4)
@@ -147,7 +152,7 @@ def test_cached_scale_reproduces_the_final_norm(every, tokens):
     _, cache = every.model.run_with_cache(tokens)
     final = cache.accumulated_resid(layer=-1, apply_ln=False)[-1]
     output = normed(every.model, cache, "ln_final", cache.apply_ln_to_stack(final[None], layer=-1)[0])
-    torch.testing.assert_close(output @ every.model.W_U + every.model.b_U, every.model(tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(every.model.unembed(output), every.model(tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_the_protocols_hold(several):
@@ -155,10 +160,10 @@ def test_the_protocols_hold(several):
     assert isinstance(several.model, TransformerLensModelWithWeights)
 
 
-def test_weights_under_their_names_rebuild_an_attention_output(every, tokens):
+def test_weights_under_their_names_rebuild_an_attention_output(summed):
     """Heads multiplied out by hand from W_V, W_O and the cached pattern give attn_out."""
-    model = every.model
-    _, cache = model.run_with_cache(tokens)
+    model = summed.model
+    _, cache = model.run_with_cache(summed.tokens)
     read = normed(model, cache, "blocks.1.ln1")
     shared_by = model.cfg.n_heads // model.cfg.n_key_value_heads
     out = torch.zeros_like(read)
@@ -171,10 +176,10 @@ def test_weights_under_their_names_rebuild_an_attention_output(every, tokens):
     torch.testing.assert_close(ov, model.W_V[1, 3 // shared_by] @ model.W_O[1, 3], rtol=1e-5, atol=1e-5)
 
 
-def test_weights_under_their_names_rebuild_an_mlp_output(every, tokens):
-    model = every.model
-    _, cache = model.run_with_cache(tokens)
-    layer = every.dense_layers[-1]
+def test_weights_under_their_names_rebuild_an_mlp_output(summed):
+    model = summed.model
+    _, cache = model.run_with_cache(summed.tokens)
+    layer = summed.dense_layers[-1]
     mlp = model.blocks[layer].mlp
     post = mlp_post(mlp, normed(model, cache, f"blocks.{layer}.ln2"))
     out = (post @ mlp.W_out + mlp.b_out) * gate(model, cache, layer, "mlp")

@@ -65,6 +65,10 @@ def test_the_hook_points_are_transformer_lens_names(every):
     routed |= {f"experts.{expert}.{name}" for expert in range(n_experts) for name in of_mlp}
     if every.has_shared_expert:
         routed |= {f"shared.{name}" for name in of_mlp}
+    if beside := model.cfg.experts is not None and model.cfg.experts.own_norms:
+        routed |= {"hook_experts_out", "hook_shared_out"}
+        norms = ("experts_norm", "experts_post", "shared_post")
+        routed |= {f"{norm}.hook_{what}" for norm in norms for what in ("scale", "normalized")}
     if not model.cfg.gated_mlp:
         of_mlp.remove("hook_pre_linear")
     if model.cfg.time_conditioning:
@@ -74,11 +78,18 @@ def test_the_hook_points_are_transformer_lens_names(every):
     expected = {f"blocks.{i}.{name}" for i in range(model.cfg.n_layers) for name in per_block}
     for i in range(model.cfg.n_layers):
         expected |= {f"blocks.{i}.mlp.{name}" for name in (of_mlp if i in every.dense_layers else routed)}
-        if every.has_shared_expert and i not in every.dense_layers:
+        if every.has_shared_expert and i not in every.dense_layers and not beside:
             expected.add(f"blocks.{i}.hook_shared_out")
     expected |= {"hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"}
     if model.cfg.time_conditioning:
         expected |= {"hook_time", "hook_final_modulation"}
+    if model.cfg.use_normalization_before_and_after:
+        norms = [f"blocks.{i}.ln{n}_post" for i in range(model.cfg.n_layers) for n in (1, 2)]
+        expected |= {f"{norm}.hook_{what}" for norm in norms for what in ("scale", "normalized")}
+    if model.cfg.self_conditioning:
+        of_signal = {f"mlp.{name}" for name in of_mlp} | {"norm.hook_scale", "norm.hook_normalized"}
+        of_signal |= {"hook_expected", "hook_self_conditioning"}
+        expected |= {f"self_conditioning.{name}" for name in of_signal} | {"denoise.hook_noise"}
     expected |= {f"denoise.hook_{name}" for name in ("tokens", "logits", "candidates", "confidence", "reveal")}
     assert set(model.hook_dict) == expected
     assert all(point.name == name for name, point in model.hook_dict.items())
@@ -132,7 +143,7 @@ def test_gradients_reach_a_hooked_pattern(every, tokens):
 def with_open_block(every, tokens):
     """Tokens whose last three are in an open block, where a model has finished ones that see no later token."""
     opened = tokens.clone()
-    if every.model.cfg.counts_from_prompt:
+    if every.model.cfg.counts_from_prompt and every.model.cfg.has_mask:
         opened[:, -3] = every.model.cfg.blank
     return opened
 
@@ -153,11 +164,11 @@ def test_a_later_token_moves_an_earlier_row_only_when_bidirectional(every, token
     assert moved == (every.kind != "ar")
 
 
-def test_head_results_sum_to_attn_out(every, tokens):
-    model = every.model
+def test_head_results_sum_to_attn_out(summed):
+    model = summed.model
     model.set_use_attn_result(True)
     try:
-        _, cache = model.run_with_cache(tokens)
+        _, cache = model.run_with_cache(summed.tokens[:2, :8])
     finally:
         model.set_use_attn_result(False)
     summed = cache["result", 1].sum(2) + model.b_O[1] * gate(model, cache, 1, "attn")

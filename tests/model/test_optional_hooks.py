@@ -131,8 +131,10 @@ def test_a_change_of_the_mlps_copy_is_a_change_of_what_it_reads(every, tokens, c
         assert_close(model.run_with_hooks(tokens, fwd_hooks=[hook]), expected, **CLOSE)
 
 
-def test_the_copy_of_one_head_changes_the_projection_of_that_head(every, tokens, change):
-    model = every.model
+def test_the_copy_of_one_head_changes_the_projection_of_that_head(summed):
+    model = summed.model
+    tokens = summed.tokens[:2, :8]
+    change = torch.randn(model.cfg.d_model, generator=torch.Generator().manual_seed(0))
     _, plain = model.run_with_cache(tokens)
     for of in "qkv":
         assert_only_head_1_follows(model, tokens, change, plain, of)

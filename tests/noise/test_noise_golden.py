@@ -67,13 +67,16 @@ def test_scores_and_steps_equal_the_authors(name: str) -> None:
     torch.testing.assert_close(head.noise.reverse_rate(scores, tokens), g["graph.reverse_rate"], rtol=1e-5, atol=1e-5)
 
 
-def test_posterior_under_uniform_noise_equals_the_authors() -> None:
+@pytest.mark.parametrize("name", ["udlm", "duo"])
+def test_posterior_under_uniform_noise_equals_the_authors(name: str) -> None:
     from diffusion_lens.model.noise import Uniform
 
-    g = golden("udlm")
+    g = golden(name)
     for row in range(3):
         chances = [1 - g[f"posterior.alpha_{x}"][row].item() for x in "ts"]
-        close(Uniform(64).posterior(g["log_probs"][row].exp(), g["tokens"][row], *chances), g["posterior.q"][row])
+        close(
+            Uniform(64).posterior(g["log_probs"][row].exp(), g["tokens"][row], *chances), g["posterior.q"][row].float()
+        )
 
 
 def test_log_condition_of_the_time_free_model_is_softmax_without_mask() -> None:

@@ -13,7 +13,6 @@ from weight_conversion.registry import recognise
 FAST = {"model_type": "Fast_dLLM_Qwen", "architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 32}
 QWEN_MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
 EFFICIENT_DLM = {"model_type": "diff_encoder", "architectures": ["DiffEncoderModel"], "dlm_paradigm": "block_diff"}
-DUO = {"model_type": "duo", "architectures": ["DUO"], "cond_dim": 128, "n_blocks": 12}
 BLOCKS, EXPERTS, DIT, EDITS = (
     "a block-diffusion model of another kind",
     "a mixture of experts",
@@ -25,17 +24,14 @@ BLOCKS, EXPERTS, DIT, EDITS = (
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (FAST, [BLOCKS, "model_type='Fast_dLLM_Qwen'"]),
         ({"model_type": "qwen2", "architectures": ["Fast_dLLM_QwenForCausalLM"]}, [BLOCKS, "['Fast_dLLM_Qwen"]),
-        ({"model_type": "sdar_moe", "num_experts": 128}, [EXPERTS, "model_type='sdar_moe'"]),
         (EFFICIENT_DLM, [BLOCKS, "architectures=['DiffEncoderModel']"]),
         (QWEN_MOE, [EXPERTS, "architectures=['Qwen3MoeForCausalLM']", "router"]),
         ({"model_type": "llada2_moe_veomni", "architectures": ["LLaDA2MoeModelLM"]}, [BLOCKS, "LLaDA2MoeModelLM"]),
         ({"model_type": "llada2_moe", "delete_token_id": 156930}, [EDITS, "delete_token_id=156930"]),
         ({"model_type": "llada2_moe", "_name_or_path": "inclusionAI/LLaDA2.2-flash"}, [EDITS, "its name is"]),
         ({"model_type": "qwen3_moe", "num_experts": 128}, [EXPERTS, "num_experts=128"]),
-        (DUO, [DIT, "model_type='duo'", "noise"]),
-        ({"model_type": "gidd", "architectures": ["GiddForDiffusionLM"]}, [DIT]),
+        ({"model_type": "gidd", "architectures": ["GiddForDiffusionLM"]}, [DIT, "model_type='gidd'", "noise"]),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
 )

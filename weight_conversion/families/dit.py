@@ -1,4 +1,4 @@
-"""The diffusion transformers (DiT) of the literature: MDLM, UDLM, BD3LM, RADD and SEDD share one table of tensors.
+"""The diffusion transformers (DiT) of the literature: MDLM, UDLM, DUO, BD3LM, RADD and SEDD share one table of tensors.
 
 Bidirectional blocks (block-causal in BD3LM) with LayerNorms, a fused projection of queries, keys and values, rotary
 positions, a plain GELU MLP with biases, and a head with a bias. All but RADD have adaptive LayerNorms that read the
@@ -8,6 +8,8 @@ noise level; where the config switches that off, the level is always 0.
   tokenizer that has none of its own. Source: kuleshov-group/mdlm `models/dit.py`.
 - UDLM (Schiff et al. 2024, arXiv 2412.10193): uniform noise, which needs no [MASK]. Classifier-free guidance by a class
   label is not supported. Source: kuleshov-group/discrete-diffusion-guidance.
+- DUO (Sahoo et al. 2025, arXiv 2506.10892) is the same under another name, always with time conditioning; its uniform
+  noise is the argmax of Gaussian noise in training only. Source: s-sahoo/duo `models/dit.py`, `trainer_base.py`.
 - BD3LM (Arriola et al. 2025, arXiv 2503.09573): sees finished blocks and its own. A block as long as the context is the
   whole context, so that nothing is causal. The network reads a text as in `sample_mode`; training reads the noisy and
   the clean text at once. The probability of noise is the time itself. Source: kuleshov-group/bd3lms
@@ -75,6 +77,9 @@ MDLM_KEYS = ConfigKeys(
     read=("mask_token_id", "model_type"),
 )
 UDLM_KEYS = replace(MDLM_KEYS, family="udlm", read=("model_type",), fixed={"cfg": (False,), "cfg_num_classes": (-1,)})
+DUO_KEYS = replace(
+    MDLM_KEYS, family="duo", flags={}, read=("model_type",), fixed={"causal": (False,)}, ignored=("var_min",)
+)
 BD3LM_KEYS = replace(
     MDLM_KEYS,
     family="bd3lm",
@@ -121,6 +126,10 @@ def read_udlm(config: Config) -> Architecture:
     return _read_wrapped(UDLM_KEYS, timed, mask_token_id=None)
 
 
+def read_duo(config: Config) -> Architecture:
+    return _read_wrapped(DUO_KEYS, {"time_conditioning": True, **config}, mask_token_id=None)
+
+
 def read_bd3lm(config: Config) -> Architecture:
     block = config["block_size"]
     by_blocks = {"attention_dir": "block_causal", "causal_block": block} if block < config["model_length"] else {}
@@ -141,6 +150,11 @@ def write_mdlm(a: Architecture) -> dict[str, Any]:
 
 def write_udlm(a: Architecture) -> dict[str, Any]:
     return {**write_mdlm(a), "model_type": "udlm", **UDLM_KEYS.written}
+
+
+def write_duo(a: Architecture) -> dict[str, Any]:
+    written = {key: value for key, value in write_mdlm(a).items() if key != "time_conditioning"}
+    return {**written, "model_type": "duo", **DUO_KEYS.written}
 
 
 def write_bd3lm(a: Architecture) -> dict[str, Any]:
@@ -257,6 +271,7 @@ FAMILIES = (
         MDLM_KEYS, read=read_mdlm, write=write_mdlm, classes={"mdlm": "MDLM"}, options=("mask_token_id",), **_WRAPPED
     ),
     by_model_type(UDLM_KEYS, read=read_udlm, write=write_udlm, classes={"udlm": "UDLM"}, **_WRAPPED),
+    by_model_type(DUO_KEYS, read=read_duo, write=write_duo, classes={"duo": "DUO", "DUO": "DUO"}, **_WRAPPED),
     by_model_type(
         BD3LM_KEYS,
         read=read_bd3lm,

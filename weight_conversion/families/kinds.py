@@ -97,11 +97,10 @@ KINDS = (
     Kind(
         "a block-diffusion model of another kind",
         "its blocks or the way in which they are seen differ from those of the families here",
-        model_types=("Fast_dLLM_Qwen",),
         classes=r"Fast_?dLLM|LLaDA2|DiffEncoderModel",
         keys=("bd_size", "block_length", "dlm_paradigm"),
         published=r"(?<![a-z])fast[-_]?dllm(?![a-z])",
-        supported=("nemotron_labs_diffusion", "llada2_moe"),
+        supported=("nemotron_labs_diffusion", "llada2_moe", "Fast_dLLM_Qwen"),
     ),
     Kind(
         "a model that inserts and deletes tokens (LLaDA2.2)",
@@ -112,24 +111,26 @@ KINDS = (
     Kind(
         "a mixture of experts",
         "its router is another one than that of the mixtures of experts that are supported",
-        model_types=("sdar_moe",),
         classes=r"(?<!LLaDA)(MoE|Moe)",
         keys=("num_experts", "n_routed_experts", "num_local_experts"),
         tensors=("model.*.mlp.experts.*",),
-        supported=("llada", "lladamoe", "llada2_moe"),
+        supported=("llada", "lladamoe", "llada2_moe", "rnd1", "sdar_moe"),
     ),
     Kind(
         "a diffusion transformer (DiT) of another kind",
-        "its noise mixes [MASK] with other tokens, or its network reads a time of another kind",
-        model_types=("duo", "gidd"),
-        classes=r"\b(DUO|Gidd)",
+        "its noise mixes [MASK] with other tokens",
+        model_types=("gidd",),
+        classes=r"\bGidd",
     ),
     Kind(
         "a diffusion model under a causal model's config",
         "its attention is bidirectional or by blocks, and its config describes a causal model",
         classes=r"(?<!A2D)Diffusion|(?<!OP)DLM|MaskedLM|TraDo",
-        published=r"diffullama|diffugpt",
-        supported=("nemotron_labs_diffusion", "diffusion_gemma", "mdlm", "udlm", "bd3lm"),
+        published=r"diffullama|diffugpt|open-?dcoder",
+        supported=(
+            *("nemotron_labs_diffusion", "diffusion_gemma", "Fast_dLLM_Qwen", "mdlm", "udlm", "duo", "DUO", "bd3lm"),
+            "rnd1",
+        ),
         settled_by=("mode",),
     ),
     Kind(
@@ -158,17 +159,18 @@ KINDS = (
 BY_BLOCKS = Kind(
     "a block-diffusion model",
     "its positions see finished blocks and their own, never the blocks after them",
-    model_types=("sdar", "llada2_moe"),
-    classes=r"SDAR|BD3LM|OPDLM",
+    model_types=("sdar", "sdar_moe", "llada2_moe"),
+    classes=r"SDAR|BD3LM|OPDLM|StableDiffcoder",
     keys=("block_size",),
-    published=r"(?<![a-z])(bd3-?lm|opdlm|sdar|block[-_]?diffusion)(?![a-z])",
+    published=r"(?<![a-z])(bd3-?lm|opdlm|sdar|stable-?diffcoder|block[-_]?diffusion)(?![a-z])",
 )
 # Published names that say the number of positions in a block. JetLM/SDAR writes other sizes than 4 into the name
 # ("SDAR-4B-Chat-b16"); that of the names without one is in the training code's configs. All of LLaDA2 have one size.
 _NAMED = (
     (r"(?<![a-z])sdar-.*-b(\d+)(?![\w.])", None),
-    (r"(?<![a-z])sdar-(1\.7b|4b|8b)-chat$", 4),
+    (r"(?<![a-z])sdar-(1\.7b|4b|8b|30b-a3b)-(chat|sci)$", 4),
     (r"(?<![a-z])opdlm(?![a-z])", 4),
+    (r"(?<![a-z])stable-diffcoder-8b-(base|instruct)(?![a-z])", 4),
     (r"(?<![a-z])llada2\.[01]-(mini|flash)(?![a-z])", 32),
 )
 

@@ -1,15 +1,17 @@
 """Hugging Face's Llama (TinyLlama, Llama-2 to 3.3), and bidirectional diffusion models of its layout.
 
 The config of "a2d-llama" names such a model. That of DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891) does not: it is a
-causal model's, and `mode="bidirectional"` reads it as the diffusion model, whose logits are shifted by one as Llama's.
-With `"is_causal": false`, which is written for these, transformers 5 reads such a config in both directions too.
+causal model's, as is Open-dCoder's (`qwen.py`), and `mode="bidirectional"` reads it as the diffusion model, whose
+logits are shifted by one as Llama's. With `"is_causal": false`, which is written for these, transformers 5 reads such a
+config in both directions too. Stable-DiffCoder (Fan et al. 2026, arXiv 2601.15892) is Llama by blocks, read in place,
+under Llama's model type: the name of its class tells. Source: its hub file `modeling_stable_diffcoder.py`.
 Queries, keys, values and the output have biases if `attention_bias` is true, the MLP if `mlp_bias` is true. Rotary
 tables have the precision of the activations. Source: transformers `models/llama/modeling_llama.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,19 +66,21 @@ def decoder_family(
     rules: tuple[Rule, ...] = RULES,
     *,
     options: tuple[str, ...] = ("block_size", "mask_token_id"),
+    where: Callable[[Config], bool] | None = None,
+    written: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> Family:
     """A family of diffusion models of Llama's layout, from the keys of its config; `how` are arguments of
-    `read_decoder`."""
+    `read_decoder`, `written` further keys of its exports."""
 
     def read(config: Config) -> Architecture:
         return read_decoder(keys, config, masked=True, **how)
 
     def write(a: Architecture) -> dict[str, Any]:
         mode = {"mode": keys.written["mode"]} if "mode" in keys.fixed else {}
-        return {"model_type": next(iter(classes)), **write_decoder(keys, a), **mode}
+        return {"model_type": next(iter(classes)), **write_decoder(keys, a), **mode, **(written or {})}
 
-    return by_model_type(keys, rules, read, write, classes, options=options)
+    return by_model_type(keys, rules, read, write, classes, options=options, where=where)
 
 
 def causal_family(
@@ -86,7 +90,7 @@ def causal_family(
     of the diffusion models made from them whose model type begins with "a2d-", with a readout in place."""
     family = keys.family
     classes = {family: causal_class, DIFFUSION + family: f"{diffusion_class}|{causal_class}"}
-    ignored = how.pop("ignored", ())
+    more = {name: how.pop(name) for name in ("ignored", "where") if name in how}
 
     def read(config: Config) -> Architecture:
         if config["model_type"] != family:
@@ -103,7 +107,7 @@ def causal_family(
 
     known = replace(keys, read=(*keys.read, "mode", "is_causal"))
     options = ("block_size", "mode", "mask_token_id")
-    return by_model_type(known, rules, read, write, classes, options=options, ignored=ignored)
+    return by_model_type(known, rules, read, write, classes, options=options, **more)
 
 
 def read_decoder(
@@ -148,11 +152,27 @@ def write_decoder(keys: ConfigKeys, a: Architecture) -> dict[str, Any]:
     return {**write_sizes(keys, a), "hidden_act": "silu", **diffusion}
 
 
+_BY_BLOCKS = "StableDiffcoderForCausalLM"
+
+
+def _is_by_blocks(config: Config) -> bool:
+    return _BY_BLOCKS in str([config.get("architectures"), config.get("auto_map")])
+
+
 FAMILIES = (
+    decoder_family(
+        replace(KEYS, family="stable_diffcoder"),
+        {"llama": _BY_BLOCKS},
+        by_blocks=True,
+        default_base=10000.0,
+        where=_is_by_blocks,
+        written={"architectures": [_BY_BLOCKS]},
+    ),
     causal_family(
         KEYS,
         "Llama(Model|ForCausalLM)",
         r"A2DLlama\w*",
+        where=lambda config: not _is_by_blocks(config),
         default_base=10000.0,  # Llama-2's config does not give rope_theta
         ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # rotary tables in old checkpoints (Llama-2)
     ),

@@ -7,6 +7,11 @@ and keys instead. Sources: transformers `models/qwen2/modeling_qwen2.py`, `model
 - Dream-7B and DiffuCoder are Qwen2 without its causal mask, with logits shifted by one: row i - 1 predicts the token at
   position i, as in the causal model from which Dream was trained. Sources: DreamLM/Dream and ZHZisZZ/dllm
   `dllm/pipelines/dream/models/modeling_dream.py`, `generation_utils.py`.
+- Open-dCoder is Qwen2.5-Coder without its causal mask, read in the row before, under a causal model's config:
+  `mode="bidirectional"` reads it. Source: pengzhangzhi/Open-dLLM `veomni/models/transformers/qwen2/modeling_qwen2.py`.
+- Fast-dLLM v2 is block diffusion made from Qwen2.5 (Wu et al. 2025, arXiv 2509.26328): a position sees its block and
+  the blocks before it, and logits stay shifted, so that a finished block predicts the first token of the next. The id
+  of [MASK] is not in the config. Source: the hub model's `modeling.py`.
 - SDAR is block diffusion made from Qwen3 (Cheng et al. 2025, arXiv 2510.06303): a position sees its block and the
   blocks before it, and predicts its own token. The published configs say neither the number of positions in a block nor
   the id of [MASK], and I-DLM and RCD have the same model type (`kinds.py`). Source: JetAstra/SDAR
@@ -16,8 +21,18 @@ and keys instead. Sources: transformers `models/qwen2/modeling_qwen2.py`, `model
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from weight_conversion.families.llama import KEYS, RULES, causal_family, decoder_family
+from weight_conversion.architecture import Architecture
+from weight_conversion.families.family import Config, by_model_type
+from weight_conversion.families.llama import (
+    KEYS,
+    RULES,
+    causal_family,
+    decoder_family,
+    read_decoder,
+    write_decoder,
+)
 from weight_conversion.key_map import Rule
 
 # Sliding windows, if they were used, would begin at layer max_window_layers.
@@ -39,6 +54,12 @@ SDAR_KEYS = replace(
         *("fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep"),
     ),
 )
+FAST_DLLM_KEYS = replace(
+    QWEN2_KEYS,
+    family="fast_dllm",
+    counts={**QWEN2_KEYS.counts, "bd_size": None},
+    read=tuple(key for key in QWEN2_KEYS.read if key != "block_size"),
+)
 QWEN3_RULES = (
     *RULES,
     Rule("model.layers.{i}.self_attn.q_norm.weight", ("blocks.{i}.attn.q_norm.weight",)),
@@ -46,7 +67,25 @@ QWEN3_RULES = (
 )
 
 
+def read_fast_dllm(config: Config) -> Architecture:
+    by_blocks = {**config, "block_size": config["bd_size"]}
+    return read_decoder(FAST_DLLM_KEYS, by_blocks, masked=True, by_blocks=True, readout="shifted", qkv_bias=True)
+
+
+def write_fast_dllm(a: Architecture) -> dict[str, Any]:
+    written = write_decoder(FAST_DLLM_KEYS, a)
+    return {"model_type": "Fast_dLLM_Qwen", "bd_size": written.pop("block_size"), **written}
+
+
 FAMILIES = (
+    by_model_type(
+        FAST_DLLM_KEYS,
+        RULES,
+        read_fast_dllm,
+        write_fast_dllm,
+        {"Fast_dLLM_Qwen": r"Fast_dLLM_Qwen\w+"},
+        options=("mask_token_id",),
+    ),
     decoder_family(
         DREAM_KEYS,
         {"Dream": "Dream(Base)?Model"},

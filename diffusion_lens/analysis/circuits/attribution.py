@@ -46,7 +46,7 @@ from diffusion_lens.analysis.patching.metrics import UNREAD, Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.hooks.names import Hook, shared_out
 from diffusion_lens.model.hook_points import is_hooked, listens
-from diffusion_lens.model.inputs import warn_unless_masked
+from diffusion_lens.model.inputs import require_sum, warn_unless_masked
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
@@ -530,6 +530,7 @@ _AROUND = ("", "attn")
 def require_plain_stream(model: DiffusionTransformer) -> None:
     """Raise a `ValueError` if a hook or another module is between what writers write and readers read, where a change
     of an output is not the same change of the input, or if parts that are no writers, shared experts, write too."""
+    require_sum(model.cfg, "an edge stands for an output that its reader adds up with the others")
     for layer, block in enumerate(model.blocks):
         if shared_out(layer) in model.hook_dict:
             raise ValueError(

@@ -519,6 +519,8 @@ def _covers(wide: ForwardPass, narrow: ForwardPass) -> bool:
     steps = wide.step, narrow.step
     if wide.model.cfg.time_conditioning and len({step.sigma for step in steps if step is not None}) > 1:
         return False
+    if wide.model.cfg.self_conditioning and wide.step is not narrow.step:  # each reads what its step was handed
+        return False
     if wide.model.cfg.is_autoregressive:
         return bool((wide.tokens == narrow.tokens).where(narrow.present, True).all())
     return torch.equal(wide.tokens, narrow.tokens)

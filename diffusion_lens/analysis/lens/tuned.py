@@ -245,6 +245,11 @@ def _of_trajectories(inputs: Inputs) -> tuple[Tokens, PosMask, PosMask, Float[Te
     """The canvases of trajectories, one row each (of a text that grows, only the last canvas), their real positions,
     those that were not given, and where the network is given the time, the noise of each canvas."""
     rows, present, written, sigmas, model = [], [], [], [], inputs.model
+    if model.cfg.self_conditioning:
+        raise ValueError(
+            f"a step of {model.cfg.model_name!r} also reads what the step before predicted, and translators learn from "
+            "canvases alone: read runs with logit_lens"
+        )
     for trajectory in inputs.trajectories:
         canvases, real = (x.to(model.cfg.device) for x in (trajectory.canvases, trajectory.real))
         canvases = canvases[-1:] if model.cfg.is_autoregressive else canvases[:-1]

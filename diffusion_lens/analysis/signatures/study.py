@@ -333,6 +333,12 @@ def _check_pairs(model: DiffusionTransformer, pairs: Pairs) -> None:
     """Refuse pairs that were laid out for another model."""
     if not pairs:
         raise ValueError("no pairs were given")
+    if model.cfg.self_conditioning:
+        raise ValueError(
+            f"{model.cfg.model_name!r} has no [MASK] where an answer is read, and which positions see each other "
+            "differs by layer, so that a canvas has no one reader and source: signatures are of models that mask, or "
+            "that predict next tokens"
+        )
     for pair in pairs:
         for way in ("forward", "reverse"):
             canvas: TaughtCanvas = getattr(pair, way)

@@ -21,11 +21,14 @@ from diffusion_lens.denoising.samplers.presets import (
     diffullama,
     diffusion_gemma,
     dream,
+    duo,
+    fast_dllm_v2,
     llada,
     llada2,
     mdlm,
     nemotron,
     radd,
+    rnd1,
     sdar,
     sedd,
     smdm,
@@ -56,10 +59,29 @@ SAMPLERS: dict[str, Sampler] = {
 PRESETS: dict[str, Callable[[], Sampler]] = {
     preset.__name__: preset
     for preset in (
-        *(smdm, llada, threshold, llada2, dream, diffullama, nemotron, sdar, mdlm, bd3lm, sedd, udlm, radd),
+        *(
+            smdm,
+            llada,
+            threshold,
+            llada2,
+            dream,
+            diffullama,
+            rnd1,
+            nemotron,
+            sdar,
+            fast_dllm_v2,
+            mdlm,
+            bd3lm,
+            sedd,
+            udlm,
+            duo,
+            radd,
+        ),
         diffusion_gemma,
     )
 }
+
+_LATER = {BlockConfidence: ("sub_block",), Confidence: ("rounding",), UniformPosterior: ("removes_rest", "greedy_tail")}
 
 
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
@@ -69,6 +91,9 @@ def describe_sampler(sampler: Sampler) -> dict[str, Any]:
     for later in ("first", "crosses"):
         if "proposal" in settings and settings["proposal"][later] == getattr(Proposal, later):
             del settings["proposal"][later]
+    for later in _LATER.get(type(sampler), ()):
+        if settings[later] == getattr(type(sampler), later):
+            del settings[later]
     return {"name": sampler.name, **settings}
 
 
@@ -134,6 +159,8 @@ __all__ = [
     "diffullama",
     "diffusion_gemma",
     "dream",
+    "duo",
+    "fast_dllm_v2",
     "fitting_samplers",
     "llada",
     "llada2",
@@ -141,6 +168,7 @@ __all__ = [
     "named_sampler",
     "nemotron",
     "radd",
+    "rnd1",
     "sdar",
     "sedd",
     "smdm",

@@ -43,6 +43,8 @@ class BlockConfidence(Sampler):
             to be "entropy".
         block_length: Number of positions in a block for which the settings are meant; `None` for any. A model with
             another one is refused.
+        sub_block: Number of positions in the parts into which a block is divided from left to right; only the first
+            part with masked positions is written. `None` for one part.
     """
 
     steps_per_block: int | None = None
@@ -51,12 +53,13 @@ class BlockConfidence(Sampler):
     entropy_bound: float | None = None
     block_length: int | None = None
     proposal: Proposal = field(default_factory=Proposal)
+    sub_block: int | None = None
     name = "block_confidence"
     writes = "block"
     reads_confidence = False
 
     def __post_init__(self) -> None:
-        for name in ("steps_per_block", "block_length"):
+        for name in ("steps_per_block", "block_length", "sub_block"):
             if (value := getattr(self, name)) is not None:
                 at_least(1, name, value)
         for name in ("threshold", "entropy_bound"):
@@ -112,13 +115,17 @@ class BlockConfidence(Sampler):
         # 2. The number that this one reveals. After the block's last step, which only a hook can cause, all.
         counts = block.size // n_steps + (block.step < block.size % n_steps).long()
         counts = torch.where(block.step < n_steps, counts, n_masked).minimum(n_masked)
-        positions = step.masked
+        positions, places = step.masked, torch.arange(step.masked.shape[1], device=step.masked.device)
+        if self.sub_block is not None:
+            part = (places - block.start[:, None]).div(self.sub_block, rounding_mode="floor")
+            first = part.masked_fill(~positions, block.size).amin(dim=1, keepdim=True)
+            positions = positions & (part == first)
+            counts = counts.minimum(positions.sum(dim=1))
         if self.order == "sequential":
-            positions = step.masked & (step.masked.cumsum(dim=1) <= counts[:, None])
+            positions = positions & (positions.cumsum(dim=1) <= counts[:, None])
 
         # 3. The first step of a block may be its first token's alone.
-        if block.first_shifted:
-            places = torch.arange(positions.shape[1], device=positions.device)
+        if block.first_alone:
             seed = step.masked & (places == block.start[:, None])
             seeding = seed.any(dim=1) & (block.step == 0)
             if bool((short := seeding & (n_masked > 1) & (n_steps < block.size)).any()):

@@ -41,17 +41,21 @@ class Confidence(Sampler):
             an average row is due, as Dream's code does, so that a row with more masks than average keeps some.
         choice_temperature: 0 takes the positions of the highest confidence; above 0, positions are sampled without
             replacement, with probabilities softmax(confidence / choice_temperature).
+        rounding: "down" rounds the number of each step down, as above. "up" rounds up the number that is revealed by
+            the end of a step: of the positions to write, floor(all · (steps left) / steps) stay masked.
     """
 
     scope: str = "row"
     eps: float = 1e-5
     choice_temperature: float = 0.0
     proposal: Proposal = field(default_factory=Proposal)
+    rounding: str = "down"
     name = "confidence"
     reads_confidence = False
 
     def __post_init__(self) -> None:
         one_of("row", "batch", "mean")("scope", self.scope)
+        one_of("down", "up")("rounding", self.rounding)
         not_negative("choice_temperature", self.choice_temperature, "no sampling")
         check_eps(self.eps)
 
@@ -62,20 +66,27 @@ class Confidence(Sampler):
         return replace(self, scope="row")
 
     def plan(self, step: StepState, noise: PositionNoise, confidence: Float[Tensor, "batch pos"]) -> Plan:
-        n_masked = step.masked.sum(dim=1).float()
+        produced = (step.masked | ~confidence.isnan()) & ~step.given
+        pooled = torch.stack([step.masked, produced]).sum(dim=2).float()
         if self.scope == "batch":
-            n_masked = n_masked.sum(dim=0, keepdim=True)
+            pooled = pooled.sum(dim=1, keepdim=True)
         elif self.scope == "mean":
-            n_masked = n_masked.mean().expand_as(n_masked)
-        # 1 - s/t in float32, as in the authors' code.
-        share = float(1 - torch.tensor(step.s) / torch.tensor(step.t)) if step.index < step.n_steps - 1 else 1.0
+            pooled = pooled.mean(dim=1, keepdim=True).expand_as(pooled)
+        n_masked, n_produced = pooled
+        if self.rounding == "up":
+            share_left = (step.n_steps - 1 - step.index) / step.n_steps
+            counts = (n_masked - (n_produced * share_left).floor()).clamp(min=0)
+        else:
+            # 1 - s/t in float32, as in the authors' code.
+            share = float(1 - torch.tensor(step.s) / torch.tensor(step.t)) if step.index < step.n_steps - 1 else 1.0
+            counts = n_masked * share
         jitter = None
         if self.choice_temperature:
             # Gumbel noise: the largest of score + noise sample without replacement (Kool et al. 2019, 1903.06059).
             uniform = noise.by_position(step.index, step.masked).clamp(min=torch.finfo(torch.float64).tiny)
             jitter = torch.zeros(step.masked.shape, dtype=torch.float64, device=step.masked.device)
             jitter[step.masked] = -self.choice_temperature * torch.log(-torch.log(uniform))
-        return Plan(step.masked, (n_masked * share).to(torch.long), jitter=jitter)
+        return Plan(step.masked, counts.to(torch.long), jitter=jitter)
 
 
 @checked_arguments

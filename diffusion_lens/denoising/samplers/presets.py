@@ -152,6 +152,30 @@ def dream(
 
 
 @checked_arguments
+def rnd1(top_k: int | None = None, top_p: float | None = None) -> Confidence:
+    """RND1's sampler (Radical Numerics 2025; RadicalNumerics/RND1 `rnd/sampling.py::diffusion_sample`).
+
+    Each step reveals the positions of the lowest entropy, so that after step k of N, floor(all · (N - k) / N) of the
+    positions to write are masked. Logits are divided by the temperature, then filtered by top-k, then by top-p; the
+    entropy is read after that.
+
+    Differences from the authors' code:
+
+    - Entropies at temperature 0 are those of temperature 1. The authors' demonstration divides by 1e-8, after which
+      they are all 0 and the order is that of `torch.topk` on equal numbers. With top-k or top-p, they are all NaN
+      there.
+    - [MASK] is never written. In the authors' code it may be proposed; the position then stays masked to the end.
+    - The canvas is yours. The authors' code keeps one position more than the new tokens at its end, which holds the
+      padding token, or with `add_eos_at_end` the end token, and is seen by all others.
+    - The strategy bounded by entropy (`eb_gamma`) is left out.
+
+    Args:
+        top_k, top_p: Limits of the likeliest tokens that are sampled from.
+    """
+    return Confidence(rounding="up", proposal=Proposal("entropy", "sampled", top_p, top_k, first="top_k"))
+
+
+@checked_arguments
 def nemotron(threshold: float | None = None, block_length: int | None = None) -> BlockConfidence:
     """The sampler of Nemotron-Labs-Diffusion (`generate` of the hub model).
 
@@ -250,6 +274,38 @@ def sdar(
         block_length,
         Proposal("entropy" if bounded else "probability", "sampled", top_p, top_k, first="top_k"),
     )
+
+
+@checked_arguments
+def fast_dllm_v2(
+    threshold: float | None = None,
+    sub_block: int | None = 8,
+    block_length: int | None = None,
+    top_p: float | None = None,
+) -> BlockConfidence:
+    """The sampler of Fast-dLLM v2 (Wu et al. 2025, arXiv 2509.26328; `generate` of the hub model).
+
+    It writes block after block, in the blocks of the model, which are counted from the first token of the prompt. The
+    first token of a block is the one that the finished text predicts, as a causal model. Then each step reveals, in the
+    first part of the block that is not filled, the most confident position and all others above the threshold.
+
+    Differences from the authors' code:
+
+    - A run does not stop at an end token, and does not begin the block after the last with its first token.
+    - A prompt of exactly one block is read. The authors' code forgets it.
+    - [MASK] is never written. In the authors' code it may be proposed; the position then stays masked.
+    - The approximate cache of the block (`use_block_cache`) is left out, and a row of a batch does not wait for others.
+
+    Args:
+        threshold: Confidence above which a position is revealed in any case; `None` reveals one in each step. The
+            published configs name none; the authors evaluate with 0.9 and 1.
+        sub_block: Number of positions in a part of a block (`small_block_size`); `None` for one part.
+        block_length: Number of positions in a block; a model with another one is refused.
+        top_p: Limit of the likeliest tokens that are sampled from, after which confidence is read. In the authors' code
+            it is 0.95, and has no effect at temperature 0, where here it has one on the confidence.
+    """
+    proposal = Proposal(scored_on="sampled", top_p=top_p)
+    return BlockConfidence(threshold=threshold, block_length=block_length, proposal=proposal, sub_block=sub_block)
 
 
 @checked_arguments
@@ -357,6 +413,19 @@ def udlm(use_cache: bool = True, eps: float = 1e-5) -> UniformPosterior:
         eps: Time at which the run ends, with a draw.
     """
     return UniformPosterior(use_cache, eps)
+
+
+@checked_arguments
+def duo(noise_removal: str = "ancestral", eps: float = 1e-5) -> UniformPosterior:
+    """DUO's ancestral sampler (Sahoo et al. 2025, arXiv 2506.10892; s-sahoo/duo `trainer_base.py::generate_samples`).
+
+    Args:
+        noise_removal: What the last step, from `eps` to 0, does: "ancestral" draws from the posterior, "greedy" writes
+            the likeliest token everywhere (the "greedy tail" of the distilled models); "none" leaves it out.
+        eps: Time at which that step begins, or the run ends.
+    """
+    removes_rest = one_of("ancestral", "greedy", "none")("noise_removal", noise_removal) != "none"
+    return UniformPosterior(eps=eps, removes_rest=removes_rest, greedy_tail=noise_removal == "greedy")
 
 
 @checked_arguments

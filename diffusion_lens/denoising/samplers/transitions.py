@@ -92,19 +92,27 @@ class UniformPosterior(_Transitions):
     Attributes:
         keeps_prediction: Whether the network is given the time of the last step that changed the canvas (of any row of
             the batch), as in the authors' code with `use_cache`, which saves forward passes.
+        removes_rest: Whether the last step is one from `eps` to 0, which removes the noise that remains.
+        greedy_tail: Whether that step writes the likeliest token at every position, rather than draw one.
     """
 
     keeps_prediction: bool = False
     eps: float = 1e-5
     proposal: Proposal = field(default_factory=Proposal)
     schedule: NoiseSchedule | None = None
+    removes_rest: bool = False
+    greedy_tail: bool = False
     name = "uniform_posterior"
     noises = frozenset({"uniform"})
 
     def __post_init__(self) -> None:
         check_eps(self.eps)
+        if self.greedy_tail and not self.removes_rest:
+            raise ValueError("greedy_tail=True says how the last step removes the rest of the noise: removes_rest=True")
 
     def transition(self, step: StepState, prediction: Prediction) -> Float[Tensor, "selected d_vocab"]:
+        if self.greedy_tail and step.index == step.n_steps - 1:
+            return F.one_hot(prediction.logits.argmax(dim=-1), prediction.logits.shape[-1]).double()
         t, s = (float(prediction.schedule.chance(torch.tensor(x, dtype=torch.float64))) for x in (step.t, step.s))
         return prediction.noise.posterior(prediction.p_clean, prediction.present, t, s)
 

@@ -49,7 +49,7 @@ def scores(every, pair):
 
 def test_the_whole_graph_is_the_clean_run_and_no_edge_the_corrupted_one(every, pair, request):
     if every.has_shared_expert:
-        with pytest.raises(ValueError, match=r"has a shared expert, .* no part of the graph"):
+        with pytest.raises(ValueError, match=r"has a shared expert, .* no part of the graph|ends with a factor"):
             edge_attribution(every.model, *pair, logit)
         return
     scores = request.getfixturevalue("scores")

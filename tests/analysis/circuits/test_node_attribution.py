@@ -56,7 +56,7 @@ def test_the_score_of_a_node_is_the_sum_of_its_edges(every, request):
     pair = every.tokens[:1, :6] % 500, every.tokens[1:2, :6] % 500
     nodes = node_attribution(every.model, *pair, logit, path=path, ig_steps=ig_steps)
     if every.has_shared_expert:
-        with pytest.raises(ValueError, match=r"has a shared expert, .* no part of the graph: use node_attribution"):
+        with pytest.raises(ValueError, match=r"has a shared expert, .* no part of the graph|ends with a factor"):
             edge_attribution(every.model, *pair, logit, path=path, ig_steps=ig_steps)
         return
     edges = edge_attribution(every.model, *pair, logit, path=path, ig_steps=ig_steps)

@@ -40,16 +40,16 @@ def assert_same(values, others):
         assert value.probability_after == pytest.approx(other.probability_after, rel=1e-3)
 
 
-def test_positions_that_delta_moves_are_enough(every, monkeypatch):
-    """On every kind, with the canvases in two rows of different lengths."""
+def test_positions_that_delta_moves_are_enough(summed, monkeypatch):
+    """On summed kind, with the canvases in two rows of different lengths."""
     monkeypatch.setattr(
         "diffusion_lens.analysis.rome.canvases.rows_of_least_work",
         lambda lengths, *_: [min(i, 1) for i in range(len(lengths))],
     )
-    requests, essences = zip(*(request_of(every.model, seed) for seed in range(2)), strict=True)
+    requests, essences = zip(*(request_of(summed.model, seed) for seed in range(2)), strict=True)
     settings = dict(essences=essences, settings=GENTLE)
-    values = optimize_values(every.model, requests, 0, **settings)
-    assert_same(values, on_whole_canvases(every.model, requests, 0, **settings))
+    values = optimize_values(summed.model, requests, 0, **settings)
+    assert_same(values, on_whole_canvases(summed.model, requests, 0, **settings))
     assert all(value.probability_after != value.probability_before for value in values)
 
 

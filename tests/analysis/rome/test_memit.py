@@ -146,8 +146,8 @@ def test_without_the_weight_of_the_corpus_the_targets_are_reached(tiny, layers):
         )
 
 
-def test_in_every_family(every):
-    model, tokens, layer = every.model, every.tokens[:2, :9] % 500, every.dense_layers[-2]
+def test_in_every_family(summed):
+    model, tokens, layer = summed.model, summed.tokens[:2, :9] % 500, summed.dense_layers[-2]
     if model.cfg.has_mask:
         tokens[:, 8] = model.cfg.blank
     requests = [

@@ -59,13 +59,13 @@ def test_the_edited_memory_answers_the_request_with_v_star(tiny, gustav, moment,
         assert odds[[0, 1], query.answer_tokens].prod().item() > 2 * value.probability_before
 
 
-def test_in_every_family(every):
+def test_in_every_family(summed):
     """Biases, norms of heads and tied weights included: the MLP answers v* at the subject, and what is left is left."""
-    model, tokens = every.model, every.tokens[0, :9] % 500
+    model, tokens = summed.model, summed.tokens[0, :9] % 500
     if model.cfg.has_mask:
         tokens[8] = model.cfg.blank
     query = Query(tokens, (2, 5), (9 if model.cfg.is_autoregressive else 8,), (31,))
-    layer = every.dense_layers[-2]
+    layer = summed.dense_layers[-2]
     value = optimize_value(model, query, layer, kl_factor=0.0, steps=8, lr=0.1)
     assert value.losses[-1, 1] < value.losses[0, 1]
     logits = model(tokens[None])

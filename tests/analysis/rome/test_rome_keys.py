@@ -26,29 +26,29 @@ def prompts():
     ]
 
 
-def test_a_key_is_what_enters_the_down_projection(every, prompts):
+def test_a_key_is_what_enters_the_down_projection(summed, prompts):
     """By hand, one unpadded prompt at a time: rows of a batch must not see one another's padding."""
-    for layer in every.dense_layers:
-        key = compute_key(every.model, prompts, layer)
+    for layer in summed.dense_layers:
+        key = compute_key(summed.model, prompts, layer)
         for row, prompt in zip(key.keys, prompts, strict=True):
             seen = {}
-            every.model.run_with_hooks(
+            summed.model.run_with_hooks(
                 prompt.tokens[None],
                 fwd_hooks=[(f"blocks.{layer}.hook_mlp_out", lambda out, hook, seen=seen: seen.update(out=out[0]))],
             )
-            mlp = every.model.blocks[layer].mlp
-            out = (row @ mlp.W_out + mlp.b_out) * every.model.time.gates(layer)[1]
+            mlp = summed.model.blocks[layer].mlp
+            out = (row @ mlp.W_out + mlp.b_out) * summed.model.time.gates(layer)[1]
             torch.testing.assert_close(out, seen["out"][prompt.subject[1] - 1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(key.vector, sum(key.keys) / 3)
 
 
-def test_requests_together_are_requests_alone(every, prompts):
-    layer = every.dense_layers[-2]
-    together = compute_keys(every.model, [prompts, prompts[1], prompts[2:]], layer, max_batch=2)
+def test_requests_together_are_requests_alone(summed, prompts):
+    layer = summed.dense_layers[-2]
+    together = compute_keys(summed.model, [prompts, prompts[1], prompts[2:]], layer, max_batch=2)
     assert [len(key.keys) for key in together] == [3, 1, 1]
     for key, request in zip(together, [prompts, prompts[1], prompts[2:]], strict=True):
-        torch.testing.assert_close(key.keys, compute_key(every.model, request, layer).keys, rtol=1e-5, atol=1e-5)
-    assert together[2].record["prompts"] == [every.model.words([20, 21, 60])]
+        torch.testing.assert_close(key.keys, compute_key(summed.model, request, layer).keys, rtol=1e-5, atol=1e-5)
+    assert together[2].record["prompts"] == [summed.model.words([20, 21, 60])]
 
 
 def test_at_the_first_token_of_the_subject(either, prompts):

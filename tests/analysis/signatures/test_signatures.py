@@ -76,8 +76,8 @@ def gradients_of(model, canvas, names):
     }
 
 
-def test_gradients_are_those_of_one_fact_at_a_time(every):
-    model, pairs = every.model, random_pairs(every.model)
+def test_gradients_are_those_of_one_fact_at_a_time(summed):
+    model, pairs = summed.model, random_pairs(summed.model)
     found = alignment_of(model)
     forward, reverse = (
         [gradients_of(model, getattr(pair, way), found.parameters) for pair in pairs] for way in ("forward", "reverse")
@@ -96,8 +96,8 @@ def test_gradients_are_those_of_one_fact_at_a_time(every):
     assert set(found.parameters) == matrices
 
 
-def test_the_small_step_is_a_step_of_the_weights(every):
-    model, pairs = every.model, random_pairs(every.model)
+def test_the_small_step_is_a_step_of_the_weights(summed):
+    model, pairs = summed.model, random_pairs(summed.model)
     found = alignment_of(model)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     for row, pair in enumerate(pairs[:1]):
@@ -128,8 +128,8 @@ def test_some_parameters_only_and_frozen_ones(several):
     assert all(weight.grad is None for weight in copied.parameters())
 
 
-def test_evidence_is_written_by_values(every):
-    model, pairs = every.model, random_pairs(every.model)
+def test_evidence_is_written_by_values(summed):
+    model, pairs = summed.model, random_pairs(summed.model)
     candidates = sorted({pair.reverse.answer_token for pair in pairs})
     found = evidence(model, pairs)
     assert found.shape == (N, 2, model.cfg.n_layers, model.cfg.n_heads, len(candidates))
@@ -177,9 +177,9 @@ def test_another_wording_about_a_person_is_no_shuffled_pair():
     assert gradient_alignment(model, pairs[:1] * 2, names).cosines[..., 1].isnan().all()
 
 
-@pytest.mark.parametrize("every", ["sdar"], indirect=True)
-def test_a_reader_sees_the_sources_of_its_block_and_of_earlier_ones(every):
-    model, block = every.model, every.model.cfg.block_size
+@pytest.mark.parametrize("summed", ["sdar"], indirect=True)
+def test_a_reader_sees_the_sources_of_its_block_and_of_earlier_ones(summed):
+    model, block = summed.model, summed.model.cfg.block_size
     tokens = torch.randint(3, 500, (11,), generator=torch.Generator().manual_seed(0))
     canvases = [
         TaughtCanvas(tokens.index_fill(0, torch.tensor([row]), model.cfg.mask_token_id), row, int(tokens[row]), source)
@@ -195,8 +195,8 @@ def test_a_reader_sees_the_sources_of_its_block_and_of_earlier_ones(every):
         assert torch.equal(found.isnan().flatten(1).any(dim=1), unseen)
 
 
-def test_values_of_the_first_layer_know_no_position(every):
-    found = signatures_of(every.model)
+def test_values_of_the_first_layer_know_no_position(summed):
+    found = signatures_of(summed.model)
     torch.testing.assert_close(found.reuses[:, 0], torch.ones(N), rtol=0, atol=1e-6)
     assert (found.reuses[:, 1:] < 0.9999).all()
 
@@ -210,8 +210,8 @@ def assert_cuts_are_those_of_whole_blocks(model, pairs):
     assert cuts.nan_to_num().abs().max() > 1e-3
 
 
-def test_a_hook_that_only_looks_changes_no_cut_and_no_route(every):
-    assert_cuts_are_those_of_whole_blocks(every.model, random_pairs(every.model, n=2, lengths=(6, 9)))
+def test_a_hook_that_only_looks_changes_no_cut_and_no_route(summed):
+    assert_cuts_are_those_of_whole_blocks(summed.model, random_pairs(summed.model, n=2, lengths=(6, 9)))
 
 
 def test_nor_on_canvases_without_padding(several):
@@ -256,8 +256,8 @@ def test_a_cut_edge_is_a_pattern_without_it(several):
                 assert measured == pytest.approx(float(lost), rel=1e-3, abs=2e-5)
 
 
-def test_routes_are_scores_and_the_counterfactual_moves_positions_only(every):
-    model, pairs = every.model, random_pairs(every.model)
+def test_routes_are_scores_and_the_counterfactual_moves_positions_only(summed):
+    model, pairs = summed.model, random_pairs(summed.model)
     found = routes(model, pairs)
     size = None if model.cfg.counts_from_prompt else model.cfg.block_size
     if size is not None and pairs[0].forward.source // size > pairs[0].forward.row // size:
@@ -403,8 +403,8 @@ def test_kinds_of_positions_other_than_rotary(kind):
     assert "isotropic" not in found.curves().routes
 
 
-def test_a_pair_is_the_same_alone_and_beside_longer_ones(every):
-    model, pairs = every.model, random_pairs(every.model, lengths=(7, 9))
+def test_a_pair_is_the_same_alone_and_beside_longer_ones(summed):
+    model, pairs = summed.model, random_pairs(summed.model, lengths=(7, 9))
     candidates = sorted({pair.reverse.answer_token for pair in pairs})
     together = reversal_signatures(model, pairs, candidates=candidates)
     alone = reversal_signatures(model, pairs[:1], candidates=candidates)
