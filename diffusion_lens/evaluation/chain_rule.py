@@ -22,6 +22,7 @@ from torch import Tensor
 from diffusion_lens.analysis.engine.answer import Ranking
 from diffusion_lens.evaluation.likelihood import Question, Text, check_guidance, one_seed, question_of, surprisals
 from diffusion_lens.model.inputs import check_length
+from diffusion_lens.model.loss import require_known_loss
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -322,6 +323,7 @@ def _question_by_chain_rule(
 ) -> Question:
     """The tokens, after the checks that all orders share."""
     at_least(1, "max_batch", max_batch)
+    require_known_loss(model)
     if model.cfg.uniform_noise:
         raise ValueError(
             f"the noise of {model.cfg.model_name!r} is uniform, so none of its tokens can be hidden while others are "

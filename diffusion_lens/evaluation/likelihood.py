@@ -33,7 +33,7 @@ from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.sampler import row_seeds
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.model.inputs import check_length, check_tokens
-from diffusion_lens.model.loss import NOWHERE, hide
+from diffusion_lens.model.loss import NOWHERE, hide, require_known_loss
 from diffusion_lens.model.noise import (
     LossTerm,
     Noise,
@@ -121,6 +121,7 @@ def monte_carlo_nll(
         raise ValueError(
             f"{model.cfg.model_name!r} has no [MASK] for the noise; use chain_rule_nll, exact for causal models"
         )
+    require_known_loss(model)
     check_guidance(model, cfg_scale)
     question, noise = question_of(model, prompt, answer), model.head.noise
     assert noise is not None

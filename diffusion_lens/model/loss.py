@@ -170,6 +170,15 @@ def loss_batch(
     return batch
 
 
+def require_known_loss(model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` if nothing says on which loss a model of this kind was trained."""
+    if model.cfg.self_conditioning:
+        raise ValueError(
+            f"the loss on which {model.cfg.model_name!r} was trained, with self-conditioning in a part of the rows, is "
+            "not published, so that a loss or a likelihood here would be another number"
+        )
+
+
 def masked_batch(
     model: DiffusionTransformer,
     tokens: Tokens,
@@ -195,11 +204,7 @@ def masked_batch(
             "the loss expects unmasked text, but these tokens include [MASK] or invalid ids. To supply your own "
             "masking, call training.masked_diffusion_loss(model, tokens, noisy, p_mask)"
         )
-    if model.cfg.self_conditioning:
-        raise ValueError(
-            f"the loss on which {model.cfg.model_name!r} was trained, with self-conditioning in a part of the rows, is "
-            "not published, so that a loss here would be another number"
-        )
+    require_known_loss(model)
     if noisy is None or p_mask is None:
         noisy, p_mask = noised(model, tokens, generator=generator, eps=eps)
     noisy, p = noisy.to(tokens.device), p_mask.to(tokens.device)

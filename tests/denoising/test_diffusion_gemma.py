@@ -23,6 +23,7 @@ from diffusion_lens.analysis import (
 )
 from diffusion_lens.denoising import Trajectory
 from diffusion_lens.denoising.samplers import diffusion_gemma
+from diffusion_lens.evaluation import chain_rule_nll, monte_carlo_nll
 from diffusion_lens.interventions import swap as swap_in
 
 SIZE, N_PROMPT = 6, 9  # positions of a canvas, and of a prompt
@@ -292,6 +293,9 @@ def test_what_it_cannot_do_is_said(gemma: Any) -> None:
     assert torch.equal(sequential.replay(model).canvases, sequential.canvases)
     with pytest.raises(ValueError, match="is not published"):
         model(prompt, return_type="loss")
+    for likelihood in (chain_rule_nll, monte_carlo_nll):
+        with pytest.raises(ValueError, match="is not published"):
+            likelihood(model, prompt[0], tokens(1, SIZE)[0])
     with pytest.raises(ValueError, match="heads of different shapes"):
         _ = model.W_K
     with pytest.raises(ValueError, match="use node_attribution"):
