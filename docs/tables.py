@@ -17,7 +17,7 @@ from sphinx.util.docutils import SphinxDirective
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.model import shapes
 from diffusion_lens.model.hooking import why_silent
-from weight_conversion import Architecture, Experts, PositionKind
+from weight_conversion import Architecture, Experts
 
 # The activation at each hook point; {i} is a block. The table must be complete: a hook point without a line here, and a
 # line without a hook point, are errors.
@@ -66,13 +66,18 @@ MEANING = {
     "denoise.hook_candidates": "the proposed tokens; elsewhere the tokens of the canvas",
     "denoise.hook_confidence": "probabilities of the proposed tokens, by which positions are ranked; zero elsewhere",
     "denoise.hook_reveal": "the positions that this step reveals",
+    "denoise.hook_noise": "random tokens, for the positions that become noise again",
 }
 
-# Only models with learned positions have it.
-_LEARNED = "hook_pos_embed"
+# Only models with learned positions have the first, and only those with self-conditioning the second.
+_LEARNED, _NOISE = "hook_pos_embed", "denoise.hook_noise"
 _EXPERTS = {name for name in MEANING if "expert" in name or "router" in name or "shared" in name}
 # What the bundled models do not have, and which models do.
-_ELSEWHERE = {_LEARNED: 'with `positional_embedding_type="standard"`', **dict.fromkeys(_EXPERTS, "with `experts`")}
+_ELSEWHERE = {
+    _LEARNED: 'with `positional_embedding_type="standard"`',
+    _NOISE: "with `self_conditioning`",
+    **dict.fromkeys(_EXPERTS, "with `experts`"),
+}
 
 # Different sizes for all axes, so that a shape identifies them.
 _SIZES = {
@@ -138,16 +143,20 @@ def _observed() -> tuple[dict[str, str], HookedDiffusionTransformer]:
     mixture = _probe(kv_heads=_SIZES["head"], experts=experts)
     routed = [name for name in mixture.hook_dict if _template(name) in _EXPERTS]
     mixture.run_with_hooks(prompt.expand(-1, _SIZES["pos"]), fwd_hooks=[(name, record) for name in routed])
+    canvas = _SIZES["pos"] - prompt.shape[1]
+    by_canvas = {"attention_dir": "block_causal", "block_context": "causal", "causal_block": canvas}
+    renoising = _probe(
+        kv_heads=_SIZES["head"], self_conditioning=True, mask_token_id=None, d_vocab_out=_SIZES["d_vocab"], **by_canvas
+    )
+    renoising.denoise(prompt, max_new_tokens=canvas, steps=1, fwd_hooks=[(_NOISE, record)])
     for flags in ({"use_attn_result": True, "use_hook_mlp_in": True, "use_split_qkv_input": True}, {}):
         with grouped.optional_hooks(**flags):
             grouped.denoise(prompt, length=_SIZES["pos"], steps=1, fwd_hooks=[(lambda name: True, record)])
     return seen, grouped
 
 
-def _probe(
-    kv_heads: int, positional_embedding_type: PositionKind = "rotary", experts: Experts | None = None
-) -> HookedDiffusionTransformer:
-    architecture = Architecture(
+def _probe(kv_heads: int, **changes: Any) -> HookedDiffusionTransformer:
+    fields: dict[str, Any] = dict(
         family="diffusion_lens",
         name="probe",
         n_layers=1,
@@ -162,9 +171,8 @@ def _probe(
         attention_dir="bidirectional",
         readout="in_place",
         mask_token_id=_SIZES["d_vocab"] - 1,
-        positional_embedding_type=positional_embedding_type,
-        experts=experts,
     )
+    architecture = Architecture(**{**fields, **changes})
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
 

@@ -48,6 +48,7 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "concepts.md",
         "figures.md",
         "causal_tracing.md",
+        "diffusion_gemma.md",
         "patching.md",
         "recall.md",
         "rome.md",
