@@ -156,22 +156,22 @@ def _observed() -> tuple[dict[str, str], HookedDiffusionTransformer]:
 
 
 def _probe(kv_heads: int, **changes: Any) -> HookedDiffusionTransformer:
-    fields: dict[str, Any] = dict(
-        family="diffusion_lens",
-        name="probe",
-        n_layers=1,
-        d_model=_SIZES["d_model"],
-        n_heads=_SIZES["head"],
-        n_key_value_heads=kv_heads,
-        d_head=_SIZES["d_head"],
-        d_mlp=_SIZES["d_mlp"],
-        d_vocab=_SIZES["d_vocab"],
-        d_vocab_out=_SIZES["d_vocab_out"],
-        n_ctx=32,
-        attention_dir="bidirectional",
-        readout="in_place",
-        mask_token_id=_SIZES["d_vocab"] - 1,
-    )
+    fields: dict[str, Any] = {
+        "family": "diffusion_lens",
+        "name": "probe",
+        "n_layers": 1,
+        "d_model": _SIZES["d_model"],
+        "n_heads": _SIZES["head"],
+        "n_key_value_heads": kv_heads,
+        "d_head": _SIZES["d_head"],
+        "d_mlp": _SIZES["d_mlp"],
+        "d_vocab": _SIZES["d_vocab"],
+        "d_vocab_out": _SIZES["d_vocab_out"],
+        "n_ctx": 32,
+        "attention_dir": "bidirectional",
+        "readout": "in_place",
+        "mask_token_id": _SIZES["d_vocab"] - 1,
+    }
     architecture = Architecture(**{**fields, **changes})
     return HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
 
