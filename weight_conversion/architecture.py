@@ -540,6 +540,11 @@ class Architecture(Variant):
                 raise ValueError(
                     f"{name} says of {len(part.layers)} layers whether they are such, and n_layers is {self.n_layers}"
                 )
+        if self.self_conditioning and self.d_vocab != self.d_vocab_out:
+            raise ValueError(
+                f"self_conditioning=True embeds what was predicted, so that d_vocab_out, {self.d_vocab_out}, must be "
+                f"d_vocab, {self.d_vocab}"
+            )
         in_open_block = [name for name in ("window", "layer_scalars", "self_conditioning") if getattr(self, name)]
         if in_open_block and not self.counts_from_prompt:
             raise ValueError(f"{in_open_block[0]} needs a block_context, which says where the open block begins")
