@@ -177,7 +177,7 @@ class Run:
         if self.model.cfg.noise is not None and self.sigmas is None:
             self.sigmas = list(map(self.schedule.sigma_at, self.times[:-1]))
         if self.canvas.uniform_noise:
-            unchanged = self.canvas.blanks(self.canvas.tokens) & (self.revealed_at < 0)
+            unchanged = self.canvas.masked(self.canvas.tokens) & (self.revealed_at < 0)
             self.revealed_at = self.revealed_at.masked_fill(unchanged, 0)
         self.revealed_before = self.revealed_at
         self.seeds = self.noise.seeds  # one for each row
@@ -217,7 +217,7 @@ class Run:
             "seeds": self.seeds,
             "blank": self.canvas.blank,
             # Of such numbers none can be drawn again from the middle of a run on.
-            **({"drawn_in_sequence": True} if isinstance(self.noise, SequentialNoise) else {}),
+            **({"drawn_in_sequence": self.noise.state} if isinstance(self.noise, SequentialNoise) else {}),
             **provenance(self.model, cfg),
         }
 
@@ -257,6 +257,8 @@ class Run:
         # A token of the next step that is on the canvas before it was written there by a hook, and not in this step.
         by_hook = (self.scripted_at == state.index + 1) & ~self.canvas.masked(after)
         revealed = state.masked & (after != self.canvas.blank) & ~by_hook
+        if state.handed is not None:
+            revealed &= ~state.handed.finished[:, None]
         remasked = ~self.canvas.blanks(state.tokens) & (after == self.canvas.blank)
         return Plan.of_all(revealed, remasked)
 
@@ -418,8 +420,7 @@ class Run:
         In a forced run, the canvas is the script's.
         """
         if self.script is not None:
-            self.canvases.append(self.script[len(self.canvases)])
-            self.tokens = self.canvases[-1]
+            self._leave_with(self.script[len(self.canvases)], state)
             return
         if self.sampler.keeps_prediction and self.sampler.has_times_of_rows:
             now = state.sigma if isinstance(state.sigma, tuple) else (state.sigma,) * len(self.tokens)
@@ -433,11 +434,21 @@ class Run:
             if bool(self._is_last_of_block(state).all()):
                 opened = self.canvas.with_noise(self.tokens, self.noise, state.index, self.model.cfg.d_vocab_out)
                 if not torch.equal(opened, self.tokens):
-                    self.tokens, filled = opened, (opened == self.tokens).all(dim=1)
+                    filled = (opened == self.tokens).all(dim=1)
                     self.handed = replace(self._handed_at_first(), finished=filled)
+                self._leave_with(opened, state)
+                return
         elif self.canvas.reach is not None:
             self.tokens = self.canvas.opened(self.tokens)
-        self.canvases.append(self.tokens)
+        self._leave_with(self.tokens, state)
+
+    def _leave_with(self, tokens: Tokens, state: StepState) -> None:
+        """Append the canvas that the next step reads; under uniform noise, a block that was opened contains tokens."""
+        if self.canvas.uniform_noise:
+            opened = ~reached(state.tokens) & reached(tokens)
+            self.revealed_at = self.revealed_at.masked_fill(opened, state.index + 1)
+        self.tokens = tokens
+        self.canvases.append(tokens)
 
     def _handed_at_first(self) -> Handed:
         """What the first step of a block reads."""
@@ -585,9 +596,9 @@ def _require_ids(name: str, ids: Tensor, state: StepState, positions: PosMask, m
         )
     wrong = (ids < 0) | (ids >= model.cfg.d_vocab)
     blank = ""
+    wrong &= ~((ids == UNREACHED) & ~reached(state.tokens))  # a position that no block has reached stays so
     if not model.cfg.uniform_noise:
-        # A position that no block has reached stays so.
-        wrong &= (ids != model.cfg.blank) & ~((ids == UNREACHED) & ~reached(state.tokens))
+        wrong &= ids != model.cfg.blank
         blank = f", and {model.cfg.blank} for a position that is still to be written"
     wrong = wrong[positions]
     if where := _first(wrong, state, positions):

@@ -223,11 +223,15 @@ class SequentialNoise(PositionNoise):
     """Random tokens from one generator, in the order in which authors' code draws them for a batch.
 
     A run with it cannot be taken up in the middle, since its numbers depend on all that were drawn before.
+
+    Attributes:
+        state: Hash of the generator's state before the first number, which a seed alone does not tell.
     """
 
     def __init__(self, generator: torch.Generator, positions: Tokens) -> None:
         super().__init__([generator.initial_seed()] * len(positions), positions)
         self.generator = generator
+        self.state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()
 
     def tokens(self, step: int, positions: PosMask, n_tokens: int) -> Int[Tensor, "selected"]:
         size, device = (int(positions.sum()),), self.generator.device

@@ -288,9 +288,20 @@ class DiffusionTransformer(HookedRootModule):
             origins = None
             if isinstance(self._pattern, FromPrompt) and clean is None and (start < stop or self.cfg.self_conditioning):
                 origins = origins_of(self, tokens, real, len(resid))
+            if self_conditioning is not None and (start_at_layer is not None or not self.cfg.self_conditioning):
+                raise ValueError(
+                    "self_conditioning= enters with the embedding of a network that has it: leave it out with "
+                    f"start_at_layer=, and of {self.cfg.model_name!r} "
+                    + ("give tokens" if self.cfg.self_conditioning else "always, which has none")
+                )
             if self.cfg.self_conditioning and start_at_layer is None:
                 assert origins is not None
                 if tokens is not None and self.clock.step is None:
+                    if int(origins.max()) > (n_all := n_past + resid.shape[1]):
+                        raise ValueError(
+                            f"at_block says that the open canvas begins at position {int(origins.max())}, and the text "
+                            f"has {n_all}: give a position of the text, or {n_all} if none of it is open"
+                        )
                     check_readable(tokens[~open_positions(resid, origins, None, n_past)], self.cfg)
                 resid = self._conditioned(resid, origins, real, n_past, self_conditioning)
             condition = None
@@ -341,9 +352,12 @@ class DiffusionTransformer(HookedRootModule):
             n_open = is_open.sum(dim=1).tolist()
             if list(logits.shape) != [len(embedded), n_open[0], self.cfg.d_vocab] or len(set(n_open)) > 1:
                 raise ValueError(
-                    f"self_conditioning is {list(logits.shape)}; it must be the logits at the open block, "
-                    f"{[len(embedded), n_open, self.cfg.d_vocab]} [batch canvas d_vocab]"
+                    f"self_conditioning is {list(logits.shape)}; it must be the logits at the open block of each row, "
+                    f"[batch canvas d_vocab] of {len(embedded)} rows with {n_open} positions and {self.cfg.d_vocab} "
+                    "tokens"
                 )
+            if not logits.is_floating_point():
+                raise TypeError(f"self_conditioning is {logits.dtype}; it must be logits, floating-point numbers")
             expected = torch.zeros_like(embedded)
             expected[is_open] = expected_embedding(self.embed, logits).flatten(0, 1).to(embedded)
         elif self.clock.step is not None and self.clock.step.handed is not None:

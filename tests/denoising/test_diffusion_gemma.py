@@ -1,6 +1,7 @@
 """DiffusionGemma beside transformers' own code: activations, logits, and whole runs with the numbers of `generate`."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from diffusion_lens.analysis import (
     edge_attribution,
     fit_translators,
     logit_lens,
+    patch_grid,
     routes,
+    temporal_effect,
+    trace_trajectory,
 )
+from diffusion_lens.analysis.causal_tracing import TraceSettings
 from diffusion_lens.denoising import Trajectory
 from diffusion_lens.denoising.samplers import diffusion_gemma
 from diffusion_lens.evaluation import chain_rule_nll, monte_carlo_nll
@@ -307,3 +312,124 @@ def test_what_it_cannot_do_is_said(gemma: Any) -> None:
         routes(model, [pair])
     with pytest.raises(ValueError, match="translators learn from"):
         fit_translators(model, [sequential])
+    query = Query(sequential.prompt[0], (2, 4), (N_PROMPT,), (7,))
+    for trace in (partial(trace_trajectory, canvas="free"), temporal_effect):
+        with pytest.raises(ValueError, match="hands predictions of its own"):
+            trace(model, query, trajectory=sequential.row(0), noise=1.0, samples=1)
+    whole = tokens(1, N_PROMPT + SIZE)
+    with model.at_block(N_PROMPT):
+        stream = model(whole, stop_at_layer=0)
+    with pytest.raises(ValueError, match="enters with the embedding"), model.at_block(N_PROMPT):
+        model(stream, start_at_layer=0, self_conditioning=torch.zeros(1, SIZE, 512))
+    with pytest.raises(ValueError, match="the text has 15"), model.at_block(21):
+        model(whole)
+    generator = torch.Generator().manual_seed(3)
+    records = [model.denoise(prompt, max_new_tokens=SIZE, steps=2, seed=generator).record for _ in range(2)]
+    assert len({record["drawn_in_sequence"] for record in records}) == 2
+
+
+@pytest.fixture(scope="module")
+def stable(specimen: Any) -> Any:
+    """A network whose tokens predict themselves, and a run in which canvases repeat and a row is finished early."""
+    model = specimen(small_config()).model
+    own = copy.deepcopy(model)
+    own.clock.origins = None
+    for name, parameter in own.named_parameters():
+        if "_post." in name:
+            parameter.data.mul_(0.1)
+    sampler = diffusion_gemma(40.0, 0.01, 0.02, stability_threshold=2, confidence_threshold=1e-3)
+    return own, own.denoise(tokens(2, N_PROMPT), max_new_tokens=12, steps=8, sampler=sampler, seed=5)
+
+
+def test_a_forced_replay_waits_where_the_run_waited(stable: Any) -> None:
+    model, run = stable
+    assert 0 < int(run.handed.finished.sum()) < run.handed.finished.numel()
+    assert bool((run.canvases[1:] == run.canvases[:-1]).all(dim=(1, 2)).any())
+    seen: dict[str, list[int]] = {"free": [], "forced": []}
+    for canvas, steps in seen.items():
+        hooks = [("blocks.0.hook_resid_pre", lambda x, hook, steps=steps: steps.append(hook.step.index))]
+        again = run.replay(model, canvas=canvas, fwd_hooks=hooks)
+        assert torch.equal(again.canvases, run.canvases)
+        assert torch.equal(again.revealed_at, run.revealed_at)
+        torch.testing.assert_close(again.confidence, run.confidence)
+    assert seen["forced"] == seen["free"]
+    assert len(seen["free"]) == run.forward_passes
+
+
+@pytest.mark.parametrize("step", [1, 3, 9])
+def test_a_trace_at_a_step_is_what_hooks_of_a_replay_compute(stable: Any, step: int) -> None:
+    """Each state restored by hand, in the pass of this step of a forced replay."""
+    model, run = stable
+    run = run.row(0)
+    answer = N_PROMPT + SIZE * (step // 8) + 2
+    query = Query(run.prompt[0], (2, 4), (answer,), (int(run.tokens[0, answer]),))
+    settings = {"noise": 0.3, "samples": 2, "layers": [0, 2], "positions": [2, 3, answer]}
+    trace = trace_trajectory(model, query, trajectory=run, steps=[step - 1, step], **settings)
+    corrupt = TraceSettings(noise=0.3, samples=2).hooks(model, query)
+    clean_states: dict[str, torch.Tensor] = {}
+    found: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor, hook: Any) -> None:
+        if hook.step.index == step:
+            clean_states[hook.name] = x[:1].clone()
+
+    def read(x: torch.Tensor, hook: Any) -> None:
+        if hook.step.index == step:
+            found.append(x[:, answer].softmax(dim=-1)[:, query.answer_tokens[0]].clone())
+
+    points = [f"blocks.{layer}.hook_resid_post" for layer in (0, 2)]
+    run.replay(model, fwd_hooks=[*((point, keep) for point in points), ("denoise.hook_logits", read)])
+    torch.testing.assert_close(trace.clean_token_scores[1, 0], found[0][0], rtol=1e-4, atol=1e-6)
+    copies = run.repeat(2)
+    copies.replay(model, fwd_hooks=[*corrupt, ("denoise.hook_logits", read)])
+    torch.testing.assert_close(trace.corrupted_token_scores[1, 0], found[1].mean(), rtol=1e-4, atol=1e-6)
+    for column, point in enumerate(points):
+        for row, position in enumerate((2, 3, answer)):
+
+            def restore(x: torch.Tensor, hook: Any, point: str = point, position: int = position) -> torch.Tensor:
+                x[:, position] = clean_states[point][:, position]
+                return x
+
+            copies.replay(model, fwd_hooks=[*corrupt, (point, restore), ("denoise.hook_logits", read)])
+            torch.testing.assert_close(trace.token_scores[1, row, column, 0], found[-1].mean(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_patched_state_of_the_first_block_is_the_stream_that_enters_it(gemma: Any) -> None:
+    model, run = gemma
+    other = model.denoise(
+        tokens(2, N_PROMPT) + 1, max_new_tokens=12, steps=4, sampler=diffusion_gemma(8.0, confidence_threshold=1e-9)
+    )
+    clean, corrupted = run.row(0), other.row(0)
+    place = N_PROMPT + 1
+    metric = lambda logits: logits[0, place, 7]  # noqa: E731
+    grid = patch_grid(model, clean, corrupted, metric, "resid_pre", steps=[2], positions=[3, place], layers=[0, 1])
+    states: dict[str, torch.Tensor] = {}
+    found: list[float] = []
+
+    def at_step(point: str, change: Any) -> Any:
+        return point, lambda x, hook: change(x, hook) if hook.step.index == 2 else None
+
+    def keep(x: torch.Tensor, hook: Any) -> None:
+        states[hook.name] = x.clone()
+
+    def read(x: torch.Tensor, hook: Any) -> None:
+        found.append(float(x[0, place, 7]))
+
+    points = [f"blocks.{layer}.hook_resid_pre" for layer in (0, 1)]
+    clean.replay(model, fwd_hooks=[at_step(point, keep) for point in points])
+    for column, point in enumerate(points):
+        for row, position in enumerate((3, place)):
+
+            def patch(x: torch.Tensor, hook: Any, position: int = position) -> torch.Tensor:
+                x[:, position] = states[hook.name][:, position]
+                return x
+
+            corrupted.replay(model, fwd_hooks=[at_step(point, patch), at_step("denoise.hook_logits", read)])
+            assert float(grid.scores[0, column, row]) == pytest.approx(found[-1], rel=1e-4, abs=1e-5)
+
+
+def test_hooks_see_canvases_that_are_not_reached(gemma: Any) -> None:
+    model, run = gemma
+    canvases: list[torch.Tensor] = []
+    run.replay(model, canvas="free", fwd_hooks=[("denoise.hook_tokens", lambda x, hook: canvases.append(x.clone()))])
+    assert torch.equal(torch.stack(canvases), run.canvases[:-1])

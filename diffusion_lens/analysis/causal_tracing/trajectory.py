@@ -234,9 +234,9 @@ def trace_trajectory(
 
     # 2. Group the steps at which the network reads the same tokens, since these share their passes: steps that reveal
     # nothing and, on a causal model, all steps whose tokens are the answer's. Steps are not grouped under the caller's
-    # hooks, which may act by step, on free canvases, or where the network is given different times. Canvases with
-    # common beginnings are computed together.
-    can_share = free is None and not model.is_hooked
+    # hooks, which may act by step, on free canvases, or where the network is given different times or predictions.
+    # Canvases with common beginnings are computed together.
+    can_share = free is None and not model.is_hooked and not model.cfg.self_conditioning
     groups: dict[Hashable, list[int]] = {}
     for step in selected_steps:
         sigma = run.trajectory.state_at(step).sigma if model.cfg.time_conditioning else None
@@ -290,9 +290,15 @@ def corrupted_run(run: TracedTrajectory, settings: TraceSettings) -> Trajectory:
     """The corrupted denoising runs, one row per sample; each reveals its own tokens, as if it ran alone.
 
     Raises:
-        ValueError: No sampler is known by which samples do not depend on one another.
+        ValueError: No sampler is known by which samples do not depend on one another, or steps hand something on.
     """
     model, query, trajectory = run.model, run.query, run.trajectory
+    if model.cfg.self_conditioning:
+        raise ValueError(
+            f"a corrupted run of {model.cfg.model_name!r} hands predictions of its own from step to step, and a state "
+            "is restored on a canvas under what the recorded run handed on: use trace_trajectory with canvas='forced', "
+            "or replay the run freely under hooks, trajectory.replay(model, canvas='free', fwd_hooks=...)"
+        )
     written_by = DenoiseSettings.recorded(trajectory.record).on(model.cfg, model.cfg.model_name)
     assert isinstance(written_by.sampler, Sampler)
     sampler, copies = written_by.sampler.by_row(model.cfg), trajectory.repeat(settings.rows)

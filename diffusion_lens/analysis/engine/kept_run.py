@@ -160,7 +160,10 @@ class NetworkInput:
 
         # `store` is attached after all other hooks, so it stores the states with which the pass continues.
         names = set(names)
-        vectors = {"hook_pos_embed"} if self.model.positions.learned and "hook_embed" in names else set()
+        vectors: set[str] = set()
+        if "hook_embed" in names:  # kept as the stream that enters the first block
+            vectors = {"hook_pos_embed"} if self.model.positions.learned else vectors
+            vectors = {"blocks.0.hook_resid_pre"} if self.model.cfg.self_conditioning else vectors
         hooks = [*self.hooks, *zip((names | vectors) - stored.keys(), repeat(store), strict=False)]
         with self.at_step(), self.model.hooks(fwd_hooks=hooks):
             logits: Tensor = self.model(
@@ -170,7 +173,10 @@ class NetworkInput:
                 logits_at=self.rows,
             )
         if embedded is None and vectors:
-            stored["hook_embed"] = stored["hook_embed"] + stored["hook_pos_embed"]
+            learned = self.model.positions.learned
+            stored["hook_embed"] = (
+                stored["hook_embed"] + stored["hook_pos_embed"] if learned else stored["blocks.0.hook_resid_pre"]
+            )
         return KeptRun(self, stored, logits)
 
 
