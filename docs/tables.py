@@ -61,7 +61,7 @@ MEANING = {
     "blocks.{i}.hook_resid_post": "residual stream after the block",
     "ln_final.hook_scale": "scale of the last norm",
     "ln_final.hook_normalized": "x / scale, before the norm's weight",
-    "denoise.hook_tokens": "the canvas before the step; −1 at positions that a causal model has not reached",
+    "denoise.hook_tokens": "the canvas before the step; −1 at positions that the text has not reached",
     "denoise.hook_logits": "logits after guidance, by position; zeros where no token is proposed",
     "denoise.hook_candidates": "the proposed tokens; elsewhere the tokens of the canvas",
     "denoise.hook_confidence": "probabilities of the proposed tokens, by which positions are ranked; zero elsewhere",

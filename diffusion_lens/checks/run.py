@@ -58,7 +58,9 @@ from weight_conversion.files import WHOLE
 
 CHECKS = ("hash", "config", "weights", "reference", "page loss", "facts", "recall", "padding", "bfloat16", "diagnosis")
 OF_TEXTS = ("page loss", "facts", "recall")
+OF_WHOLE_TEXTS = ("page loss", "facts", "padding", "bfloat16", "diagnosis")
 NO_TOKENIZER = "the model has no tokenizer; name the folder of one with --tokenizer"
+NO_CANVAS = "a text does not say where the open canvas begins, which this model reads unlike the context before it"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -228,6 +230,9 @@ class _CheckRun:
                 continue
             if check in OF_TEXTS and model.tokenizer is None:
                 self.findings.append(Finding(check, "not run", NO_TOKENIZER))
+                continue
+            if check in OF_WHOLE_TEXTS and model.cfg.self_conditioning:
+                self.findings.append(Finding(check, "not run", NO_CANVAS))
                 continue
             start = time.perf_counter()
             try:

@@ -45,12 +45,15 @@ def denoise(
         raise ValueError(
             "give length= (all positions) or max_new_tokens= (masked positions after the prompt), not both"
         )
+    shape = chosen.known_shape()
+    if length is None and max_new_tokens is None and shape is not None and shape.opens_blocks and shape.uniform_noise:
+        max_new_tokens = shape.block_size  # canvases behind the prompt are whole
     if max_new_tokens is None:
         length = chosen.length(length) or STUDY_LENGTH
     else:
         chosen.check_length(max_new_tokens)
     settings = DenoiseSettings(**vars(run))
-    if (shape := chosen.known_shape()) is not None:
+    if shape is not None:
         settings.on(shape, chosen.model)
     report.note(length=length)
 

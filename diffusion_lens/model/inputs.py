@@ -37,7 +37,7 @@ def check_tokens(tokens: Tensor, cfg: DiffusionConfig) -> Tensor:
     except RuntimeError:  # under vmap or torch.export, where nothing may depend on values
         return tokens
     if not known:
-        hint = " (-1 marks positions that a causal model has not reached)" if smallest == -1 else ""
+        hint = " (-1 marks positions that a text has not reached)" if smallest == -1 else ""
         wrong = smallest if smallest < 0 else largest
         raise ValueError(f"token id {wrong} is not among the {cfg.d_vocab} tokens of {cfg.model_name!r}{hint}")
     return tokens

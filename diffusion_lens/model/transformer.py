@@ -959,7 +959,7 @@ def origins_of(
         raise ValueError(
             f"{model.cfg.model_name!r} reads the text before its open canvas causally and all of the canvas, and every "
             "position has a token, so that nothing shows where the canvas begins: run the pass inside `with "
-            "model.at_block(start):`"
+            "model.at_block(start):`; of a command, give --steps, which reads the canvases of a run"
         )
     if tokens is None:
         raise ValueError(
