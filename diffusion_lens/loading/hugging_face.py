@@ -73,7 +73,12 @@ def export_hf(model: Any, folder: str | Path) -> Path:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(part / path, target / path)
 
-    if not (cfg.is_autoregressive or in_transformers):
+    if cfg.unread_tokens:
+        warn_user(
+            f"{target} has the text network of {cfg.model_name!r} alone: HookedDiffusionTransformer.from_pretrained "
+            "reads it, and the class of transformers would begin with a vision tower of random weights"
+        )
+    elif not (cfg.is_autoregressive or in_transformers):
         warn_user(
             f"transformers has no class for {model_type!r}: {target} has config, weights and tokenizer in the format "
             f"of the {family} family. HookedDiffusionTransformer.from_pretrained reads it, and so does the code of its "

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_networks import diffusion_gemma as small_config
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
@@ -426,6 +427,20 @@ def test_a_patched_state_of_the_first_block_is_the_stream_that_enters_it(gemma: 
 
             corrupted.replay(model, fwd_hooks=[at_step(point, patch), at_step("denoise.hook_logits", read)])
             assert float(grid.scores[0, column, row]) == pytest.approx(found[-1], rel=1e-4, abs=1e-5)
+
+
+def test_what_is_written_out_is_the_text_network(pair: Any, tmp_path: Path) -> None:
+    theirs, ours = pair
+    with pytest.warns(UserWarning, match="the text network of .* alone"):
+        ours.export_hf(tmp_path / "out")
+    again = HookedDiffusionTransformer.from_pretrained(tmp_path / "out", device="cpu")
+    whole = torch.cat([tokens(1, N_PROMPT), tokens(1, SIZE)], dim=1)
+    with again.at_block(N_PROMPT), ours.at_block(N_PROMPT):
+        assert torch.equal(again(whole), ours(whole))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    original = {name: weight for name, weight in theirs.state_dict().items() if name in written}
+    assert len(original) == len(written)
+    assert all(torch.equal(written[name], weight) for name, weight in original.items())
 
 
 def test_hooks_see_canvases_that_are_not_reached(gemma: Any) -> None:
