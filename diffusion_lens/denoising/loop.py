@@ -508,12 +508,11 @@ class LoopRows:
     confidence: Float[Tensor, "batch pos"]
     kept: Float[Tensor, "batch"]
     seeds: list[int]
-    handed: Handed | None = None
 
     @classmethod
     def of(cls, run: Run) -> "LoopRows":
         """The rows of a run that has taken its last step so far."""
-        return cls(run.tokens, run.revealed_at, run.confidence, run.kept, run.seeds, run.handed)
+        return cls(run.tokens, run.revealed_at, run.confidence, run.kept, run.seeds)
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -523,16 +522,13 @@ class LoopRows:
         """Some of the rows."""
         chosen = list(rows)
         tensors = {name: getattr(self, name)[chosen] for name in _OF_ROWS}
-        handed = None if self.handed is None else self.handed[chosen]
-        return LoopRows(**tensors, seeds=[self.seeds[row] for row in chosen], handed=handed)
+        return LoopRows(**tensors, seeds=[self.seeds[row] for row in chosen])
 
     @classmethod
     def joined(cls, parts: Sequence["LoopRows"]) -> "LoopRows":
         """The rows of several."""
         tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in _OF_ROWS}
-        handed = [part.handed for part in parts if part.handed is not None]
-        seeds = [seed for part in parts for seed in part.seeds]
-        return cls(**tensors, seeds=seeds, handed=Handed.joined(handed) if handed else None)
+        return cls(**tensors, seeds=[seed for part in parts for seed in part.seeds])
 
     def keys(self, run: Run) -> list[tuple[object, ...]]:
         """For each row, what its later steps in this run depend on, apart from its seed.
@@ -547,9 +543,6 @@ class LoopRows:
             parts.append(self.revealed_at.tolist())
         if run.sampler.has_times_of_rows:
             parts.append(self.kept.nan_to_num(nan=-1.0)[:, None].tolist())
-        if self.handed is not None:
-            parts += [tensor.flatten(1).tolist() for tensor in (self.handed.expected, self.handed.likeliest)]
-            parts += [tensor[:, None].tolist() for tensor in (self.handed.streak, self.handed.finished)]
         return [tuple(map(tuple, row)) for row in zip(*parts, strict=True)]
 
 

@@ -427,8 +427,6 @@ class Trajectory(Saved, Result):
         canvas = self.row(0).repeat(len(rows))._canvas(rows.tokens, model.cfg)
         run = self._run(model, settings, canvas=canvas, revealed_at=rows.revealed_at, confidence=rows.confidence)
         run.kept = rows.kept
-        if rows.handed is not None:
-            run.handed = rows.handed
         return run
 
     def diff(self, other: "Trajectory") -> TrajectoryDiff:

@@ -89,11 +89,6 @@ class Handed:
         """Those of several steps, with an axis for these."""
         return cls(*(torch.stack(tensors) for tensors in zip(*(vars(step).values() for step in steps), strict=True)))
 
-    @classmethod
-    def joined(cls, parts: Sequence["Handed"]) -> "Handed":
-        """Those of several batches as one batch."""
-        return cls(*(torch.cat(tensors) for tensors in zip(*(vars(part).values() for part in parts), strict=True)))
-
     def __getitem__(self, index: Any) -> "Handed":
         """That of one step of several, or with (slice, rows) that of some steps and rows."""
         return Handed(*(tensor[index] for tensor in vars(self).values()))
