@@ -275,19 +275,19 @@ def of_config(
     write: Callable[[Architecture], dict[str, Any]],
     *,
     options: tuple[str, ...] = (),
-    values_of: Callable[[Config], Config] = flattened,
+    values_of: Callable[[Config], Config] | None = None,
     **more: Any,
 ) -> Family:
     """A family that its config.json shows without the tensors.
 
-    `read` takes the values of the config (`values_of`) after the check of its `keys`; `more` are further attributes of
-    the `Family`.
+    `read` takes the values of the config (`values_of`, by default `flattened`) after the check of its `keys`; `more` are
+    further attributes of the `Family`.
     """
     more["options"] = (*options, IGNORED_KEYS)
 
     def read_architecture(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
         assert config is not None
-        values = values_of(config)
+        values = (values_of or flattened)(config)
         keys.check(values)
         return read(values)
 
