@@ -280,8 +280,8 @@ def of_config(
 ) -> Family:
     """A family that its config.json shows without the tensors.
 
-    `read` takes the values of the config (`values_of`, by default `flattened`) after the check of its `keys`; `more` are
-    further attributes of the `Family`.
+    `read` takes the values of the config after the check of its `keys`, those of `values_of`, by default `flattened`;
+    `more` are further attributes of the `Family`.
     """
     more["options"] = (*options, IGNORED_KEYS)
 
