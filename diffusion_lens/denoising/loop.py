@@ -420,9 +420,8 @@ class Run:
         In a forced run, the canvas is the script's.
         """
         if self.script is not None:
-            self._leave_with(self.script[len(self.canvases)], state)
-            return
-        if self.sampler.keeps_prediction and self.sampler.has_times_of_rows:
+            self.tokens = self.script[len(self.canvases)]
+        elif self.sampler.keeps_prediction and self.sampler.has_times_of_rows:
             now = state.sigma if isinstance(state.sigma, tuple) else (state.sigma,) * len(self.tokens)
             unchanged = (self.tokens == state.tokens).all(dim=1).cpu()
             self.kept = torch.tensor(now, dtype=torch.float64).masked_fill(~unchanged, float("nan"))
@@ -430,25 +429,19 @@ class Run:
             # The next step, if there is one, is given the same time.
             for index in range(state.index + 1, state.n_steps)[:1]:
                 self.sigmas[index] = self.sigmas[state.index]
-        if self.canvas.uniform_noise and self.canvas.reach is not None:
-            if bool(self._is_last_of_block(state).all()):
-                opened = self.canvas.with_noise(self.tokens, self.noise, state.index, self.model.cfg.d_vocab_out)
-                if not torch.equal(opened, self.tokens):
-                    filled = (opened == self.tokens).all(dim=1)
+        if self.script is None and self.canvas.reach is not None:
+            if not self.canvas.uniform_noise:
+                self.tokens = self.canvas.opened(self.tokens)
+            elif bool(self._is_last_of_block(state).all()):
+                before, n_tokens = self.tokens, self.model.cfg.d_vocab_out
+                self.tokens = self.canvas.with_noise(before, self.noise, state.index, n_tokens)
+                if not torch.equal(before, self.tokens):
+                    filled = (before == self.tokens).all(dim=1)
                     self.handed = replace(self._handed_at_first(), finished=filled)
-                self._leave_with(opened, state)
-                return
-        elif self.canvas.reach is not None:
-            self.tokens = self.canvas.opened(self.tokens)
-        self._leave_with(self.tokens, state)
-
-    def _leave_with(self, tokens: Tokens, state: StepState) -> None:
-        """Append the canvas that the next step reads; under uniform noise, a block that was opened contains tokens."""
-        if self.canvas.uniform_noise:
-            opened = ~reached(state.tokens) & reached(tokens)
+        if self.canvas.uniform_noise:  # a block that was opened contains tokens
+            opened = ~reached(state.tokens) & reached(self.tokens)
             self.revealed_at = self.revealed_at.masked_fill(opened, state.index + 1)
-        self.tokens = tokens
-        self.canvases.append(tokens)
+        self.canvases.append(self.tokens)
 
     def _handed_at_first(self) -> Handed:
         """What the first step of a block reads."""
