@@ -74,6 +74,10 @@ class Variant:
         """Whether a layer is one of the `global_layers`."""
         return self.global_layers is not None and self.global_layers.layers[layer]
 
+    def keys_as_values(self, layer: int) -> bool:
+        """Whether the values of a layer are its keys, before norm and rotation."""
+        return self.global_layers is not None and self.global_layers.keys_as_values and self.is_global(layer)
+
     def head_sizes(self, layer: int) -> tuple[int, int]:
         """Width of a head, and number of key/value heads, of a layer."""
         own = self.global_layers

@@ -349,8 +349,7 @@ def _at_end(a: Architecture) -> Iterator[tuple[str, Shape]]:
 def _attention(a: Architecture, layer: int) -> Iterator[tuple[str, Shape]]:
     d_head, n_kv_heads = a.head_sizes(layer)
     queries, keys = a.n_heads * d_head, n_kv_heads * d_head
-    own_values = a.global_layers is None or not (a.is_global(layer) and a.global_layers.keys_as_values)
-    for name, rows in (("q", queries), ("k", keys), *((("v", keys),) if own_values else ())):
+    for name, rows in (("q", queries), ("k", keys), *(() if a.keys_as_values(layer) else (("v", keys),))):
         yield from _linear(f"attn.{name}", rows, a.d_model, a.qkv_bias)
     if a.qk_norm:
         yield from (("attn.q_norm.weight", (d_head,)), ("attn.k_norm.weight", (d_head,)))

@@ -376,12 +376,11 @@ class Run:
             return
         # 1. New noise.
         positions, logits = candidates.positions, prediction.logits
-        if plan.renoises:
-            fresh = self.tokens.clone()
-            fresh[state.masked] = self.noise.tokens(state.index, state.masked, self.model.cfg.d_vocab_out)
-            fresh = self.model.loop_hooks.get_submodule("hook_noise")(fresh)
-            _require_ids("denoise.hook_noise", fresh, state, state.masked, self.model)
-            self.tokens = torch.where(plan.positions & ~revealed, fresh.long(), self.tokens)
+        fresh = self.tokens.clone()
+        fresh[state.masked] = self.noise.tokens(state.index, state.masked, self.model.cfg.d_vocab_out)
+        fresh = self.model.loop_hooks.get_submodule("hook_noise")(fresh)
+        _require_ids("denoise.hook_noise", fresh, state, state.masked, self.model)
+        self.tokens = torch.where(plan.positions & ~revealed, fresh.long(), self.tokens)
 
         # 2. What the next step reads of this prediction. A row that has waited keeps what it had.
         waits = before.finished
@@ -389,8 +388,8 @@ class Run:
         places = places - block.start[rows]
         expected, likeliest = before.expected.clone(), before.likeliest.clone()
         active = ~waits[rows]
-        embedded = expected_embedding(self.model.embed, logits / (prediction.temperature or 1.0))
-        expected[rows[active], places[active]] = embedded[active].to(expected.dtype)
+        embedded = expected_embedding(self.model.embed, logits[active] / (prediction.temperature or 1.0))
+        expected[rows[active], places[active]] = embedded.to(expected.dtype)
         likeliest[rows[active], places[active]] = logits.argmax(dim=-1)[active]
         same = (likeliest == before.likeliest).all(dim=1)
         streak = torch.where(waits, before.streak, torch.where(same, before.streak, 0) + 1)
@@ -452,8 +451,7 @@ class Run:
     def _is_last_of_block(self, state: StepState) -> Bool[Tensor, "batch"]:
         """Whether the step is the last of the block that a row writes."""
         assert state.block is not None
-        n_steps = state.n_steps // int(state.block.n_blocks.max())
-        return state.block.step >= n_steps - 1
+        return state.block.step >= state.block.steps_of_all(state.n_steps) - 1
 
     def _written_by_hooks(self, index: int, new: PosMask, changed: PosMask) -> None:
         """Note what hooks wrote before a step: masks, new tokens in place of masks, and others over tokens."""

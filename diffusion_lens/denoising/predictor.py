@@ -143,9 +143,8 @@ class Cached(Predictor):
 
     def held(self) -> tuple[Sequence[LayerKeyValues], PosMask]:
         given = self.inner.canvas.given
-        return self._cache.layers, torch.arange(given.shape[1], device=given.device).expand_as(
-            given
-        ) < self._cache.n_pos
+        places = torch.arange(given.shape[1], device=given.device).expand_as(given)
+        return self._cache.layers, places < self._cache.n_pos
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
         model, canvas = self.inner.model, self.inner.canvas

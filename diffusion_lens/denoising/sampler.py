@@ -326,7 +326,6 @@ class Plan:
         bound: Nats: the first positions whose scores, negative entropies, add up to no more are revealed beyond the
             number; `None` for none.
         crosses: Whether the position with which the sum crosses the bound is revealed too.
-        renoises: Whether the positions that are not revealed become noise again.
     """
 
     positions: PosMask
@@ -337,7 +336,6 @@ class Plan:
     factor: float | None = None
     bound: float | None = None
     crosses: bool = False
-    renoises: bool = False
 
     @classmethod
     def of_all(cls, positions: PosMask, remask: PosMask | None = None) -> "Plan":
@@ -361,7 +359,8 @@ class Sampler(ABC):
         writes: Where it writes: "anywhere" on the canvas, the "next" position, or in the open "block".
         reads_confidence: Whether `plan` reads probabilities of revealed tokens, rather than only where there are any.
             Runs whose canvases agree then still differ.
-        hands_on: Whether its steps read what earlier ones predicted (`Handed`).
+        hands_on: Whether its steps read what earlier ones predicted (`Handed`), and make noise again of the positions
+            of the plan that they do not reveal.
         approximate_cache: Positions outside its open block (`open_block`) whose keys and values the network reads as
             the first step of the block left them: "prefix", those before it, "dual", those after it too. `None` for
             none: keys and values are those of each canvas.

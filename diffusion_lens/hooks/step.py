@@ -53,6 +53,10 @@ class OpenBlock:
         n_blocks = self.n_blocks.clamp(min=1)
         return (self.order + 1) * n_steps // n_blocks - self.order * n_steps // n_blocks
 
+    def steps_of_all(self, n_steps: int) -> int:
+        """Number of steps that every block has, where all rows write theirs in the same steps."""
+        return n_steps // int(self.n_blocks.max())
+
     def repeat(self, copies: int) -> "OpenBlock":
         """The blocks of a batch that consists of several copies of this one."""
         rows = {name: x.repeat(copies) for name, x in vars(self).items() if isinstance(x, Tensor)}

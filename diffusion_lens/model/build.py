@@ -99,13 +99,12 @@ def build_global_positions(a: Architecture) -> Positions | None:
 def _build_block(a: Architecture, layer: int) -> Block:
     d_head, n_kv_heads = a.head_sizes(layer)
     k = _linear(a.d_model, n_kv_heads * d_head, a.qkv_bias)
-    keys_as_values = a.global_layers is not None and a.global_layers.keys_as_values and a.is_global(layer)
     block = Block(
         ln1=_build_norm(a),
         attn=Attention(
             q=_linear(a.d_model, a.n_heads * d_head, a.qkv_bias),
             k=k,
-            v=k if keys_as_values else _linear(a.d_model, n_kv_heads * d_head, a.qkv_bias),
+            v=k if a.keys_as_values(layer) else _linear(a.d_model, n_kv_heads * d_head, a.qkv_bias),
             o=_linear(a.n_heads * d_head, a.d_model, a.o_bias),
             d_head=d_head,
             q_norm=RMSNorm(d_head, a.norm_eps) if a.qk_norm else None,

@@ -79,7 +79,7 @@ class EntropyBound(Sampler):
 
     def temperature(self, step: StepState, temperature: float) -> float:
         assert step.block is not None
-        n_steps = step.n_steps // int(step.block.n_blocks.max())
+        n_steps = step.block.steps_of_all(step.n_steps)
         left = n_steps - int(step.block.step.min())
         return self.t_min + (self.t_max - self.t_min) * left / n_steps
 
@@ -87,7 +87,7 @@ class EntropyBound(Sampler):
         assert step.handed is not None
         positions = step.masked & ~step.handed.finished[:, None]
         counts = positions.any(dim=1).long()
-        return Plan(positions, counts, bound=self.entropy_bound, crosses=True, renoises=True)
+        return Plan(positions, counts, bound=self.entropy_bound, crosses=True)
 
     def transition(self, step: StepState, prediction: Prediction) -> Float[Tensor, "selected d_vocab"]:
         return prediction.p_clean
