@@ -568,6 +568,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
         fwd_hooks: FwdHooks = (),
+        predictions: SupportsIndex | None = None,
         progress: bool = False,
     ) -> Trajectory:
         """Generate text by unmasking a canvas step by step; on a causal model token by token.
@@ -584,6 +585,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             prepend_bos: Whether text begins with BOS, as in TransformerLens.
             fwd_hooks: Pairs (name or predicate, function) on any hook point, including those of the loop
                 (`denoise.hook_*`, see `diffusion_lens.denoising.loop`). In a hook, `hook.step` is a `StepState`.
+            predictions: Number of likeliest tokens to record at every masked position of every step, as
+                `trajectory.predictions`. Every step then takes a forward pass.
             progress: Whether a progress bar is shown.
 
         Raises:
@@ -594,7 +597,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             RuntimeError: Another denoising loop is running on this model.
         """
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
-        return denoise(self, canvas, settings, fwd_hooks=fwd_hooks, progress=progress)
+        return denoise(self, canvas, settings, fwd_hooks=fwd_hooks, predictions=predictions, progress=progress)
 
     @takes(DenoiseSettings)
     def denoise_with_cache(

@@ -257,6 +257,7 @@ def _measures() -> Iterator[Any]:
 
 def _runs() -> Iterator[Any]:
     from diffusion_lens.denoising.cache import TrajectoryCache
+    from diffusion_lens.denoising.predictions import Predictions
     from diffusion_lens.denoising.trajectory import Trajectory
 
     tokens, given = (torch.arange(POS) % 5)[None], torch.arange(POS)[None] < 9
@@ -277,6 +278,19 @@ def _runs() -> Iterator[Any]:
         "record": {**RECORD, "blank": 3, "first_step": 0, "forward_passes": STEPS},
     }
     yield Trajectory(**fields)
+    masked = canvases[:-1] == 3
+    likeliest = tokens.expand_as(masked)[masked]
+    yield Predictions.of(
+        torch.stack([likeliest, (likeliest + 1) % 5], dim=1),
+        rand(len(likeliest), 2),
+        rand(len(likeliest)),
+        masked,
+        steps=list(range(STEPS)),
+        written=tokens,
+        revealed_at=revealed_at,
+        words=WORDS,
+        record=fields["record"],
+    )
     yield TrajectoryCache({step: {NAMES[0]: rand(1, POS, 8)} for step in range(STEPS)}, STEPS)
 
 

@@ -31,6 +31,12 @@ def denoise(
     max_new_tokens: int | None = setting(
         None, "Number of masked positions after the prompt, instead of --length.", partial(at_least, 1)
     ),
+    predictions: int | None = setting(
+        None,
+        "Number of likeliest tokens to record at every masked position of every step; OUT/predictions.png then shows "
+        "the entropy. Default: none.",
+        partial(at_least, 1),
+    ),
 ) -> None:
     """Generate text by denoising a canvas, and show the canvas after each step that changed it.
 
@@ -60,7 +66,8 @@ def denoise(
     # 2. Refuse a folder of another run; for a dry run, print the cost.
     def written(loaded: "HookedDiffusionTransformer") -> "Trajectory":
         canvas = lay_out(loaded, prompt, length, max_new_tokens)
-        return run_denoising(loaded, canvas, settings, progress=progress() and not report.dry_run)
+        shown = progress() and not report.dry_run
+        return run_denoising(loaded, canvas, settings, predictions=predictions, progress=shown)
 
     report.begin()
     cost.dry_run(report, chosen, written, [prompt])
@@ -74,6 +81,8 @@ def denoise(
     # 4. Write the files.
     report.save("trajectory", trajectory)
     report.draw("picture", "denoising.png", trajectory.plot)
+    if trajectory.recorded is not None:
+        report.draw("picture of the predictions", "predictions.png", trajectory.recorded.plot)
     report.finish({"text": trajectory.text[0], "revealed_at": trajectory.revealed_at[0].tolist()}, trajectory.record)
 
 

@@ -19,7 +19,7 @@ from diffusion_lens.hooks.names import FwdHooks
 from diffusion_lens.model.hook_points import StepHookPoint, hooked_modules, position_axis
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
-from diffusion_lens.settings import warn_user
+from diffusion_lens.settings import Whole, warn_user
 
 
 def denoise(
@@ -29,6 +29,7 @@ def denoise(
     *,
     fwd_hooks: FwdHooks = (),
     around: Callable[[int], AbstractContextManager[Any]] | None = None,
+    predictions: Whole | None = None,
     progress: bool = False,
 ) -> Trajectory:
     """`HookedDiffusionTransformer.denoise`, from the canvas of `lay_out` and with the settings as one object.
@@ -38,6 +39,8 @@ def denoise(
     """
     with run_of(model, fwd_hooks, edits=False):
         run = prepare(model, canvas, settings)
+        if predictions is not None:
+            run.record_predictions(predictions)
         record = run_loop(run, fwd_hooks=fwd_hooks, around=around, progress=progress)
         return Trajectory.of(run, {**run.describe(), **record})
 

@@ -39,7 +39,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.denoising.canvas import Canvas
-from diffusion_lens.denoising.predictor import predictor_for
+from diffusion_lens.denoising.predictions import MAX_BYTES, PredictionRecorder, Predictions
+from diffusion_lens.denoising.predictor import Repeating, predictor_for
 from diffusion_lens.denoising.sampler import (
     Plan,
     PositionNoise,
@@ -61,6 +62,7 @@ from diffusion_lens.model.self_conditioning import expected_embedding
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import provenance
+from diffusion_lens.settings import Whole
 
 
 def run_loop(
@@ -99,6 +101,8 @@ def run_loop(
                 if positions is not None:
                     # 3. Predict: compute the logits of p(x_0 | x_t) at these positions, guided by eq. 9 of Nie et al.
                     prediction = run.predict(state, positions)
+                    if run.recorder is not None:
+                        run.recorder.add(state, positions, prediction)
 
                     # 4. Propose: take the likeliest token at each position, or sample one at the temperature by
                     #    Gumbel-max (ML-GSAI/SMDM `add_gumbel_noise`). A sampler of transitions draws x_s itself.
@@ -153,6 +157,7 @@ class Run:
         revealed_before: Int[batch pos], as in `Trajectory`.
         handed_script: What each step of a forced run reads of earlier ones, where the sampler hands something on.
         handed: What the next step reads of the earlier ones; `None` where the sampler hands nothing on.
+        recorder: Keeps what the steps predict; `None` if this is not asked for.
         kept: Float[batch], noise of the rows that the last step left as they were, where the sampler keeps it; NaN for
             the others.
     """
@@ -169,6 +174,7 @@ class Run:
     sigmas: list[float | tuple[float, ...]] | None = None
     handed_script: Handed | None = None
     handed: Handed | None = None
+    recorder: PredictionRecorder | None = None
 
     def __post_init__(self) -> None:
         assert isinstance(self.settings.sampler, Sampler)
@@ -201,6 +207,25 @@ class Run:
         self.sigmas[index] = sigma
         of_rows = sigma if isinstance(sigma, tuple) else (sigma,) * len(self.seeds)
         self.kept = torch.tensor(of_rows, dtype=torch.float64)
+
+    def record_predictions(self, top_k: Whole, first_step: int = 0, max_bytes: int = MAX_BYTES) -> None:
+        """Keep what the steps predict, from the first one on."""
+        steps, masked = range(first_step, len(self.times) - 1), self.canvas.masked(self.tokens)
+        self.recorder = PredictionRecorder(self.model.cfg, top_k, masked, steps, max_bytes)
+        if not (self.sampler.hands_on or self.sampler.approximate_cache):
+            self.predictor = Repeating(self.model, self.predictor)  # many steps leave the canvas as it is
+
+    def predictions(self, words: dict[int, str], record: dict[str, Any]) -> Predictions | None:
+        """What the steps predicted, if this was recorded, with the words of the canvases and those of other tokens."""
+        if self.recorder is None:
+            return None
+        ids = [token for token in self.recorder.entries.tokens.unique().tolist() if token not in words]
+        return self.recorder.result(
+            written=self.tokens.cpu(),
+            revealed_at=self.revealed_at.cpu(),
+            words={**words, **dict(zip(ids, self.model.words(ids), strict=True))},
+            record=record,
+        )
 
     def describe(self) -> dict[str, Any]:
         """The settings and the network, for the record of the trajectory."""
@@ -265,13 +290,16 @@ class Run:
     def open_positions(self, state: StepState, plan: Plan) -> PosMask | None:
         """Positions at which tokens are proposed, or `None` where the step needs no forward pass.
 
-        While anything is hooked, these are all masked positions, so that a hook may change the order. A text that grows
-        has only the planned ones.
+        While anything is hooked, these are all masked positions, so that a hook may change the order; and while
+        predictions are recorded. A text that grows has only the planned ones.
         """
         hooks, writes = self.model.loop_hooks, bool(plan.counts.any())
         later = (hooks.hook_logits, hooks.hook_candidates, hooks.hook_confidence, hooks.hook_reveal)
+        all_are_read = self.model.is_hooked or any(map(is_hooked, later))
+        if not all_are_read and self.recorder is not None:
+            all_are_read = bool(state.masked.any())
         # Where all rows are finished, no hook can change what is written.
-        if not (self.model.is_hooked or any(map(is_hooked, later))) or (self.sampler.hands_on and not writes):
+        if not all_are_read or (self.sampler.hands_on and not writes):
             return plan.positions if writes else None
         return plan.positions if self.model.cfg.is_autoregressive else state.masked
 

@@ -218,11 +218,11 @@ class ApproximatelyCached(Predictor):
         renewed = span | opens[:, None]
         self._starts, self._held = starts, inside & ~span & writes[:, None]
 
-        # 3. The span alone, if it is that of all rows and has all rows of the logits that are read.
+        # 3. The span alone, if it is that of all rows and contains all rows of the logits that are read.
         batch, rows = model.readout.locate(positions, canvas.real)
         start, stop, spans = 0, n_pos, torch.stack([starts, stops], dim=1)[writes].unique(dim=0).tolist()
         whole = model.is_hooked or canvas.real is not None or model.positions.biases_scores or bool(opens.any())
-        if len(spans) == 1 and not whole and int(rows.min()) >= spans[0][0]:
+        if len(spans) == 1 and not whole and spans[0][0] <= int(rows.min()) and int(rows.max()) < spans[0][1]:
             ((start, stop),) = spans
         self._cache.renew(renewed, start)
         logits: Tensor = model(

@@ -13,6 +13,7 @@ from torch import Tensor
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.canvas import Canvas, reach_of
 from diffusion_lens.denoising.loop import LoopRows, Run, run_loop
+from diffusion_lens.denoising.predictions import MAX_BYTES, Predictions
 from diffusion_lens.denoising.predictor import Cached, Conditional, FirstGiven
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_model
 from diffusion_lens.denoising.sampler import PositionNoise, Sampler, Seed, row_seeds
@@ -35,7 +36,7 @@ from diffusion_lens.records.results import (
     texts_of,
 )
 from diffusion_lens.records.schema import built, require_indices
-from diffusion_lens.settings import at_least, checked_arguments, one_of, whole_number
+from diffusion_lens.settings import Whole, at_least, checked_arguments, one_of, whole_number
 from weight_conversion import Architecture, NoiseSchedule, Variant
 
 _TENSORS = ("tokens", "canvases", "prompt", "revealed_at", "revealed_before", "confidence", "given", "real")
@@ -101,6 +102,7 @@ class Trajectory(Saved, Result):
             canvases.
         handed: What each step read of the steps before it, beside the canvas, with a first axis for steps; `None` where
             steps read the canvas alone.
+        recorded: What each step predicted, if this was recorded; `predictions` reads it.
     """
 
     tokens: Tokens
@@ -116,6 +118,7 @@ class Trajectory(Saved, Result):
     words: dict[int, str]
     record: dict[str, Any]
     handed: Handed | None = None
+    recorded: Predictions | None = None
     KIND = "trajectory"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "blank": int, "first_step": int, "forward_passes": int}
 
@@ -134,6 +137,7 @@ class Trajectory(Saved, Result):
         model, canvas = run.model, run.canvas
         canvases = torch.stack(run.canvases)
         ids = canvases.unique().tolist()
+        words = dict(zip(ids, model.words(ids), strict=True))
         has_text = model.tokenizer is not None
         real = torch.ones_like(canvas.given) if canvas.real is None else canvas.real
         whole = [row[inside] for row, inside in zip(run.tokens, real, strict=True)]
@@ -150,9 +154,10 @@ class Trajectory(Saved, Result):
             real=real,
             text=[model.to_string(row) if has_text else "" for row in whole],
             completion=[to_completion(model, row) if has_text else "" for row in written],
-            words=dict(zip(ids, model.words(ids), strict=True)),
+            words=words,
             record=record,
             handed=Handed.stacked(run.handed_history) if run.handed_history else None,
+            recorded=run.predictions(words, record),
         )
 
     @property
@@ -254,7 +259,9 @@ class Trajectory(Saved, Result):
                 [sigma[row] for row in rows] if isinstance(sigma, Sequence) else sigma for sigma in sigmas
             ]
         handed = None if self.handed is None else self.handed[:, rows]
-        return replace(self, **tensors, **texts, canvases=self.canvases[:, rows], record=record, handed=handed)
+        recorded = None if self.recorded is None else self.recorded.part(rows)
+        changed: dict[str, Any] = {**tensors, **texts, "record": record, "handed": handed, "recorded": recorded}
+        return replace(self, canvases=self.canvases[:, rows], **changed)
 
     def str_canvases(self, row: int = 0) -> list[list[str]]:
         """The text at each position of one row, for every canvas."""
@@ -280,7 +287,15 @@ class Trajectory(Saved, Result):
         step = whole_number("step", step)
         index, record = self._canvas_index(step), {**self.record, "first_step": step}
         before, handed = self._revealed_before(step), None if self.handed is None else self.handed[index:]
-        return replace(self, canvases=self.canvases[index:], revealed_before=before, record=record, handed=handed)
+        recorded = None if self.recorded is None else self.recorded.part(range(len(self)), index)
+        return replace(
+            self,
+            canvases=self.canvases[index:],
+            revealed_before=before,
+            record=record,
+            handed=handed,
+            recorded=recorded,
+        )
 
     def state_at(self, step: int, device: str | torch.device | None = None, tokens: Tokens | None = None) -> StepState:
         """The value of `hook.step` at a step, in the conditional branch, for forward passes that stand for this step.
@@ -429,6 +444,12 @@ class Trajectory(Saved, Result):
         run.kept = rows.kept
         return run
 
+    @property
+    def predictions(self) -> "RunPredictions":
+        """What each step predicted: attributes are those of `Predictions`, as `denoise(..., predictions=k)` recorded
+        it, and a call, `trajectory.predictions(model, top_k=k)`, takes a forced replay, with the same numbers."""
+        return RunPredictions(self)
+
     def diff(self, other: "Trajectory") -> TrajectoryDiff:
         """The differences from another run of the same prompt.
 
@@ -493,6 +514,16 @@ class Trajectory(Saved, Result):
         traces = () if trace is None else tuple(trace) if isinstance(trace, Sequence) else (trace,)
         page = page_of(self, lens, traces, attention, logits, whole_number("row", row))
         return page if path is None else write_page(page, path, whole_number("max_bytes", max_bytes))
+
+    def replayed_predictions(
+        self, model: DiffusionTransformer, top_k: Whole, fwd_hooks: FwdHooks, max_bytes: int, progress: bool
+    ) -> Predictions:
+        """What each step predicts in a forced replay."""
+        run = self.started(model, forced=True)
+        run.record_predictions(top_k, self.first_step, max_bytes)
+        recorded = self._finish(run, "forced", fwd_hooks, progress).recorded
+        assert recorded is not None
+        return replace(recorded, revealed_at=self.revealed_at.cpu())
 
     def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":
         """Take the steps of a replay, and record what it replays."""
@@ -576,6 +607,52 @@ class Trajectory(Saved, Result):
         batch, pos = self.tokens.shape
         size = f"{batch} x {pos} positions, {self.n_steps} steps, {self.forward_passes} forward passes"
         return f"{type(self).__name__}({size})"
+
+
+class RunPredictions:
+    """`Trajectory.predictions`: what was recorded with the run or, by a call, what a forced replay predicts."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._trajectory = trajectory
+
+    @checked_arguments
+    def __call__(
+        self,
+        model: DiffusionTransformer,
+        top_k: SupportsIndex = 5,
+        *,
+        fwd_hooks: FwdHooks = (),
+        max_bytes: SupportsIndex = MAX_BYTES,
+        progress: bool = False,
+    ) -> Predictions:
+        """What each step predicts in a forced replay, under the hooks of the model and these.
+
+        Args:
+            model: The model of the run, whose weights may have been edited since.
+            top_k: Number of likeliest tokens to record at each position.
+            fwd_hooks: The same as in `denoise`.
+            max_bytes: Most memory for the predictions.
+            progress: Whether to show a progress bar.
+
+        Raises:
+            ValueError: Another model, more tokens than it can write, or predictions that exceed `max_bytes`.
+        """
+        limit = whole_number("max_bytes", max_bytes)
+        return self._trajectory.replayed_predictions(model, whole_number("top_k", top_k), fwd_hooks, limit, progress)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._trajectory.recorded is None:
+            raise AttributeError(
+                f"predictions.{name}: this run recorded none. Call trajectory.predictions(model, top_k=5), which takes "
+                "its steps again, or denoise(..., predictions=5)"
+            )
+        return getattr(self._trajectory.recorded, name)
+
+    def __repr__(self) -> str:
+        recorded = self._trajectory.recorded
+        return "predictions: none recorded" if recorded is None else repr(recorded)
 
 
 def _plain(sigma: float | Sequence[float]) -> float | tuple[float, ...]:

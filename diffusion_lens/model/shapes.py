@@ -21,6 +21,7 @@ chosen       experts that a position is processed by, in order
 d_cond       width of the vector that conditions a network on the time
 d_vocab      tokens that the model can read (rows of the embedding)
 d_vocab_out  tokens that the model can write (columns of the head), without [MASK]
+token        tokens that occur in a result, in the order of their ids
 sample       samples of noise
 cell         cells of a grid, each a restored or patched run
 answer       tokens of an answer, in order

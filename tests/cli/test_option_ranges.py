@@ -38,7 +38,7 @@ WRONG = {
         "-1",
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
     "checkpoint-every max-bytes per-person block-size "
-    "seeds depth workers n-texts longest-prompt top-k evaluate-every",
+    "seeds depth workers n-texts longest-prompt top-k predictions evaluate-every",
     ("-1",): "occurrence prefixes ask at-step step head attention mask-token-id check rank anneal warmup crop patience",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise weight-decay clamp-norm-factor kl-factor stop-below "
     "lr-end distil states",

@@ -1,0 +1,317 @@
+"""What a run predicted at every step: the likeliest tokens at each position that the step might write.
+
+A step predicts p(x_0 | x_t) at every masked position at once and writes a few of these predictions. The others are what
+the network believed and did not say: with them a run shows when it made up its mind, and whether it was right. They are
+recorded during the run, `model.denoise(..., predictions=k)`, or by a forced replay of a run without them,
+`trajectory.predictions(model, top_k=k)`, with the same numbers.
+
+The distribution is that of the network after guidance and after hooks at `denoise.hook_logits`, at temperature 1.
+Probabilities and entropy are those of all logits, and the likeliest tokens are among those that the model can write,
+that is, without [MASK], as in the logit lens. Only entries that were predicted are kept, and a token as an index among
+those that occur, in two bytes where these are at most 65,536.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Integer, UInt8
+from torch import Tensor
+
+from diffusion_lens.denoising.sampler import Prediction
+from diffusion_lens.hooks.step import StepState
+from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model, texts_of
+from diffusion_lens.settings import Whole, at_least, one_of, pick_indices
+
+NOTHING = -1
+MAX_BYTES = 2**31
+_LOGITS_AT_ONCE = 24 * 2**20  # bytes of the logits that are sorted together
+# What `plot` can show: the title of the colour bar, and the colours.
+SHOWN = {
+    "entropy": ("entropy (nats)", "viridis_r"),
+    "probability": ("p(likeliest)", "viridis"),
+    "margin": ("p(first) - p(second)", "viridis"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions(PicturedResult, Saved):
+    """The likeliest tokens at each position that each step might write, with probabilities and entropy.
+
+    `tokens`, `probabilities`, `entropy` and `masked` are whole tables with named axes, made of the entries when they
+    are first read. Tables of numbers are NaN, and those of tokens -1, where nothing is predicted.
+
+    Columns of the data frame: step, batch, pos, likeliest, probability, entropy, margin (of two or more tokens),
+    written, right; a row for each prediction.
+
+    Attributes:
+        steps: Index of each step.
+        flags: UInt8[step batch byte], a bit for each position that a step predicts, the first position highest.
+        ids: Int[token], the tokens that occur.
+        entry_tokens: Integer[entry top], index in `ids` of the likeliest tokens, the likeliest first; entries are in
+            the order of step, row and position.
+        entry_probabilities: Float[entry top], their probabilities.
+        entry_entropy: Float[entry] in nats, entropy of the prediction.
+        written: Int[batch pos], the final canvas.
+        revealed_at: Int[batch pos], the step that revealed each position, as in `Trajectory`.
+        words: Text of every id that occurs, on the final canvas too.
+        record: That of the run.
+    """
+
+    KIND: ClassVar[str] = "predictions"
+
+    steps: list[int]
+    flags: UInt8[Tensor, "step batch byte"]
+    ids: Int[Tensor, "token"]
+    entry_tokens: Integer[Tensor, "entry top"]
+    entry_probabilities: Float[Tensor, "entry top"]
+    entry_entropy: Float[Tensor, "entry"]
+    written: Tokens
+    revealed_at: Int[Tensor, "batch pos"]
+    words: dict[int, str] = field(repr=False)
+    record: dict[str, Any] = field(repr=False)
+
+    def _axes(self) -> Iterable[tuple[str, Any]]:
+        return (("step", self.steps),)
+
+    def _check(self) -> None:
+        if self.flags.shape[2] != -(-self.written.shape[1] // 8) or int(self.masked.sum()) != len(self.entry_entropy):
+            raise ValueError(f"the flags are not those of {len(self.entry_entropy)} predictions on this canvas")
+        if len(self.entry_tokens) and int(self.entry_tokens.long().max()) >= len(self.ids):
+            raise ValueError("an index of a token is outside ids")
+        if unknown := {*self.ids.tolist(), *self.written.unique().tolist()} - self.words.keys():
+            raise ValueError(f"words lacks the token {min(unknown)}")
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Integer[Tensor, "entry top"],
+        probabilities: Float[Tensor, "entry top"],
+        entropy: Float[Tensor, "entry"],
+        masked: Bool[Tensor, "step batch pos"],
+        **others: Any,
+    ) -> "Predictions":
+        """Predictions from the entries where `masked` is true, in reading order, and the other fields."""
+        ids, indices = tokens.unique(return_inverse=True)
+        small = torch.uint16 if len(ids) <= 2**16 else torch.int32
+        flags = torch.from_numpy(np.packbits(masked.numpy(), axis=2))
+        return cls(
+            flags=flags,
+            ids=ids.long(),
+            entry_tokens=indices.to(small),
+            entry_probabilities=probabilities,
+            entry_entropy=entropy,
+            **others,
+        )
+
+    @cached_property
+    def masked(self) -> Bool[Tensor, "step batch pos"]:
+        """The positions that each step predicted: masked ones, under uniform noise all that the step might change, and
+        of a text that grows the next one."""
+        bits = np.unpackbits(self.flags.numpy(), axis=2, count=self.written.shape[1])
+        return torch.from_numpy(bits).bool()
+
+    @cached_property
+    def tokens(self) -> Int[Tensor, "step batch pos top"]:
+        """The likeliest tokens, the likeliest first."""
+        return self._whole(self.ids[self.entry_tokens.long()], NOTHING)
+
+    @cached_property
+    def probabilities(self) -> Float[Tensor, "step batch pos top"]:
+        """Their probabilities."""
+        return self._whole(self.entry_probabilities, torch.nan)
+
+    @cached_property
+    def entropy(self) -> Float[Tensor, "step batch pos"]:
+        """Entropy of each prediction, in nats."""
+        return self._whole(self.entry_entropy, torch.nan)
+
+    @property
+    def likeliest(self) -> Int[Tensor, "step batch pos"]:
+        """x̂0, the likeliest token at each position."""
+        return self.tokens[..., 0]
+
+    @property
+    def margin(self) -> Float[Tensor, "step batch pos"]:
+        """Probability of the likeliest token minus that of the second; a `ValueError` if one token was recorded."""
+        if self.top_k < 2:
+            raise ValueError("the margin needs the two likeliest tokens, and one was recorded: predictions=2 or more")
+        return self.probabilities[..., 0] - self.probabilities[..., 1]
+
+    @property
+    def top_k(self) -> int:
+        """Number of tokens that are recorded at each position."""
+        return self.entry_tokens.shape[1]
+
+    def __len__(self) -> int:
+        """Number of rows of the batch."""
+        return len(self.written)
+
+    def half(self) -> "Predictions":
+        """The same with numbers in float16, for files of half the size: probabilities are then right to 5e-4 of each,
+        and those below 6e-8 are 0."""
+        return replace(
+            self,
+            entry_probabilities=self.entry_probabilities.half(),
+            entry_entropy=self.entry_entropy.half(),
+        )
+
+    def part(self, rows: Sequence[int], first: int = 0) -> "Predictions":
+        """Some rows of the batch, in this order, from an entry of `steps` on."""
+        masked = self.masked[first:, rows]
+        number = torch.zeros(self.masked.shape, dtype=torch.long)
+        number[self.masked] = torch.arange(len(self.entry_entropy))
+        kept = number[first:, rows][masked]
+        return Predictions.of(
+            self.ids[self.entry_tokens[kept].long()],
+            self.entry_probabilities[kept],
+            self.entry_entropy[kept],
+            masked,
+            steps=self.steps[first:],
+            written=self.written[rows],
+            revealed_at=self.revealed_at[rows],
+            words=self.words,
+            record=self.record,
+        )
+
+    @staticmethod
+    def stream(folder: str | Path) -> "Iterator[Predictions]":
+        """The predictions in the files of a folder, one file after the other in the order of their names, so that
+        those of many runs are never in memory together; a `ValueError` if there is none."""
+        paths = sorted(Path(folder).glob("*.safetensors"))
+        if not paths:
+            raise ValueError(f"{folder} contains no .safetensors file: save predictions of runs there")
+        return map(Predictions.load, paths)
+
+    def plot(self, row: Whole = 0, *, show: str = "entropy", ax: Any = None, title: str | None = None) -> Any:
+        """The canvas of one row, a column for each step, with the likeliest token in each cell; returns the axes.
+
+        Args:
+            row: Row of the batch.
+            show: What the colour shows: "entropy", "probability" of the likeliest token, or the "margin".
+        """
+        from diffusion_lens import plots
+
+        one_of(*SHOWN)("show", show)
+        (index,) = pick_indices("row", [row], len(self))
+        positions = self.masked[:, index].any(dim=0).nonzero()[:, 0].tolist()
+        values = self.probabilities[..., 0] if show == "probability" else getattr(self, show)
+        values = values[:, index, positions].T.float()
+        known, (bar, hue) = values[~values.isnan()], SHOWN[show]
+        return plots.token_map(
+            values,
+            [[self.words.get(int(t), "") for t in each] for each in self.likeliest[:, index, positions].T],
+            rows=[f"{i}  {plots.readable(self.words[int(self.written[index, i])])}" for i in positions],
+            layers=self.steps,
+            xlabel="denoising step",
+            hue=hue,
+            limits=(0.0, float(known.max()) if show == "entropy" and len(known) else 1.0),
+            bar=bar,
+            title=title or f"{shown_model(self.record)}: what each step predicted",
+            ax=ax,
+        )
+
+    def _whole(self, entries: Tensor, absent: int | float) -> Tensor:
+        """A table of all steps, rows and positions."""
+        table = entries.new_full((*self.masked.shape, *entries.shape[1:]), absent)
+        table[self.masked] = entries
+        return table
+
+    def _table(self) -> Table:
+        steps, rows, positions = self.masked.nonzero(as_tuple=True)
+        likeliest, written = self.likeliest[self.masked], self.written[rows, positions]
+        columns = {
+            "step": torch.tensor(self.steps)[steps],
+            "batch": rows,
+            "pos": positions,
+            "likeliest": texts_of(likeliest, self.words),
+            "probability": self.entry_probabilities[:, 0],
+            "entropy": self.entry_entropy,
+            **({"margin": self.margin[self.masked]} if self.top_k > 1 else {}),
+            "written": texts_of(written, self.words),
+            "right": likeliest == written,
+        }
+        return Table(columns)
+
+    def __repr__(self) -> str:
+        shape = f"{len(self.steps)} steps, {len(self)} x {self.written.shape[1]} positions"
+        return f"Predictions({shown_model(self.record)}, {shape}, top {self.top_k})"
+
+
+class Ranked(NamedTuple):
+    """The likeliest tokens of rows of logits, their probabilities, and the entropy of each row."""
+
+    tokens: Int[Tensor, "entry top"]
+    probabilities: Float[Tensor, "entry top"]
+    entropy: Float[Tensor, "entry"]
+
+
+def ranked(logits: Float[Tensor, "entry d_vocab_out"], top_k: int, cfg: DiffusionConfig) -> Ranked:
+    """The likeliest tokens that a model can write, from logits whose softmax is p(x_0), in float32 at least."""
+    writable = cfg.writable(torch.arange(logits.shape[1], device=logits.device))
+    n_at_once = max(1, _LOGITS_AT_ONCE // (4 * logits.shape[1]))
+    parts = []
+    for some in logits.split(n_at_once):
+        wide = some.to(torch.promote_types(some.dtype, torch.float32))
+        p = wide.softmax(dim=-1)
+        top = wide.masked_fill(~writable, float("-inf")).topk(top_k, dim=-1).indices
+        parts.append(Ranked(top, p.gather(-1, top), torch.special.entr(p).sum(dim=-1)))
+    return Ranked(*map(torch.cat, zip(*parts, strict=True)))
+
+
+class PredictionRecorder:
+    """Keeps the predictions of a run while it takes its steps.
+
+    Args:
+        masked: Bool[batch pos], the open positions of the first canvas.
+
+    Raises:
+        ValueError: The model cannot write so many tokens, or the predictions would exceed `max_bytes`.
+    """
+
+    def __init__(self, cfg: DiffusionConfig, top_k: Whole, masked: PosMask, steps: range, max_bytes: int) -> None:
+        self.cfg, self.steps, self.top_k = cfg, steps, at_least(1, "predictions", top_k)
+        n_writable = int(cfg.writable(torch.arange(cfg.d_vocab_out)).sum())
+        if self.top_k > n_writable:
+            raise ValueError(f"predictions={self.top_k}, but {cfg.model_name!r} can write {n_writable} tokens")
+        n_steps, n_open = len(steps), int(masked.sum())
+        # A text that grows predicts one token of a row in a step; elsewhere a step has at most all open positions.
+        n_entries = n_open if cfg.is_autoregressive else n_steps * n_open
+        if (needed := n_entries * (8 * self.top_k + 4) + n_steps * masked.numel()) > max_bytes:
+            raise ValueError(
+                f"the {self.top_k} likeliest tokens at up to {n_open:,} positions in {n_steps} steps take {needed:,} "
+                f"bytes, and {max_bytes:,} are allowed: denoise fewer rows at once, and save the predictions of each "
+                "batch (`Predictions.stream` reads them one after the other), or record fewer tokens"
+            )
+        self._masked = [torch.zeros(masked.shape, dtype=torch.bool)] * n_steps
+        self._parts: list[Ranked] = []
+
+    def add(self, state: StepState, positions: PosMask, prediction: Prediction) -> None:
+        """Keep what a step predicts at these positions, except in rows that have finished."""
+        logits, sigma = prediction.output, prediction.sigma
+        if sigma is not None:
+            logits = prediction.head.clean_logits(logits, prediction.present, prediction.amount(sigma))
+        if state.handed is not None:
+            kept = positions & ~state.handed.finished[:, None]
+            positions, logits = kept, logits[kept[positions]]
+        if not len(logits):
+            return
+        top, p, entropy = (each.cpu() for each in ranked(logits, self.top_k, self.cfg))
+        self._masked[state.index - self.steps.start] = positions.cpu()
+        self._parts.append(Ranked(top.int(), p.float(), entropy.float()))
+
+    @property
+    def entries(self) -> Ranked:
+        """The predictions of all steps so far."""
+        none = Ranked(torch.empty(0, self.top_k, dtype=torch.int), torch.empty(0, self.top_k), torch.empty(0))
+        return Ranked(*map(torch.cat, zip(none, *self._parts, strict=True)))
+
+    def result(self, **others: Any) -> Predictions:
+        """The predictions with the other fields: the final canvas, the words of all tokens, and the record."""
+        return Predictions.of(*self.entries, torch.stack(self._masked), steps=list(self.steps), **others)
