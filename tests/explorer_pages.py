@@ -52,7 +52,9 @@ def explored(name: str = "site-mdm") -> Explored:
 
 def page_of(run: Explored) -> Any:
     """The page of a run with all its views."""
-    return run.trajectory.explore(lens=run.lens, trace=run.trace, attention=run.cache, predictions=run.trajectory.predictions(run.model))
+    return run.trajectory.explore(
+        lens=run.lens, trace=run.trace, attention=run.cache, predictions=run.trajectory.predictions(run.model)
+    )
 
 
 def pair_page() -> Any:

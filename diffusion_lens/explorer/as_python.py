@@ -179,7 +179,7 @@ def views_code(run: str, cached: Callable[[str], str], predictions: str) -> dict
         "committed = commitment_steps(predictions)[0]  # [pos]\n\n"
         "index = predictions.steps.index({step})\n"
         "top = [predictions.words.get(token) for token in predictions.tokens[index, 0, {position}].tolist()]\n"
-        "print(list(zip(top, p[index, {position}].tolist())), entropy[index, {position}].item(), \"nats\")",
+        'print(list(zip(top, p[index, {position}].tolist())), entropy[index, {position}].item(), "nats")',
         "attention": f"{cached(PATTERN)}\npattern = cache[{{step}}][{PATTERN}][0, {{head}}]  # [query key]",
     }
 

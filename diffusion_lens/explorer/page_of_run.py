@@ -13,7 +13,7 @@ from torch import Tensor
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.predictions import Predictions
 from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance, without_canvas_hooks
-from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.denoising.trajectory import RunPredictions, Trajectory
 from diffusion_lens.explorer.as_python import LOGITS, TOP_K, RunCode, lens_statements, trace_statements, views_code
 from diffusion_lens.model.config import reached
 from diffusion_lens.pages import views
@@ -53,13 +53,14 @@ def page_of(
     row %= len(trajectory)
     words, code, record = Words(), RunCode(trajectory, row), trajectory.record
     entry = canvas_entry(trajectory, row, words)
+    if lens is not None:
+        _accepted("lens", check_lens, trajectory, lens, row)
     predicted = _predicted(trajectory, lens, logits, predictions, row)
     codes = views_code(code.run, code.cached, code.predictions(predicted.top_k if predicted else TOP_K))
     shown: dict[str, View] = {}
     python = {"run": codes["run"], "canvas": codes["canvas"]}
 
     if lens is not None:
-        _accepted("lens", check_lens, trajectory, lens, row)
         shown["lens"] = views.lens_view(lens, row, words)
         python["lens"] = f"{code.run}\n\n{lens_statements(code.trajectory, lens, row)}"
     if predicted is not None:
@@ -144,7 +145,7 @@ def check_lens(trajectory: Trajectory, lens: Any, row: int) -> None:
         raise ValueError(f"the lens read other canvases than those of row {row} of the trajectory")
 
 
-def commitment_steps(predictions: Predictions) -> Int[Tensor, "batch pos"]:
+def commitment_steps(predictions: Predictions | RunPredictions) -> Int[Tensor, "batch pos"]:
     """The first step from which on the likeliest token of a position is the one that was finally written, at every step
     that predicts it; -1 where there is none."""
     differs = predictions.masked & (predictions.likeliest != predictions.written)
@@ -158,19 +159,20 @@ def _predicted(
 ) -> Predictions | None:
     """What each step predicted in one row: as given, as recorded with the run, or from logits or a lens."""
     if predictions is not None:
-        _accepted("predictions", check_predictions, trajectory, predictions, row)
-        return predictions.part([row])
+        given: Predictions = _accepted("predictions", part_of, trajectory, predictions, row)
+        return given
     if trajectory.recorded is not None:
         return trajectory.recorded.part([row])
     if logits is not None:
-        return _accepted("predictions", predictions_of_logits, trajectory, logits, row)
+        read: Predictions = _accepted("predictions", predictions_of_logits, trajectory, logits, row)
+        return read
     if lens is not None and _reads_the_output(lens):
         return predictions_of_lens(trajectory, lens, row)
     return None
 
 
-def check_predictions(trajectory: Trajectory, predictions: Any, row: int) -> None:
-    """Raise a `ValueError` unless predictions are of this trajectory, under the network that wrote it."""
+def part_of(trajectory: Trajectory, predictions: Any, row: int) -> Predictions:
+    """The row of predictions; a `ValueError` unless they are of this trajectory, under the network that wrote it."""
     _require_network("recording of predictions", predictions.record, trajectory)
     _require_shape("predictions", predictions.written.shape, trajectory)
     indices = [step - trajectory.first_step for step in predictions.steps]
@@ -178,8 +180,12 @@ def check_predictions(trajectory: Trajectory, predictions: Any, row: int) -> Non
         raise ValueError(f"predictions= have the steps {outside}, which the trajectory does not have")
     masked = trajectory.is_open(trajectory.canvases[indices])[:, row].cpu()
     same = [(predictions.written, trajectory.tokens), (predictions.revealed_at, trajectory.revealed_at)]
-    if bool((predictions.masked[:, row] & ~masked).any()) or not all(torch.equal(a[row], b[row].cpu()) for a, b in same):
+    if bool((predictions.masked[:, row] & ~masked).any()) or not all(
+        torch.equal(a[row], b[row].cpu()) for a, b in same
+    ):
         raise ValueError(f"predictions= are of another run than row {row} of the trajectory")
+    part: Predictions = predictions.part([row])
+    return part
 
 
 def predictions_of_lens(trajectory: Trajectory, lens: Any, row: int) -> Predictions:
@@ -234,9 +240,7 @@ def predictions_of_logits(trajectory: Trajectory, cache: TrajectoryCache, row: i
     return _of_row(trajectory, row, steps, texts, top, p, entropy, torch.stack(places))
 
 
-def _of_row(
-    trajectory: Trajectory, row: int, steps: list[int], texts: dict[int, str], *entries: Tensor
-) -> Predictions:
+def _of_row(trajectory: Trajectory, row: int, steps: list[int], texts: dict[int, str], *entries: Tensor) -> Predictions:
     """Predictions of one row, from the tables of their entries."""
     return Predictions.of(
         *entries,

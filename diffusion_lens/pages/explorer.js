@@ -590,10 +590,14 @@ function lensText(cell) {
 }
 
 /** What the canvas shows and what the other views read; nothing for a run that has only the canvases which were read. */
-function readingText(run) {
+function readingText(run, layer) {
   if (run.canvases.length === run.n_steps) return "";
   const warned = run.warnings?.length ? `Warning: ${run.warnings.join(" ")}. ` : "";
-  const shown = `${warned}Text and canvas show what each step has written; tokens in frames are new.`;
+  const predicted = layer === "confidence" ? "" :
+    " Colours of the canvas show what a step predicted there, and words in italics are its likeliest tokens, not yet written.";
+  const commits = layer !== "commitment" ? "" :
+    " A position is committed from the step, marked by an edge, on which its likeliest token remains the one that is written.";
+  const shown = `${warned}Text and canvas show what each step has written; tokens in frames are new.${predicted}${commits}`;
   const views = [["lens", run.lens], ["trace", run.traces.length], ["attention", run.attention], ["predictions", run.predictions]];
   const others = views.filter(([, view]) => view).map(([name]) => name);
   if (!others.length) return shown;
@@ -743,7 +747,7 @@ class RunPanel {
 
   render() {
     setText(this.title, this.run.label);
-    setText(this.reading, readingText(this.run));
+    setText(this.reading, readingText(this.run, this.layer));
     for (const [name, { code }] of Object.entries(this.views)) code.hidden = !this.run.python?.[name];
     this.drawText();
     this.drawChanges();
@@ -868,7 +872,7 @@ class RunPanel {
     return this.load("canvas", key, [explorer.predicted(run)], (/** @type {any} */ predicted) => {
       // What is certain is saturated, whichever quantity is shown.
       const ends = layer === "entropy" ? { low: `${predicted.highest}`, high: "0" } :
-        layer === "commitment" ? { low: "open", high: "committed (edge: first step)" } : { low: "0", high: "1" };
+        layer === "commitment" ? { low: "open", high: "committed" } : { low: "0", high: "1" };
       draw((step, p) => this.layerCell(predicted, step, p), { name: CANVAS_COLOURS[layer], ...ends },
         layer === "commitment" ? [0, 0, COMMITTED, COMMITTED] : undefined);
       this.markSelection();

@@ -59,7 +59,7 @@ def test_recorded_predictions_are_on_the_page(run, row, tmp_path):
     page = read(run.explore(row=row), tmp_path)
     shown = page.run()
     same_tables(run.predictions, row, shown["predictions"], page.read("predictions")[1], shown["words"])
-    assert set(name for _, name in page.chunks) == {"predictions"}
+    assert {name for _, name in page.chunks} == {"predictions"}
     assert "predictions" not in shown["missing"]
 
 
@@ -67,7 +67,9 @@ def test_the_code_gives_the_recorded_numbers(tiny, run, tmp_path):
     code = read(run.explore(row=1), tmp_path).run()["python"]["predictions"]
     step, _, position = run.predictions.masked[:, 1:].nonzero()[-1].tolist()
     again, printed = ran(as_selected(code, step=step, position=position), tiny)
-    torch.testing.assert_close(again["predictions"].probabilities[:, 0], run.predictions.probabilities[:, 1], equal_nan=True)
+    torch.testing.assert_close(
+        again["predictions"].probabilities[:, 0], run.predictions.probabilities[:, 1], equal_nan=True
+    )
     assert repr(run.predictions.words[int(run.predictions.likeliest[step, 1, position])]) in printed
 
 
