@@ -596,7 +596,7 @@ function readingText(run, layer) {
   const predicted = layer === "confidence" ? "" :
     " Colours of the canvas show what a step predicted there, and words in italics are its likeliest tokens, not yet written.";
   const commits = layer !== "commitment" ? "" :
-    " A position is committed from the step, marked by an edge, on which its likeliest token remains the one that is written.";
+    " An edge marks the first step from which on the likeliest token is the one that is written in the end.";
   const shown = `${warned}Text and canvas show what each step has written; tokens in frames are new.${predicted}${commits}`;
   const views = [["lens", run.lens], ["trace", run.traces.length], ["attention", run.attention], ["predictions", run.predictions]];
   const others = views.filter(([, view]) => view).map(([name]) => name);
