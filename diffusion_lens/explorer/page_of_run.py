@@ -193,11 +193,11 @@ def predictions_of_lens(trajectory: Trajectory, lens: Any, row: int) -> Predicti
     layer, order = lens.labels.index("final_post"), torch.tensor(lens.positions).argsort()
 
     def table(x: Tensor) -> Tensor:
-        return (x[None] if lens.steps is None else x)[:, layer, row][:, order]
+        return (x[None] if lens.steps is None else x)[:, layer, row].cpu()[:, order]
 
     top = table(lens.top_tokens)
-    read = (lens.tokens if lens.steps is not None else lens.tokens[None])[:, row][:, order] == trajectory.blank
-    read &= top[..., 0] >= 0
+    canvases = (lens.tokens[None] if lens.steps is None else lens.tokens)[:, row].cpu()[:, order]
+    read = (canvases == trajectory.blank) & (top[..., 0] >= 0)
     masked = torch.zeros(len(read), 1, trajectory.tokens.shape[1], dtype=torch.bool)
     masked[:, 0, sorted(lens.positions)] = read
     entries = (top[read], table(lens.top_probabilities)[read], table(lens.entropy)[read], masked)
