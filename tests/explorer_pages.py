@@ -52,7 +52,9 @@ def explored(name: str = "site-mdm") -> Explored:
 
 def page_of(run: Explored) -> Any:
     """The page of a run with all its views."""
-    return run.trajectory.explore(lens=run.lens, trace=run.trace, attention=run.cache, logits=run.cache)
+    return run.trajectory.explore(
+        lens=run.lens, trace=run.trace, attention=run.cache, predictions=run.trajectory.predictions(run.model)
+    )
 
 
 def pair_page() -> Any:
@@ -86,7 +88,7 @@ def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tu
         return Stored("u2", torch.randint(len(texts), (*shape, k), generator=generator).numpy()), Stored.shares(p)
 
     steps, layers, positions = list(range(n_steps)), list(range(n_layers + 1)), list(range(n_pos))
-    lens, alternatives = {}, {}
+    lens = {}
     for step in steps:
         tokens, p = top(n_layers + 1, n_pos)
         numbers = rand(n_layers + 1, n_pos)
@@ -99,13 +101,14 @@ def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tu
                 "probability": Stored.shares(rand(n_layers + 1, n_pos)),
             }
         )
-        masked = (canvases[step] < 0).nonzero().flatten().tolist()
-        tokens, p = top(len(masked))
-        arrays = {"positions": Stored.integers(masked), "top_tokens": tokens, "top_probabilities": p}
-        alternatives[f"alternatives/{step}"] = pack(arrays)
     labels = [f"{layer}_pre" for layer in layers[:-1]] + ["final_post"]
     targets = final.tolist()
     lens_entry = dict(labels=labels, layers=layers, positions=positions, steps=steps, k=k, targets=targets, target="")
+    predicted, position = (canvases[:-1] < 0).nonzero(as_tuple=True)
+    tokens, p = top(len(predicted))
+    predictions = {"step": Stored.integers(predicted), "position": Stored.integers(position)}
+    predictions |= {"entropy": Stored.numbers(6 * rand(len(predicted))), "top_tokens": tokens, "top_probabilities": p}
+    predictions_entry = dict(k=k, steps=steps, committed=(revealed_at // 2).tolist(), chunk="predictions")
     scores = rand(n_steps, n_pos, n_layers)
     scores[:, -2:] = torch.nan
     trace = views.trace_entry("resid", "resid", (2, 4), positions, layers[:-1], steps, "the answer")
@@ -136,7 +139,7 @@ def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tu
     run = PageRun.of(
         entry,
         [views.trace_view(trace, scores, [0.9] * n_steps, [0.1] * n_steps)],
-        alternatives=views.View(views.alternatives_entry(k, steps), alternatives),
+        predictions=views.View(predictions_entry, {"predictions": pack(predictions)}),
         lens=views.View({**lens_entry, "chunk": "lens/{step}"}, lens),
         attention=views.attention_view(patterns),
     )

@@ -36,6 +36,11 @@ def unpack(chunk: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return header, arrays
 
 
+def predicted_at(arrays: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
+    """The entries of the predictions' chunk that belong to a step."""
+    return {name: x[arrays["step"] == step] for name, x in arrays.items() if name != "step"}
+
+
 class Scripts(HTMLParser):
     """The script elements of a document, as a browser would end them."""
 

@@ -480,21 +480,24 @@ class Trajectory(Saved, Result):
         trace: Any = None,
         attention: TrajectoryCache | None = None,
         logits: TrajectoryCache | None = None,
+        predictions: "Predictions | RunPredictions | None" = None,
         row: SupportsIndex = 0,
         max_bytes: SupportsIndex = 16 * 2**20,
     ) -> Any:
         """Write one row as an explorer page: one HTML file that needs no network, for any browser.
 
-        The page shows the canvas by step with the order and the confidence of the tokens, and the results that are
-        given. Where one is missing, it says what to pass. Every view shows the Python code that gives its numbers.
+        The page shows the canvas by step with the order and the confidence of the tokens, what each step predicted, if
+        that was recorded, and the results that are given. Where one is missing, it says what to pass. Every view shows
+        the Python code that gives its numbers.
 
         Args:
             path: File to write, ending in .html; by default the page is returned, and shows itself in a notebook.
             lens: `logit_lens(model, trajectory)`, at all or some steps.
             trace: `trace_trajectory(model, fact, trajectory=trajectory, ...)`, or several, of different kinds.
             attention: Cache with the patterns, `blocks.{i}.attn.hook_pattern`, of some layers and steps.
-            logits: Cache with `denoise.hook_logits`, for the likeliest tokens at every masked position, after guidance.
-                It may be the same cache. Without it they are those of the lens's last layer, if there is no guidance.
+            logits: Cache with `denoise.hook_logits`, which may be the same cache. It gives the predictions of a run
+                without them, as does the lens's last layer, if there is no guidance.
+            predictions: `trajectory.predictions(model, top_k=5)`, in place of those that were recorded with the run.
             row: Row of the batch.
             max_bytes: Largest size of the file; a larger one is refused, with what to leave out.
 
@@ -512,7 +515,7 @@ class Trajectory(Saved, Result):
         if path is not None:
             html_path(path)
         traces = () if trace is None else tuple(trace) if isinstance(trace, Sequence) else (trace,)
-        page = page_of(self, lens, traces, attention, logits, whole_number("row", row))
+        page = page_of(self, lens, traces, attention, logits, predictions, whole_number("row", row))
         return page if path is None else write_page(page, path, whole_number("max_bytes", max_bytes))
 
     def replayed_predictions(

@@ -133,6 +133,12 @@ class RunCode:
         given_mask = [] if all(mask) else [f"attention_mask=torch.tensor([{mask}])"]
         return ", ".join([_tokens(tokens, run.blank), *_keywords(keywords), f"sampler={sampler}", *given_mask])
 
+    def predictions(self, top_k: int) -> str:
+        """What the steps of `trajectory` predicted, as an expression."""
+        if self.is_repeatable or self.trajectory.recorded is None:
+            return f"trajectory.predictions(model, top_k={top_k})"
+        return "trajectory.predictions"
+
     def cached(self, names: str) -> str:
         """Makes `cache`, the activations of some hook points at one step; `names` is an expression."""
         if not self.is_repeatable:
@@ -152,26 +158,28 @@ def _tokens(tokens: Sequence[int], blank: int) -> str:
     return f"torch.tensor([[{', '.join(map(str, tokens[:n_given]))}{rest}]])"
 
 
-def views_code(run: str, cached: Callable[[str], str], unwritten: int) -> dict[str, str]:
-    """The code of the views that need no other result: run, canvas after a step, alternatives, attention.
+def views_code(run: str, cached: Callable[[str], str], predictions: str) -> dict[str, str]:
+    """The code of the views that need no other result: run, canvas after a step, predictions, attention.
 
     Args:
         run: Statements that make `trajectory`.
         cached: Function from an expression for hook points to statements that make their `cache` at a step.
-        unwritten: Id of the logits that is never written, that of [MASK]; -1 for none.
+        predictions: Expression for what the steps of `trajectory` predicted.
     """
     index = "{step} - trajectory.first_step + 1"
-    without = f"ranked[:, {unwritten}] = -torch.inf  # [MASK] is never written\n" if unwritten >= 0 else ""
     return {
         "run": run,
         "canvas": f"{run}\n\n# the ids at each position after the step, and their texts\n"
         f"canvas = trajectory.canvases[{index}, 0]\nwords = trajectory.str_canvases()[{index}]",
-        "alternatives": f"{cached(repr(LOGITS))}\n"
-        "# Float[pos d_vocab_out], 0 where no token is proposed\n"
-        f"logits = cache[{{step}}][{LOGITS!r}][0].double()\n"
-        f"ranked = logits.clone()\n{without}"
-        f"top = ranked.topk({TOP_K}).indices\np = logits.softmax(dim=-1).gather(-1, top)\n"
-        "print(list(zip(model.words(top[{position}].tolist()), p[{position}].tolist())))",
+        "predictions": f"from diffusion_lens.explorer.page_of_run import commitment_steps\n{run}\n\n"
+        f"predictions = {predictions}\n"
+        "# [step pos], NaN or -1 where a step predicts nothing\n"
+        "entropy, likeliest = predictions.entropy[:, 0], predictions.likeliest[:, 0]\n"
+        "p = predictions.probabilities[:, 0]  # [step pos top]; the margin is p[..., 0] - p[..., 1]\n"
+        "committed = commitment_steps(predictions)[0]  # [pos]\n\n"
+        "index = predictions.steps.index({step})\n"
+        "top = [predictions.words.get(token) for token in predictions.tokens[index, 0, {position}].tolist()]\n"
+        'print(list(zip(top, p[index, {position}].tolist())), entropy[index, {position}].item(), "nats")',
         "attention": f"{cached(PATTERN)}\npattern = cache[{{step}}][{PATTERN}][0, {{head}}]  # [query key]",
     }
 

@@ -1,13 +1,13 @@
 """One computed run: its trajectory, the manifest's entry, and the chunks of its views, which are computed on demand.
 
-Every number comes from a call of the library: `denoise`, `logit_lens` and `trace_trajectory`, with the hooks of the
-run's interventions. The likeliest tokens are read by a hook inside the same loop, attention patterns by a pass over the
-canvas of a step.
+Every number comes from a call of the library: `denoise`, which records what its steps predict, `logit_lens` and
+`trace_trajectory`, with the hooks of the run's interventions. Attention patterns are read by a pass over the canvas of
+a step.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +19,9 @@ from diffusion_lens.analysis.engine.inputs import Inputs
 from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
 from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.loop import run_loop
-from diffusion_lens.explorer.as_python import LOGITS, TOP_K, TRACE_SCORES, lens_call, query_statement
-from diffusion_lens.explorer.page_of_run import canvas_entry
-from diffusion_lens.explorer.plan import Plan, check_position, require_reached, unwritten
+from diffusion_lens.explorer.as_python import TOP_K, TRACE_SCORES, lens_call, query_statement
+from diffusion_lens.explorer.page_of_run import canvas_entry, commitment_steps
+from diffusion_lens.explorer.plan import Plan, check_position, require_reached
 from diffusion_lens.explorer.spec import Spec
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.names import FwdHooks, loop_hook
@@ -100,7 +100,7 @@ class LiveRun:
         trajectory: The run.
         words: Words of the entry.
         entry: The manifest's entry.
-        alternatives: Chunks of the likeliest tokens, by name.
+        predictions: The chunk of what each step predicted.
         asked: The answer that the lens ranks and traces follow.
     """
 
@@ -108,7 +108,7 @@ class LiveRun:
     trajectory: Trajectory
     words: Words
     entry: dict[str, Any]
-    alternatives: dict[str, bytes]
+    predictions: bytes
     asked: Asked
 
     @classmethod
@@ -119,25 +119,18 @@ class LiveRun:
             each_step: Called at every step; an exception that it raises ends the run.
         """
         model, spec = plan.model, plan.spec
-        top: dict[int, tuple[list[int], Tensor, Tensor]] = {}
-
-        def read_logits(logits: Tensor, hook: Any) -> None:
-            each_step()
-            masked, n_top = hook.step.masked[0], min(TOP_K, logits.shape[-1])
-            top[hook.step.index] = views.alternatives_of_logits(logits[0], masked, n_top, unwritten(model))
-
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            run = watched(model, spec, plan.fwd_hooks, [(LOGITS, read_logits)])
+            run = predicting(model, spec, plan.fwd_hooks, each_step)
         plan = replace(plan, weights=run.record["weights_sha256"])
         asked, words = Asked.of(model, spec, run), Words()
         entry = canvas_entry(run, 0, words)
-        ids = sorted({token for _, tokens, _ in top.values() for token in tokens.flatten().tolist()})
-        texts = dict(zip(ids, model.words(ids), strict=True))
-        alternatives = views.alternatives_view([(step, *top[step]) for step in sorted(top)], words, texts)
-        entry |= {**_described(plan, run, words, asked), "alternatives": {**alternatives.entry, "k": TOP_K}}
+        assert run.recorded is not None
+        committed = commitment_steps(run.recorded)[0].tolist()
+        predictions = views.predictions_view(run.recorded, committed, words)
+        entry |= {**_described(plan, run, words, asked), "predictions": predictions.entry}
         entry["warnings"] = list(dict.fromkeys(str(one.message) for one in caught))
-        return cls(plan, run, words, entry, alternatives.chunks, asked)
+        return cls(plan, replace(run, recorded=None), words, entry, predictions.chunks["predictions"], asked)
 
     def require_weights(self, weights: str) -> None:
         """Raise a `ValueError` unless the weights of the model, by their SHA-256, are still those of the run."""
@@ -151,7 +144,7 @@ class LiveRun:
     def n_bytes(self) -> int:
         """Size of the run in memory, with the caches that its hooks take."""
         tensors = (self.trajectory.canvases, self.trajectory.tokens, self.trajectory.confidence)
-        return sum(x.nbytes for x in tensors) + sum(map(len, self.alternatives.values())) + self.plan.n_bytes + _ENTRY
+        return sum(x.nbytes for x in tensors) + len(self.predictions) + self.plan.n_bytes + _ENTRY
 
     def compute(self, name: str) -> bytes:
         """A chunk of the lens, the attention or a trace.
@@ -216,20 +209,23 @@ class LiveRun:
         return views.view_of_trace(trace, kind, str(self.plan.spec.answer).strip())
 
 
-def watched(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, watchers: FwdHooks) -> Trajectory:
-    """`model.denoise` with the settings and hooks of a run, and further hooks that only read.
-
-    The watchers are attached step by step, after the run's own hooks, as `denoise_with_cache` does.
-    """
+def predicting(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, each_step: Callable[[], None]) -> Trajectory:
+    """`model.denoise(..., predictions=TOP_K)` with the settings and hooks of a run, which calls `each_step`."""
     settings = DenoiseSettings(spec.steps, spec.sampler, spec.cfg_scale, spec.temperature, spec.seed)
     canvas = lay_out(model, spec.prompt, spec.length)
     looks = (loop_hook("hook_tokens"), lambda tokens, hook: require_reached(spec, tokens, hook.step.index))
+
+    def around(step: int) -> AbstractContextManager[None]:
+        each_step()
+        return nullcontext()
+
     with run_of(model, hooks):
         run = prepare(model, canvas, settings)
         n_given = int(canvas.given.sum())
         for one in spec.interventions:
             check_position(model, one, n_given, canvas.tokens.shape[1], len(run.times) - 1)
-        record = run_loop(run, fwd_hooks=[looks, *hooks], around=lambda step: model.hooks(fwd_hooks=list(watchers)))
+        run.record_predictions(TOP_K)
+        record = run_loop(run, fwd_hooks=[looks, *hooks], around=around)
         return Trajectory.of(run, {**run.describe(), **record})
 
 

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from diffusion_lens.denoising.cache import TrajectoryCache
+from diffusion_lens.denoising.predictions import Predictions
 from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance, without_canvas_hooks
-from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.denoising.trajectory import RunPredictions, Trajectory
 from diffusion_lens.explorer.as_python import LOGITS, TOP_K, RunCode, lens_statements, trace_statements, views_code
 from diffusion_lens.model.config import reached
 from diffusion_lens.pages import views
@@ -22,9 +24,8 @@ from diffusion_lens.records.results import differences, network_of, shown_model
 _CLOSE = 0.02  # Largest difference of a confidence from the cached logits, which may be in bfloat16.
 
 _MISSING = {
-    "alternatives": "Pass logits=cache, where trajectory, cache = model.denoise_with_cache(prompt, "
-    f'names_filter="{LOGITS}"), to see the likeliest tokens at every masked position. Without guidance, a lens of the '
-    "last layer shows them too.",
+    "predictions": "Record them with the run, denoise(..., predictions=5), or pass "
+    "predictions=trajectory.predictions(model, top_k=5), to see what each step predicted at every masked position.",
     "lens": "Pass lens=logit_lens(model, trajectory) to see what each layer predicts.",
     "attention": "Pass attention=cache, where trajectory, cache = model.denoise_with_cache(prompt, "
     'names_filter="blocks.0.attn.hook_pattern"), to see attention patterns.',
@@ -39,6 +40,7 @@ def page_of(
     traces: Sequence[Any] = (),
     attention: TrajectoryCache | None = None,
     logits: TrajectoryCache | None = None,
+    predictions: Any = None,
     row: int = 0,
 ) -> Page:
     """The page of one row of a trajectory, with results on it as in `Trajectory.explore`.
@@ -51,22 +53,21 @@ def page_of(
     row %= len(trajectory)
     words, code, record = Words(), RunCode(trajectory, row), trajectory.record
     entry = canvas_entry(trajectory, row, words)
-    has_column = 0 <= trajectory.blank < record["architecture"]["d_vocab_out"]
-    codes = views_code(code.run, code.cached, trajectory.blank if has_column else -1)
+    if lens is not None:
+        _accepted("lens", check_lens, trajectory, lens, row)
+    predicted = _predicted(trajectory, lens, logits, predictions, row)
+    codes = views_code(code.run, code.cached, code.predictions(predicted.top_k if predicted else TOP_K))
     shown: dict[str, View] = {}
     python = {"run": codes["run"], "canvas": codes["canvas"]}
 
     if lens is not None:
-        _accepted("lens", check_lens, trajectory, lens, row)
         shown["lens"] = views.lens_view(lens, row, words)
         python["lens"] = f"{code.run}\n\n{lens_statements(code.trajectory, lens, row)}"
-    if logits is not None:
-        shown["alternatives"] = _accepted("alternatives", alternatives_view, trajectory, logits, row, words)
-        python["alternatives"] = codes["alternatives"]
-    elif lens is not None and _reads_the_output(lens):
-        by_step = list(views.alternatives_of_lens(lens, row, trajectory.blank))
-        shown["alternatives"] = views.alternatives_view(by_step, words, lens.words)
-        python["alternatives"] = python["lens"]
+    if predicted is not None:
+        every_step = len(predicted.steps) == trajectory.n_steps
+        committed = commitment_steps(predicted)[0].tolist() if every_step else None
+        shown["predictions"] = views.predictions_view(predicted, committed, words)
+        python["predictions"] = codes["predictions"]
     if attention is not None:
         shown["attention"] = _accepted("attention", attention_view, trajectory, attention, row)
         python["attention"] = codes["attention"]
@@ -144,13 +145,71 @@ def check_lens(trajectory: Trajectory, lens: Any, row: int) -> None:
         raise ValueError(f"the lens read other canvases than those of row {row} of the trajectory")
 
 
-def alternatives_view(trajectory: Trajectory, cache: TrajectoryCache, row: int, words: Words) -> View:
-    """The likeliest tokens at the masked positions, from a cache of the loop's logits after guidance."""
+def commitment_steps(predictions: Predictions | RunPredictions) -> Int[Tensor, "batch pos"]:
+    """The first step from which on the likeliest token of a position is the one that was finally written, at every step
+    that predicts it; -1 where there is none."""
+    differs = predictions.masked & (predictions.likeliest != predictions.written)
+    since = predictions.masked & (differs.flip(0).cumsum(dim=0).flip(0) == 0)
+    first = torch.tensor(predictions.steps)[since.int().argmax(dim=0)]
+    return first.masked_fill(~since.any(dim=0), -1)
+
+
+def _predicted(
+    trajectory: Trajectory, lens: Any, logits: TrajectoryCache | None, predictions: Any, row: int
+) -> Predictions | None:
+    """What each step predicted in one row: as given, as recorded with the run, or from logits or a lens."""
+    if predictions is not None:
+        given: Predictions = _accepted("predictions", part_of, trajectory, predictions, row)
+        return given
+    if trajectory.recorded is not None:
+        return trajectory.recorded.part([row])
+    if logits is not None:
+        read: Predictions = _accepted("predictions", predictions_of_logits, trajectory, logits, row)
+        return read
+    if lens is not None and _reads_the_output(lens):
+        return predictions_of_lens(trajectory, lens, row)
+    return None
+
+
+def part_of(trajectory: Trajectory, predictions: Any, row: int) -> Predictions:
+    """The row of predictions; a `ValueError` unless they are of this trajectory, under the network that wrote it."""
+    _require_network("recording of predictions", predictions.record, trajectory)
+    _require_shape("predictions", predictions.written.shape, trajectory)
+    indices = [step - trajectory.first_step for step in predictions.steps]
+    if outside := [step for step, i in zip(predictions.steps, indices, strict=True) if not 0 <= i < trajectory.n_steps]:
+        raise ValueError(f"predictions= have the steps {outside}, which the trajectory does not have")
+    masked = trajectory.is_open(trajectory.canvases[indices])[:, row].cpu()
+    same = [(predictions.written, trajectory.tokens), (predictions.revealed_at, trajectory.revealed_at)]
+    if bool((predictions.masked[:, row] & ~masked).any()) or not all(
+        torch.equal(a[row], b[row].cpu()) for a, b in same
+    ):
+        raise ValueError(f"predictions= are of another run than row {row} of the trajectory")
+    part: Predictions = predictions.part([row])
+    return part
+
+
+def predictions_of_lens(trajectory: Trajectory, lens: Any, row: int) -> Predictions:
+    """What the last layer predicts at the masked positions of one row, at the steps and positions of a lens."""
+    layer, order = lens.labels.index("final_post"), torch.tensor(lens.positions).argsort()
+
+    def table(x: Tensor) -> Tensor:
+        return (x[None] if lens.steps is None else x)[:, layer, row].cpu()[:, order]
+
+    top = table(lens.top_tokens)
+    canvases = (lens.tokens[None] if lens.steps is None else lens.tokens)[:, row].cpu()[:, order]
+    read = (canvases == trajectory.blank) & (top[..., 0] >= 0)
+    masked = torch.zeros(len(read), 1, trajectory.tokens.shape[1], dtype=torch.bool)
+    masked[:, 0, sorted(lens.positions)] = read
+    entries = (top[read], table(lens.top_probabilities)[read], table(lens.entropy)[read], masked)
+    return _of_row(trajectory, row, views.steps_of(lens), lens.words, *entries)
+
+
+def predictions_of_logits(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> Predictions:
+    """What each step predicts at the masked positions of one row, from a cache of the loop's logits after guidance."""
     steps = [step for step in _steps("logits", cache, trajectory) if LOGITS in cache[step]]
     if not steps:
         raise ValueError(f"logits= contains no {LOGITS!r}")
-    by_step: list[tuple[int, list[int], Tensor, Tensor]] = []
-    ids: set[int] = set()
+    places, entries = [], []
     for step in steps:
         logits = cache[step][LOGITS]
         _require_shape("logits", logits.shape[:2], trajectory)
@@ -168,10 +227,29 @@ def alternatives_view(trajectory: Trajectory, cache: TrajectoryCache, row: int, 
                 f"logits= are of another run: at step {step} they give other probabilities than the trajectory's "
                 "confidence"
             )
-        positions, top, p = views.alternatives_of_logits(of_row, masked, TOP_K, trajectory.blank)
-        by_step.append((step, positions, top, p))
-        ids |= set(top.flatten().tolist())
-    return views.alternatives_view(by_step, words, _texts(trajectory, cache, ids))
+        masked &= (of_row != 0).any(dim=-1)  # 0 where no token is proposed
+        of_masked = of_row[masked].double()
+        p, ranked = of_masked.softmax(dim=-1), of_masked.clone()
+        if 0 <= trajectory.blank < ranked.shape[-1]:
+            ranked[:, trajectory.blank] = -torch.inf
+        top = ranked.topk(min(TOP_K, ranked.shape[-1]), dim=-1).indices
+        entries.append((top, p.gather(-1, top), torch.special.entr(p).sum(dim=-1)))
+        places.append(masked[None])
+    top, p, entropy = map(torch.cat, zip(*entries, strict=True))
+    texts = _texts(trajectory, cache, top.unique().tolist())
+    return _of_row(trajectory, row, steps, texts, top, p, entropy, torch.stack(places))
+
+
+def _of_row(trajectory: Trajectory, row: int, steps: list[int], texts: dict[int, str], *entries: Tensor) -> Predictions:
+    """Predictions of one row, from the tables of their entries."""
+    return Predictions.of(
+        *entries,
+        steps=steps,
+        written=trajectory.tokens[[row]].cpu(),
+        revealed_at=trajectory.revealed_at[[row]].cpu(),
+        words={**trajectory.words, **texts},
+        record=trajectory.record,
+    )
 
 
 def attention_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> View:

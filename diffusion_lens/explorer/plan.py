@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from diffusion_lens.denoising.cache import TrajectoryCache
-from diffusion_lens.explorer.as_python import Written, call, load_code, views_code
+from diffusion_lens.explorer.as_python import TOP_K, Written, call, load_code, views_code
 from diffusion_lens.explorer.spec import FORCE, RUN_SETTINGS, Intervention, Spec
 from diffusion_lens.hooks.names import Hook, attn_out, loop_hook, mlp_out, resid_post
 from diffusion_lens.interventions import at_steps, mean_ablate, on_branch, replace, swap, zero_ablate
@@ -177,14 +177,10 @@ class Plan:
         return f"_, {variable} = model.denoise_with_cache(\n    {arguments}\n)"
 
     def views(self) -> dict[str, str]:
-        """The code of the views that need no other result: run, canvas, alternatives, attention."""
-        return views_code(self.run, self.cached, unwritten(self.model))
-
-
-def unwritten(model: DiffusionTransformer) -> int:
-    """The id of the logits that the loop never writes, that of [MASK]; -1 if the head has no column for it."""
-    mask = model.cfg.mask_token_id
-    return mask if mask is not None and mask < model.cfg.d_vocab_out else -1
+        """The code of the views that need no other result: run, canvas, predictions, attention."""
+        # The canvases of the run contain the tokens that are forced.
+        hooks = ", fwd_hooks=hooks" if self.changed else ""
+        return views_code(self.run, self.cached, f"trajectory.predictions(model, top_k={TOP_K}{hooks})")
 
 
 def _reached(source: Written) -> tuple[Written, str]:

@@ -97,7 +97,7 @@ class Session:
             return entry
 
     def chunk(self, run_id: str, name: str, cancelled: Cancelled = never) -> bytes:
-        """A chunk of a run: "alternatives/{step}", "lens/{step}", "attention/{layer}/{step}" or "trace/{kind}/{step}".
+        """A chunk of a run: "predictions", "lens/{step}", "attention/{layer}/{step}" or "trace/{kind}/{step}".
 
         Raises:
             KeyError: There is no such run or chunk.
@@ -105,8 +105,8 @@ class Session:
         """
         with self._turn(cancelled):
             live = self._live(self._spec(run_id))
-            if name in live.alternatives:
-                return live.alternatives[name]
+            if name == "predictions":
+                return live.predictions
             return self._memory.get((run_id, name), lambda: live.compute(name), len)
 
     def page(self, run_ids: Sequence[str], attention: Sequence[int] = ()) -> Page:
@@ -211,7 +211,7 @@ class Session:
         """A run with all chunks of its views, which a file contains."""
         live = self._live(self._spec(run_id))
         entry, steps = live.entry, list(range(live.trajectory.n_steps))
-        chunks = {**live.alternatives, **live.lens_chunks(steps)}
+        chunks = {"predictions": live.predictions, **live.lens_chunks(steps)}
         patterns, missing = None, {"attention": "Name layers, attention=[0, 1], to see their patterns."}
         if attention:
             patterns, missing = {**entry["attention"], "layers": sorted(attention)}, {}

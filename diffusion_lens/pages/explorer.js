@@ -22,7 +22,7 @@
  * @typedef {{background: string, ink: string}} Paint
  * @typedef {{value: number, text?: string, label: string, kind?: string}} Cell  value: 0 to 1, NaN where there is none
  * @typedef {{run: string, compare: string, step: number, position: number, layer: number, head: number, query: number,
- *   colour: string, trace: string, wide: boolean}} State
+ *   colour: string, canvas: string, trace: string, wide: boolean}} State
  */
 
 // 2. Numbers from chunks ----------------------------------------------------------------------------------------------
@@ -230,6 +230,49 @@ export function describe(edit, runs = []) {
   return `block ${edit.layer} ${site} ${change} at ${at("position", edit.positions)}, ${at("step", edit.steps)}`;
 }
 
+/** What the steps of a run predicted, by step and position. */
+export class Predicted {
+  constructor(run, /** @type {Chunk} */ chunk) {
+    Object.assign(this, { run, chunk, k: run.predictions.k });
+    this.rows = new Map();
+    const { step, position, entropy } = chunk.tables, n = (this.n = run.canvases[0].length);
+    step.data.forEach((one, i) => this.rows.set(one * n + position.data[i], i));
+    this.highest = roundUp(entropy.data.reduce((a, b) => Math.max(a, b), 0));
+  }
+
+  /** The likeliest tokens as [text, probability], and their numbers; null where the step predicted nothing. */
+  at(step, position) {
+    const row = this.rows.get(step * this.n + position);
+    if (row === undefined) return null;
+    const { top_tokens, top_probabilities, entropy } = this.chunk.tables;
+    const top = likeliest(this.run, this.chunk, top_tokens, top_probabilities, this.k, row);
+    const [first, second] = top.map(([, p]) => p);
+    return { top, probability: first, margin: second === undefined ? NaN : first - second, entropy: read(entropy, row) };
+  }
+
+  /** The probability of the token that the run wrote at a position; NaN where it is none of the likeliest. */
+  written(step, position) {
+    const row = this.rows.get(step * this.n + position), final = this.run.canvases.at(-1)[position];
+    const { top_tokens, top_probabilities } = this.chunk.tables;
+    for (let i = 0; row !== undefined && i < this.k; i++) {
+      if (read(top_tokens, row, i) === final) return read(top_probabilities, row, i);
+    }
+    return NaN;
+  }
+
+  /** The step from which on the likeliest token is the one that was written; null for none. */
+  committed(position) {
+    const step = this.run.predictions.committed?.[position] ?? -1;
+    return step < 0 ? null : step;
+  }
+}
+
+/** What a step predicted, for the status line and screen readers. */
+function predictedText({ top: [[word, p]], margin, entropy }) {
+  const second = Number.isNaN(margin) ? "" : `, margin ${number(margin)}`;
+  return `predicted ${quoted(word)} ${number(p)}${second}, entropy ${number(entropy)} nats`;
+}
+
 // 6. Sources ----------------------------------------------------------------------------------------------------------
 
 /** Data inside the page. @returns {Source} */
@@ -332,15 +375,32 @@ function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** A colour scale with the numbers of its ends. */
-function drawLegend(box, /** @type {Paint[]} */ colours, ends) {
-  const stops = [0, 0.25, 0.5, 0.75, 1].map((x) => paint(colours, x).background).join(", ");
+/** A colour scale with the numbers of its ends; `stops` are the values that it shows. */
+function drawLegend(box, /** @type {Paint[]} */ colours, ends, stops = [0, 0.25, 0.5, 0.75, 1]) {
+  const shown = stops.map((x) => paint(colours, x).background).join(", ");
   if (!box.firstChild) box.append(h("span"), h("span"), h("i"), h("span"));
   const [name, low, bar, high] = (box.children);
   setText(name, ends.name);
   setText(low, ends.low);
   setText(high, ends.high);
-  bar.style.background = `linear-gradient(90deg, ${stops})`;
+  bar.style.background = `linear-gradient(90deg, ${shown})`;
+}
+
+/** A small line of numbers by step, with gaps at NaN; `marks` are [step, class of a vertical line]. */
+function drawCourse(box, steps, values, highest, marks, label) {
+  const svg = (tag, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    return element;
+  };
+  const x = (i) => (steps.length < 2 ? 100 : 4 + (192 * i) / (steps.length - 1)), y = (value) => 38 - 34 * (value / highest);
+  const path = values.map((value, i) => (Number.isNaN(value) ? "" :
+    `${i > 0 && !Number.isNaN(values[i - 1]) ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}h0`)).join("");
+  const picture = svg("svg", { viewBox: "0 0 200 42", preserveAspectRatio: "none", role: "img", "aria-label": label });
+  picture.append(...marks.filter(([step]) => steps.includes(step)).map(([step, kind]) =>
+    svg("path", { class: kind, d: `M${x(steps.indexOf(step)).toFixed(1)} 2V40` })), svg("path", { class: "dl-line", d: path }));
+  box.replaceChildren(h("span", {}, String(highest)), picture, h("span", {}, "0"),
+    h("span", {}, h("span", {}, `${steps[0]}`), h("span", {}, "step"), h("span", {}, `${steps.at(-1)}`)));
 }
 
 /** Likeliest tokens as rows with bars; `most` rows always, so that nothing below them moves. */
@@ -480,7 +540,12 @@ class CellMap {
 
 // 9. One run's maps ---------------------------------------------------------------------------------------------------
 
+const CANVAS_COLOURS = {
+  confidence: "confidence when revealed", entropy: "entropy (nats)", probability: "p(likeliest)",
+  margin: "p(first) − p(second)", commitment: "commitment",
+};
 const LENS_COLOURS = { top: "p(likeliest)", probability: "p(target)", rank: "rank of target", entropy: "entropy (nats)" };
+const COMMITTED = 0.45; // colour of what is decided, on the scale from 0 to 1
 const CHANGES = { "change of probability": "probability", "change of entropy": "entropy" };
 
 /** The `k` likeliest tokens of a place in two tables, as [text, probability]. */
@@ -525,16 +590,20 @@ function lensText(cell) {
 }
 
 /** What the canvas shows and what the other views read; nothing for a run that has only the canvases which were read. */
-function readingText(run) {
+function readingText(run, layer) {
   if (run.canvases.length === run.n_steps) return "";
   const warned = run.warnings?.length ? `Warning: ${run.warnings.join(" ")}. ` : "";
-  const shown = `${warned}Text and canvas show what each step has written; tokens in frames are new.`;
-  const views = [["lens", run.lens], ["trace", run.traces.length], ["attention", run.attention], ["alternatives", run.alternatives]];
+  const predicted = layer === "confidence" ? "" :
+    " Colours of the canvas show what a step predicted there, and words in italics are its likeliest tokens, not yet written.";
+  const commits = layer !== "commitment" ? "" :
+    " An edge marks the first step from which on the likeliest token is the one that is written in the end.";
+  const shown = `${warned}Text and canvas show what each step has written; tokens in frames are new.${predicted}${commits}`;
+  const views = [["lens", run.lens], ["trace", run.traces.length], ["attention", run.attention], ["predictions", run.predictions]];
   const others = views.filter(([, view]) => view).map(([name]) => name);
   if (!others.length) return shown;
   const names = others.join(", ").replace(/^./, (first) => first.toUpperCase()).replace(/, (\w+)$/, " and $1");
   const read = `${names} at a step read the canvas before it, where the columns in italics are not yet written.`;
-  const branches = "The run is guided: lens and attention are those of the conditional branch, probabilities of alternatives, confidence and traces those after guidance.";
+  const branches = "The run is guided: lens and attention are those of the conditional branch, predictions, confidence and traces those after guidance.";
   return `${shown} ${read}${run.guided ? ` ${branches}` : ""}`;
 }
 
@@ -589,7 +658,7 @@ class RunPanel {
     });
     const heading = h("h3", {}, title), note = h("p", { class: "dl-note", hidden: true });
     const legend = h("span", { class: "dl-legend" });
-    const code = codeButton(() => explorer.showCode(this.run, name, title));
+    const code = codeButton(() => explorer.showCode(this.run, name === "canvas" && this.layer !== "confidence" ? "predictions" : name, title));
     const tools = h("span", { class: "dl-tools" }, legend, code);
     const section = h("section", { class: `dl-view dl-${name}`, "aria-label": title },
       h("header", {}, heading, tools), note, map.element);
@@ -601,6 +670,8 @@ class RunPanel {
   get position() { return clamp(this.explorer.state.position, 0, this.nPositions - 1); }
   get step() { return stepsOf(this.run).findLast((step) => step <= this.explorer.state.step) ?? this.run.steps[0]; }
   get block() { return clamp(this.explorer.state.layer, 0, this.model.n_layers - 1); }
+  /** What the colours of the canvas show: what there is of it in this run. */
+  get layer() { return this.layers().includes(this.explorer.state.canvas) ? this.explorer.state.canvas : "confidence"; }
   get head() { return clamp(this.explorer.state.head, 0, this.model.n_heads - 1); }
   get model() { return modelOf(this.explorer.manifest, this.run); }
   get base() { return this.explorer.runs.find((run) => run.id === this.run.base) ?? null; }
@@ -610,6 +681,11 @@ class RunPanel {
     const n = this.nPositions, most = 64;
     const from = n <= 96 ? 0 : clamp(Math.floor(this.position / 32) * 32 - 16, 0, n - most);
     return Array.from({ length: n <= 96 ? n : most }, (_, i) => from + i);
+  }
+  layers() {
+    const { k, committed } = this.run.predictions ?? { k: 0 };
+    return Object.keys(CANVAS_COLOURS).filter((name) => (
+      { confidence: true, margin: k > 1, commitment: Boolean(committed) }[name] ?? k > 0));
   }
   lensLayers() { return [...this.run.lens.layers].reverse(); }
   traceLayers() { return [...this.trace.layers].reverse(); }
@@ -622,7 +698,8 @@ class RunPanel {
   async summary() {
     const { run, step, position } = this, { lens } = run, { layer } = this.explorer.state;
     const row = lens ? lens.layers.indexOf(layer) : -1;
-    const about = this.stateAt(step, position);
+    const about = this.layer === "confidence" ? this.stateAt(step, position) :
+      this.layerCell(await this.explorer.predicted(run), step, position).label;
     if (row < 0 || !lens.steps.includes(step)) return about;
     const chunk = await this.explorer.chunk(run, `lens/${step}`);
     return `${about} · lens ${lens.labels[row]}: ${lensText(lensAt(run, chunk, layer, position))}`;
@@ -670,7 +747,7 @@ class RunPanel {
 
   render() {
     setText(this.title, this.run.label);
-    setText(this.reading, readingText(this.run));
+    setText(this.reading, readingText(this.run, this.layer));
     for (const [name, { code }] of Object.entries(this.views)) code.hidden = !this.run.python?.[name];
     this.drawText();
     this.drawChanges();
@@ -733,6 +810,22 @@ class RunPanel {
     return { value: value || 0, text: masked || !this.inCells ? "" : readable(word), label: this.stateAt(step, p), kind };
   }
 
+  /** A cell of the canvas in the colours of what the step predicted there. */
+  layerCell(/** @type {Predicted} */ predicted, step, p) {
+    const { layer } = this, seen = predicted.at(step, p), { text, label, kind } = this.canvasCell(step, p);
+    const at = predicted.committed(p), word = seen?.top[0]?.[0];
+    const isGuess = seen !== null && wordAfter(this.run, step, p) === null;
+    const value = layer === "commitment" ? (at !== null && step >= at ? COMMITTED : seen ? 0 : NaN) : !seen ? NaN :
+      layer === "entropy" ? 1 - seen.entropy / predicted.highest : seen[layer];
+    const commits = at === null ? "" : step === at ? "; commits here" : `; committed since step ${at}`;
+    return {
+      value, text: isGuess && this.inCells ? readable(word) : text,
+      label: `${label}${seen ? `; ${predictedText(seen)}` : ""}${at !== null && step >= at ? commits : ""}`,
+      kind: [kind, isGuess ? "dl-guess" : "", Number.isNaN(value) ? "dl-plain" : "",
+        layer === "commitment" && step === at ? "dl-commits" : ""].filter(Boolean).join(" "),
+    };
+  }
+
   drawText() {
     const { run, step } = this, colours = this.explorer.colours("canvas");
     [...this.text.children].forEach((token, p) => {
@@ -763,15 +856,27 @@ class RunPanel {
   }
 
   drawCanvas() {
-    const { run, views: { canvas }, explorer } = this;
+    const { run, layer, views: { canvas }, explorer } = this, steps = stepsOf(run);
     const colours = explorer.colours("canvas");
-    drawLegend(canvas.legend, colours, { name: "confidence", low: "0", high: "1" });
-    const key = `${run.id} ${this.base?.id} ${this.cell} ${explorer.dark}`;
+    const key = `${run.id} ${this.base?.id} ${this.cell} ${explorer.dark} ${layer}`;
     if (canvas.key === key) return canvas.map.drawHeads(this.columns());
-    canvas.key = key;
-    const steps = stepsOf(run);
-    canvas.map.element.classList.toggle("dl-low", steps.length > 16);
-    canvas.map.draw(steps.map(String), this.columns(), colours, (r, c) => this.canvasCell(steps[r], c));
+    const draw = (/** @type {(step: number, position: number) => Cell} */ cell, ends, stops) => {
+      drawLegend(canvas.legend, colours, ends, stops);
+      canvas.map.element.classList.toggle("dl-low", steps.length > 16);
+      canvas.map.draw(steps.map(String), this.columns(), colours, (r, c) => cell(steps[r], c));
+    };
+    if (layer === "confidence") {
+      canvas.key = key;
+      return draw((step, p) => this.canvasCell(step, p), { name: "confidence", low: "0", high: "1" });
+    }
+    return this.load("canvas", key, [explorer.predicted(run)], (/** @type {any} */ predicted) => {
+      // What is certain is saturated, whichever quantity is shown.
+      const ends = layer === "entropy" ? { low: `${predicted.highest}`, high: "0" } :
+        layer === "commitment" ? { low: "open", high: "committed" } : { low: "0", high: "1" };
+      draw((step, p) => this.layerCell(predicted, step, p), { name: CANVAS_COLOURS[layer], ...ends },
+        layer === "commitment" ? [0, 0, COMMITTED, COMMITTED] : undefined);
+      this.markSelection();
+    });
   }
 
   /** Show a view's map, or the reason why there is none. Returns whether there is one. */
@@ -927,14 +1032,16 @@ class RunPanel {
 
 // 10. The inspector ---------------------------------------------------------------------------------------------------
 
-/** What is known of one position and cell: alternatives, the lens's likeliest tokens, the position over all steps. */
+/** What is known of one position and cell: what the step predicted, the lens's likeliest tokens, the position over all steps. */
 class Inspector {
   constructor(/** @type {Explorer} */ explorer) {
     this.explorer = explorer;
     this.heading = h("h3", {});
     this.state = h("p", { class: "dl-state" });
-    this.altHeading = h("h4", {}, "Alternatives");
-    this.alternatives = h("ol", { class: "dl-bars" });
+    this.topHeading = h("h4", {});
+    this.top = h("ol", { class: "dl-bars" });
+    this.topNumbers = h("p", { class: "dl-numbers" });
+    this.course = h("div", { class: "dl-course" });
     this.lensHeading = h("h4", {}, "Lens");
     this.lens = h("ol", { class: "dl-bars" });
     this.lensNumbers = h("p", { class: "dl-numbers" });
@@ -945,11 +1052,12 @@ class Inspector {
       pick: (r, c) => this.panel && this.panel.pick({ layer: this.panel.lensLayers()[r], step: this.panel.run.lens.steps[c] }),
       hover: (r, c) => r !== null && explorer.say(this.over.cells[r][c].getAttribute("aria-label")),
     });
-    this.code = codeButton(() => explorer.showCode(this.panel.run, "alternatives", "Alternatives"));
+    this.code = codeButton(() => explorer.showCode(this.panel.run, "predictions", "Predictions"));
     this.lensCard = h("div", { class: "dl-card" }, this.lensHeading, this.lens, this.lensNumbers);
     this.overCard = h("div", { class: "dl-card" }, this.overHeading, this.over.element);
     this.element = h("aside", { class: "dl-inspector", "aria-label": "Selected position" },
-      h("div", { class: "dl-card" }, this.heading, this.state, h("header", {}, this.altHeading, this.code), this.alternatives),
+      h("div", { class: "dl-card" }, this.heading, this.state, h("header", {}, this.topHeading, this.code), this.top,
+        this.topNumbers, this.course),
       this.lensCard, this.overCard);
   }
 
@@ -963,26 +1071,31 @@ class Inspector {
     const word = wordAfter(run, step, position);
     setText(this.heading, `Position ${position}  ${word === null ? "·" : quoted(word)}`);
     setText(this.state, panel.stateAt(step, position).replace(/^step (\d+), position \d+, (.*)$/, "After step $1: $2"));
-    const jobs = [this.drawAlternatives(run, step, position, key), this.drawLens(run, step, layer, position, key)];
+    const jobs = [this.drawPredicted(panel, step, position, key), this.drawLens(run, step, layer, position, key)];
     await Promise.all(preview ? jobs : [...jobs, this.drawOver(panel)]);
   }
 
-  async drawAlternatives(run, step, position, key) {
-    const { alternatives } = run, at = run.revealed_at?.[position] ?? -1;
-    const shown = at >= 0 && at < step ? at : step;
-    setText(this.altHeading, `Alternatives at step ${shown}`);
-    const most = alternatives?.k ?? 1;
-    let rows = [];
-    if (alternatives?.steps.includes(shown)) {
-      const chunk = await this.explorer.chunk(run, `alternatives/${shown}`);
-      const { positions, top_tokens, top_probabilities } = chunk.tables, row = positions.data.indexOf(position);
-      if (row >= 0) rows = likeliest(run, chunk, top_tokens, top_probabilities, most, row);
-    }
+  async drawPredicted(/** @type {RunPanel} */ panel, step, position, key) {
+    const { run } = panel, at = run.revealed_at?.[position] ?? -1;
+    const shown = at >= 0 && at < step ? at : step, predicted = await this.explorer.predicted(run);
     if (this.wanted !== key) return;
-    drawBars(this.alternatives, rows, most, finalWord(run, position));
-    this.code.hidden = !run.python?.alternatives;
-    this.alternatives.dataset.empty = rows.length ? "" : !alternatives ? run.missing.alternatives ?? "There are no alternatives." :
-      isGiven(run, position) ? "The token was given." : "Nothing is recorded for this step.";
+    setText(this.topHeading, `Predictions of step ${shown}`);
+    const seen = predicted?.at(shown, position), final = finalWord(run, position);
+    drawBars(this.top, seen?.top ?? [], predicted?.k ?? 0, final);
+    this.code.hidden = !run.python?.predictions;
+    this.course.hidden = !predicted;
+    this.top.dataset.empty = seen || !predicted ? "" :
+      isGiven(run, position) ? "The token was given." : "This step predicts nothing here.";
+    if (!predicted) return setText(this.topNumbers, run.missing.predictions ?? "Nothing is recorded.");
+    const margin = predicted.k > 1 ? ` Margin ${number(seen?.margin)}.` : "", since = predicted.committed(position);
+    setText(this.topNumbers, !seen ? "" : `Entropy ${number(seen.entropy)} nats.${margin} ${since === null ? "" : `Committed at step ${since} (dotted).`}`);
+    const isEntropy = panel.layer === "entropy" || final === null, steps = stepsOf(run);
+    const values = steps.map((one) => (isEntropy ? predicted.at(one, position)?.entropy ?? NaN : predicted.written(one, position)));
+    const name = isEntropy ? "entropy (nats)" : `p(${quoted(final)})`;
+    const known = steps.flatMap((one, i) => (Number.isNaN(values[i]) ? [] : [`step ${one}: ${number(values[i])}`]));
+    drawCourse(this.course, steps, values, isEntropy ? predicted.highest : 1,
+      [[shown, "dl-now"], [since, "dl-since"]], `${name} by step. ${known.join(", ") || "none"}`);
+    this.course.prepend(h("span", {}, `${name} by step`));
   }
 
   async drawLens(run, step, layer, position, key) {
@@ -1234,7 +1347,7 @@ class Explorer {
     /** @type {Set<string>} */ this.traced = new Set();
     /** @type {State & Record<string, any>} */
     this.state = {
-      run: "", compare: "", step: -1, position: -1, layer: -1, head: 0, key: null, colour: "top", trace: "", wide: false,
+      run: "", compare: "", step: -1, position: -1, layer: -1, head: 0, key: null, colour: "top", canvas: "confidence", trace: "", wide: false,
     };
     this.root = element;
     element.classList.add("dl-explorer");
@@ -1272,6 +1385,7 @@ class Explorer {
     this.layerSelect = set("layer", h("select"), Number);
     this.headSelect = set("head", h("select"), Number);
     this.colourSelect = set("colour", h("select"));
+    this.canvasSelect = set("canvas", h("select"));
     const slide = () => this.set({ step: this.steps[Number(this.slider.value)] });
     this.slider = h("input", { type: "range", min: 0, step: 1, oninput: slide });
     this.stepText = h("span", { class: "dl-step-text" });
@@ -1286,7 +1400,7 @@ class Explorer {
       button("◀", () => stepBy(-1), { "aria-label": "previous step" }), field("Step", this.slider, "dl-grow"),
       button("▶", () => stepBy(1), { "aria-label": "next step" }), this.play, this.stepText);
     const choices = h("div", { class: "dl-group" }, field("Layer", this.layerSelect), field("Head", this.headSelect),
-      field("Lens shows", this.colourSelect), field("Wide columns", this.wide));
+      field("Canvas shows", this.canvasSelect), field("Lens shows", this.colourSelect), field("Wide columns", this.wide));
     this.runsGroup = runs;
     this.status = h("div", { class: "dl-status", role: "status", "aria-live": "polite" });
     this.alert = h("div", { class: "dl-alert", role: "alert", hidden: true });
@@ -1339,6 +1453,13 @@ class Explorer {
       this.chunks.set(key, promise);
     }
     return this.chunks.get(key);
+  }
+
+  /** What the steps of a run predicted; null where nothing is known of it. @returns {Promise<Predicted|null>} */
+  async predicted(run) {
+    if (!run.predictions) return null;
+    const chunk = /** @type {any} */ (await this.chunk(run, "predictions"));
+    return (chunk.predicted ??= new Predicted(run, chunk));
   }
 
   /** Compute a run. Those that it names, and that were dropped since, are computed again. */
@@ -1402,6 +1523,7 @@ class Explorer {
     const written = run.answer?.positions[0] ?? run.revealed_at?.findIndex((at) => at >= 0) ?? 0;
     if (state.position < 0) state.position = Math.max(0, written);
     if (!Object.hasOwn({ ...LENS_COLOURS, ...CHANGES }, state.colour)) state.colour = "top";
+    if (!Object.hasOwn(CANVAS_COLOURS, state.canvas)) state.canvas = "confidence";
     const middle = Math.floor(model.n_layers / 2), cached = run.attention?.layers ?? [];
     if (state.layer < 0) state.layer = cached.includes(middle) ? middle : cached[0] ?? middle;
     const other = this.runs.find((one) => one.id === state.compare);
@@ -1460,7 +1582,6 @@ class Explorer {
       const at = run.steps.indexOf(step);
       for (const near of stepsOf(run).filter((_, i) => Math.abs(i - at) === 1)) {
         if (run.lens?.steps.includes(near)) this.chunk(run, `lens/${near}`);
-        if (run.alternatives?.steps.includes(near)) this.chunk(run, `alternatives/${near}`);
         if (trace?.steps.includes(near)) this.chunk(run, `trace/${trace.name}/${near}`);
         const { layers, steps } = run.attention ?? { layers: [], steps: [] };
         if (layers.includes(block) && steps.includes(near)) this.chunk(run, `attention/${block}/${near}`);
@@ -1484,6 +1605,8 @@ class Explorer {
     fillSelect(this.layerSelect, layers.map(shownLayer), state.layer);
     fillSelect(this.headSelect, Array.from({ length: model.n_heads }, (_, i) => [i, String(i)]), state.head);
     const changes = panel.base?.lens ? Object.keys(CHANGES).map((name) => option(name)) : [];
+    this.canvasSelect.parentNode.hidden = !run.predictions;
+    fillSelect(this.canvasSelect, panel.layers().map((name) => [name, CANVAS_COLOURS[name]]), panel.layer);
     fillSelect(this.colourSelect, [...Object.entries(LENS_COLOURS), ...changes], state.colour);
     const time = run.times?.[run.steps.indexOf(panel.step)];
     const shownTime = time === undefined ? "" : `, t ${time.toFixed(2)}`;
@@ -1548,7 +1671,7 @@ class Explorer {
   readHash() {
     if (!this.usesHash) return;
     const given = new URLSearchParams(location.hash.slice(1));
-    for (const name of ["run", "compare", "colour", "trace"]) if (given.has(name)) this.state[name] = given.get(name);
+    for (const name of ["run", "compare", "colour", "canvas", "trace"]) if (given.has(name)) this.state[name] = given.get(name);
     for (const name of ["step", "position", "layer", "head"]) {
       const value = Number.parseInt(given.get(name) ?? "", 10);
       if (value >= 0) this.state[name] = value;
@@ -1557,8 +1680,8 @@ class Explorer {
 
   writeHash() {
     if (!this.usesHash) return;
-    const { run, compare, step, position, layer, head, colour, trace } = this.state;
-    const kept = Object.entries({ run, compare, step, position, layer, head, colour, trace }).filter(([, value]) => value !== "");
+    const { run, compare, step, position, layer, head, colour, canvas, trace } = this.state;
+    const kept = Object.entries({ run, compare, step, position, layer, head, colour, canvas, trace }).filter(([, value]) => value !== "");
     try {
       history.replaceState(null, "", `#${new URLSearchParams(kept.map(([name, value]) => [name, String(value)]))}`);
     } catch { /* A sandboxed frame has no history; the state then lives in the page only. */ }

@@ -29,7 +29,7 @@ _MISSING = "This page contains a causal trace only. trajectory.explore(path, tra
 # What the entry of a run does not need to give: its views, and what only runs of a model have.
 _WITHOUT: dict[str, Any] = {
     **dict.fromkeys(
-        ("spec", "base", "times", "revealed_at", "confidence", "alternatives", "lens", "attention", "answer")
+        ("spec", "base", "times", "revealed_at", "confidence", "predictions", "lens", "attention", "answer")
     ),
     "model": 0,
     "prompt": "",
@@ -52,7 +52,7 @@ class PageRun:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any], traces: Sequence[View] = (), **views: View | None) -> "PageRun":
-        """A run with its views, by name: alternatives, lens, attention."""
+        """A run with its views, by name: predictions, lens, attention."""
         present = {name: view for name, view in views.items() if view is not None}
         chunks = {name: data for view in (*present.values(), *traces) for name, data in view.chunks.items()}
         entries = {name: view.entry for name, view in present.items()}
@@ -169,7 +169,7 @@ def step_slider(
         "canvases": canvases,
         "given": [False] * len(canvases[0]),
         "real": [True] * len(canvases[0]),
-        "missing": dict.fromkeys(("alternatives", "lens", "attention"), _MISSING),
+        "missing": dict.fromkeys(("predictions", "lens", "attention"), _MISSING),
     }
     return Page(title, [], [PageRun.of(entry, [trace_view(trace, scores, clean.tolist(), corrupted.tolist())])])
 
@@ -235,7 +235,7 @@ def _largest(page: Page) -> str:
     advice = {
         "attention": "cache fewer layers or steps of hook_pattern",
         "lens": "read fewer steps, positions or layers, or take a smaller top_k",
-        "alternatives": "leave out logits=",
+        "predictions": "give those of fewer tokens, predictions=trajectory.predictions(model, top_k=1)",
         "trace": "trace fewer steps",
     }
     largest: Iterable[str] = sorted(sizes, key=lambda view: -sizes[view])

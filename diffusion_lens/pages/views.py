@@ -1,6 +1,6 @@
-"""The numbers of an explorer page: an entry of the manifest for each view of a run, and a chunk for each step of it.
+"""The numbers of an explorer page: an entry of the manifest for each view of a run, and its chunks, most by step.
 
-    alternatives/{step}       positions [n], top_tokens [n k], top_probabilities [n k]
+    predictions               step [n], position [n], entropy [n], top_tokens [n k], top_probabilities [n k]
     lens/{step}               top_tokens [layer pos k], top_probabilities [layer pos k], entropy [layer pos],
                               rank [layer pos], probability [layer pos]
     attention/{layer}/{step}  pattern [head query key]
@@ -18,12 +18,11 @@ stored as u2 with the scale 1/65534, which is exact to 0.8e-5.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -167,55 +166,23 @@ def lens_view(lens: Any, row: int, words: Words) -> View:
     return View(entry, chunks)
 
 
-def alternatives_of_lens(lens: Any, row: int, blank: int) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
-    """What the last layer predicts at the masked positions: step, positions, top tokens and probabilities [n k]."""
-    layer = lens.labels.index("final_post")
-    for i, step in enumerate(steps_of(lens)):
-        of_step = (lens.tokens, lens.top_tokens, lens.top_probabilities)
-        canvas, top, p = of_step if lens.steps is None else (x[i] for x in of_step)
-        masked = (canvas[row] == blank) & (top[layer, row, :, 0] >= 0)
-        tokens, p = top[layer, row][masked], p[layer, row][masked]
-        yield step, [lens.positions[j] for j in masked.nonzero().flatten().tolist()], tokens, p
-
-
-def alternatives_of_logits(
-    logits: Tensor, masked: Tensor, top_k: int, unwritten: int
-) -> tuple[list[int], Tensor, Tensor]:
-    """The likeliest tokens where a step proposed one: positions, top tokens and probabilities [n k].
+def predictions_view(predictions: Any, committed: Sequence[int] | None, words: Words) -> View:
+    """`Predictions` of one row, as a single chunk with an entry for each prediction.
 
     Args:
-        logits: Float[pos d_vocab_out] after guidance; 0 where no token was proposed.
-        masked: Bool[pos], the masked positions of the step.
-        unwritten: Id that is never written, such as that of [MASK]; -1 for none.
+        committed: Step from which on each position keeps its likeliest token, -1 for none; `None` if this is not known.
     """
-    positions = (masked & (logits != 0).any(dim=-1)).nonzero().flatten()
-    of_proposed = logits[positions].double()
-    p, ranked = of_proposed.softmax(dim=-1), of_proposed.clone()
-    if 0 <= unwritten < logits.shape[-1]:
-        ranked[:, unwritten] = -torch.inf
-    top = ranked.topk(min(top_k, logits.shape[-1]), dim=-1).indices
-    return positions.tolist(), top, p.gather(-1, top)
-
-
-def alternatives_entry(k: int, steps: Sequence[int]) -> dict[str, Any]:
-    """The manifest's entry of the alternatives."""
-    return {"k": k, "steps": list(steps), "chunk": "alternatives/{step}"}
-
-
-def alternatives_view(
-    by_step: Sequence[tuple[int, Sequence[int], Tensor, Tensor]], words: Words, texts: Mapping[int, str]
-) -> View:
-    """The likeliest tokens of several steps: step, positions, top tokens and probabilities [n k] of each."""
-    chunks = {}
-    for step, positions, tokens, p in by_step:
-        arrays = {
-            "positions": Stored.integers(positions),
-            "top_tokens": words.stored(tokens, texts),
-            "top_probabilities": Stored.shares(p),
-        }
-        chunks[f"alternatives/{step}"] = pack(arrays, **words.header)
-    k = by_step[0][2].shape[-1] if by_step else 0
-    return View(alternatives_entry(k, [step for step, *_ in by_step]), chunks)
+    places = predictions.masked[:, 0]
+    steps, positions = places.nonzero(as_tuple=True)
+    arrays = {
+        "step": Stored.integers(np.asarray(predictions.steps)[steps]),
+        "position": Stored.integers(positions),
+        "entropy": Stored.numbers(predictions.entropy[:, 0][places]),
+        "top_tokens": words.stored(predictions.tokens[:, 0][places], predictions.words),
+        "top_probabilities": Stored.shares(predictions.probabilities[:, 0][places]),
+    }
+    entry = {"k": predictions.top_k, "steps": predictions.steps, "committed": committed, "chunk": "predictions"}
+    return View(entry, {"predictions": pack(arrays)})
 
 
 def attention_chunk(pattern: Tensor, dtype: str = "u1") -> bytes:

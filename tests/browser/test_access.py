@@ -80,10 +80,11 @@ def test_colours_follow_the_theme_of_the_page(opened: Open) -> None:
     assert page.evaluate(colour) == light
 
 
+@pytest.mark.parametrize("canvas", ["confidence", "entropy", "commitment"])
 @pytest.mark.parametrize("theme", THEMES)
-def test_ink_contrasts_with_every_colour(opened: Open, pages: dict[str, Path], theme: str) -> None:
+def test_ink_contrasts_with_every_colour(opened: Open, theme: str, canvas: str) -> None:
     """WCAG 2: the ratio of the luminances is at least 4.5 in every cell that contains text."""
-    page = opened("mdm", theme=theme, fragment="#step=3")
+    page = opened("mdm", theme=theme, fragment=f"#step=3&canvas={canvas}")
     pairs = page.evaluate(
         """() => [...document.querySelectorAll(".dl-scroll [role=gridcell]")]
             .filter((one) => one.style.color && !one.className.includes("dl-given"))

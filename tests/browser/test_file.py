@@ -106,7 +106,7 @@ def test_trace_cells_equal_the_trace(opened: Open, run: Any) -> None:
                 assert effect == pytest.approx(float(scores[position, layer] - corrupted), abs=6e-4)
 
 
-def test_hovering_a_masked_token_shows_its_alternatives(opened: Open, run: Any) -> None:
+def test_hovering_a_masked_token_shows_its_predictions(opened: Open, run: Any) -> None:
     page, step, position = opened("mdm"), 1, 9
     step_to(page, step)
     page.locator(".dl-text button").nth(position).hover()
@@ -252,7 +252,7 @@ def test_a_page_of_traced_steps_only(opened: Open, run: Any, tmp_path: Any) -> N
 def test_the_page_says_which_canvas_each_view_reads(opened: Open) -> None:
     page = opened("mdm")
     text = page.locator(".dl-reading").inner_text()
-    assert "Lens, trace, attention and alternatives at a step read the canvas before it" in text
+    assert "Lens, trace, attention and predictions at a step read the canvas before it" in text
     assert "guided" not in text
 
 

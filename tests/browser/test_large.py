@@ -34,7 +34,8 @@ def test_the_file_is_below_three_megabytes(pages: dict[str, Path]) -> None:
         (CELL.format("lens", 4, 30), [None] * 3),
         (CELL.format("trace", 4, 30), [None] * 3),
         (".dl-heads button:nth-child(4)", [None] * 3),
-        ("[data-key*=entropy]", ["rank", "entropy", "top", "probability", "rank"]),
+        ("[data-key*=confidence]", ["entropy", "commitment", "margin", "confidence"]),
+        ("[data-key*=rank]", ["rank", "entropy", "top", "probability", "rank"]),
     ],
 )
 def test_views_change_at_once(opened: Callable[..., Any], selector: str, values: list[str | None]) -> None:

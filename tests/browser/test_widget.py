@@ -105,8 +105,9 @@ def test_a_view_that_cannot_be_read_says_so_and_the_others_stay(opened: Callable
     assert page.locator(".dl-lens h3").inner_text() == "Lens at step 1"
     page.get_by_label("Step", exact=True).fill("2")
     expect(page.locator(".dl-trace [role=grid]")).to_be_visible()
-    page.evaluate("window.broken = 'alternatives/0'")
-    page.get_by_label("Step", exact=True).fill("0")
+    page.evaluate("window.broken = 'predictions'")
+    page.get_by_label("Token", exact=True).fill(" w")
+    page.get_by_role("button", name="Force and go on").click()
     expect(page.get_by_role("alert")).to_have_text("the kernel is busy")
 
 

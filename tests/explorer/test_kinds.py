@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from page_reader import PageFile, as_selected, ran, unpack
+from page_reader import PageFile, as_selected, predicted_at, ran, unpack
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import logit_lens, noise_scale, trace_trajectory
@@ -67,11 +67,12 @@ def test_the_code_of_the_views_repeats_the_run(model):
         step: {name: x[:, trajectory.canvases[step, 0] >= 0] for name, x in at.items()} for step, at in cache.items()
     }
     changed = model.denoise(PROMPT, **SETTINGS, fwd_hooks=[("blocks.1.hook_mlp_out", mean_ablate(reached))])
-    again = ran(as_selected(run["python"]["alternatives"], step=1, position=4), model)[0]
+    again = ran(as_selected(run["python"]["predictions"], step=1, position=4), model)[0]
     assert torch.equal(again["trajectory"].canvases, changed.canvases)
     assert not torch.equal(changed.canvases, trajectory.canvases)
-    _, arrays = unpack(session.chunk(run["id"], "alternatives/1"))
-    np.testing.assert_allclose(arrays["top_probabilities"], again["p"][arrays["positions"]].numpy(), atol=2e-5)
+    arrays = predicted_at(unpack(session.chunk(run["id"], "predictions"))[1], 1)
+    np.testing.assert_allclose(arrays["top_probabilities"], again["p"][1, arrays["position"]].numpy(), atol=2e-5)
+    assert again["committed"].tolist() == run["predictions"]["committed"]
 
 
 def test_samplers_that_fit_are_listed_and_write(model):
@@ -111,8 +112,8 @@ def test_uniform_noise_may_rewrite_every_position_and_masks_none(models):
     run = session.run(ASKED)
     assert run["opened_at"] is None
     for step in range(6):
-        _, arrays = unpack(session.chunk(run["id"], f"alternatives/{step}"))
-        assert arrays["positions"].tolist() == list(range(4, 13))
+        arrays = predicted_at(unpack(session.chunk(run["id"], "predictions"))[1], step)
+        assert arrays["position"].tolist() == list(range(4, 13))
     with pytest.raises(ValueError, match="uniform, so nothing is masked: force another token"):
         session.run({**ASKED, "interventions": [dict(what="force", step=1, position=5, token=None)]})
     with pytest.raises(ValueError, match=r"cfg_scale=0\.5 masks the prompt"):

@@ -8,7 +8,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from page_reader import as_selected, ran, unpack
+from page_reader import as_selected, predicted_at, ran, unpack
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import logit_lens, noise_scale, trace_trajectory
@@ -161,9 +161,10 @@ def test_under_guidance_a_patch_acts_in_the_branch_of_its_cache(tiny, session):
     again = ran(as_selected(run["python"]["run"]), tiny)[0]
     assert torch.equal(again["trajectory"].canvases, trajectory.canvases)
     # Likeliest tokens are those after guidance.
-    again = ran(as_selected(run["python"]["alternatives"], step=1, position=6), tiny)[0]
-    _, arrays = unpack(session.chunk(run["id"], "alternatives/1"))
-    np.testing.assert_allclose(arrays["top_probabilities"], again["p"][arrays["positions"]].numpy(), atol=SHARE + 2e-6)
+    again = ran(as_selected(run["python"]["predictions"], step=1, position=6), tiny)[0]
+    arrays = predicted_at(unpack(session.chunk(run["id"], "predictions"))[1], 1)
+    p = again["p"][1, arrays["position"]]
+    np.testing.assert_allclose(arrays["top_probabilities"], p.numpy(), atol=SHARE + 2e-6)
 
 
 def test_views_are_those_of_the_library(tiny, session):
@@ -253,7 +254,7 @@ def test_an_exception_leaves_no_hook(tiny, session):
         "trace/head/0",
         "attention/0",
         "attention/9/0",
-        "alternatives/x",
+        "predictions/0",
         "../x",
         "lens/-1",
         "lens/" + "9" * 5000,
@@ -280,7 +281,7 @@ def test_what_does_not_fit_in_memory_is_computed_again(tiny):
     small, large = Session([tiny], max_bytes=1), Session([tiny])
     runs = [session.run(ASKED) for session in (small, large)]
     assert runs[0] == runs[1]
-    for name in ("alternatives/0", "lens/1", "attention/2/3"):
+    for name in ("predictions", "lens/1", "attention/2/3"):
         first = small.chunk(runs[0]["id"], name)
         assert first == small.chunk(runs[0]["id"], name) == large.chunk(runs[1]["id"], name)
     assert small._memory.n_bytes == 0 < large._memory.n_bytes

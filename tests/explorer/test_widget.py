@@ -68,7 +68,7 @@ def test_a_file_contains_the_runs_of_a_pair(tmp_path):
             torch.tensor(arrays["entropy"]).float(), lens.entropy[0, :, 0].float(), equal_nan=True, rtol=1e-4, atol=1e-5
         )
         assert {name.split("/")[0] for id_, name in page.chunks if id_ == run["id"]} == {
-            "alternatives",
+            "predictions",
             "lens",
             "attention",
             "trace",

@@ -6,7 +6,7 @@ from html import unescape
 import numpy as np
 import pytest
 import torch
-from page_reader import PageFile, as_selected, ran
+from page_reader import PageFile, as_selected, predicted_at, ran
 
 from diffusion_lens import Fact
 from diffusion_lens.analysis import causal_trace, logit_lens, trace_trajectory
@@ -108,19 +108,20 @@ def traces_answer(made):
     return made["traces"][0].record["answer"]
 
 
-def test_alternatives_follow_from_the_loops_logits(made, page):
+def test_predictions_follow_from_the_loops_logits(made, page):
     run, cache = made["run"], made["cache"]
-    for step in page.run()["alternatives"]["steps"]:
-        _, arrays = page.read(f"alternatives/{step}")
+    for step in page.run()["predictions"]["steps"]:
+        arrays = predicted_at(page.read("predictions")[1], step)
         masked = run.is_masked(run.canvases[step, 0])
         if run.blank == -1:  # a text that grows proposes the next token only
             masked = masked & (masked.cumsum(0) == 1)
-        assert arrays["positions"].tolist() == masked.nonzero().flatten().tolist()
+        assert arrays["position"].tolist() == masked.nonzero().flatten().tolist()
         p = cache[step]["denoise.hook_logits"][0, masked].double().softmax(-1)
+        np.testing.assert_allclose(arrays["entropy"], torch.special.entr(p).sum(-1).numpy(), rtol=1e-5)
         if run.blank != -1 and run.blank < p.shape[-1]:
             p[:, run.blank] = 0
         np.testing.assert_allclose(arrays["top_probabilities"], p.topk(5).values.numpy(), atol=SHARE)
-        for position, words, shares in zip(*arrays.values(), strict=True):
+        for position, _, words, shares in zip(*arrays.values(), strict=True):
             if run.revealed_at[0, position] == step:
                 assert page.texts(words)[0] == run.words[int(run.tokens[0, position])]
                 assert shares[0] == pytest.approx(float(run.confidence[0, position]), abs=SHARE + 1e-6)
@@ -141,10 +142,13 @@ def test_the_code_gives_the_numbers_that_are_shown(tiny, made, page):
     _, arrays = page.read(f"attention/1/{step}")
     np.testing.assert_allclose(attention["pattern"].numpy(), arrays["pattern"][3], atol=0.51 / 254)
 
-    masked = page.read(f"alternatives/{step}")[1]["positions"].tolist()
-    alternatives, _ = ran(as_selected(code["alternatives"], step=step, position=masked[0]), tiny)
-    _, arrays = page.read(f"alternatives/{step}")
-    np.testing.assert_allclose(alternatives["p"][masked].numpy(), arrays["top_probabilities"], atol=SHARE + 1e-6)
+    arrays = predicted_at(page.read("predictions")[1], step)
+    masked = arrays["position"].tolist()
+    predicted, printed = ran(as_selected(code["predictions"], step=step, position=masked[0]), tiny)
+    np.testing.assert_allclose(predicted["p"][step, masked].numpy(), arrays["top_probabilities"], atol=SHARE + 1e-6)
+    np.testing.assert_allclose(predicted["entropy"][step, masked].numpy(), arrays["entropy"], atol=2e-6)
+    assert predicted["committed"].tolist() == page.run()["predictions"]["committed"]
+    assert repr(page.texts(arrays["top_tokens"])[0][0]) in printed
 
     for name in ("resid", "mlp"):
         step = page.run()["traces"][0]["steps"][-1]
@@ -169,20 +173,21 @@ def test_the_trace_of_one_canvas_is_shown_at_its_step(tiny, made, tmp_path):
 def test_without_results_the_page_says_what_to_pass(made, tmp_path):
     page = PageFile(made["run"].explore(tmp_path / "plain.html").read_text(encoding="utf-8"))
     assert page.chunks == {}
-    assert {view: page.run()[view] for view in ("lens", "attention", "alternatives")} == dict.fromkeys(
-        ("lens", "attention", "alternatives")
+    assert {view: page.run()[view] for view in ("lens", "attention", "predictions")} == dict.fromkeys(
+        ("lens", "attention", "predictions")
     )
-    assert set(page.run()["missing"]) == {"alternatives", "lens", "attention", "trace"}
+    assert set(page.run()["missing"]) == {"predictions", "lens", "attention", "trace"}
+    assert "denoise(..., predictions=5)" in page.run()["missing"]["predictions"]
     assert "lens=logit_lens(model, trajectory)" in page.run()["missing"]["lens"]
     assert page.requests() == []
 
 
-def test_without_guidance_a_lens_of_the_last_layer_gives_the_alternatives(made, page, tmp_path):
+def test_without_guidance_a_lens_of_the_last_layer_gives_the_predictions(made, page, tmp_path):
     alone = PageFile(made["run"].explore(tmp_path / "lens.html", lens=made["lens"]).read_text(encoding="utf-8"))
     run, step = made["run"], 3
-    _, arrays = alone.read(f"alternatives/{step}")
-    assert set(arrays["positions"].tolist()) >= set(page.read(f"alternatives/{step}")[1]["positions"].tolist())
-    for position, words, shares in zip(*arrays.values(), strict=True):
+    arrays, others = (predicted_at(x.read("predictions")[1], step) for x in (alone, page))
+    assert set(arrays["position"].tolist()) >= set(others["position"].tolist())
+    for position, _, words, shares in zip(*arrays.values(), strict=True):
         if run.revealed_at[0, position] == step:
             assert alone.texts(words)[0] == run.words[int(run.tokens[0, position])]
             assert shares[0] == pytest.approx(float(run.confidence[0, position]), abs=1e-4)

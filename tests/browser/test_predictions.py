@@ -1,0 +1,119 @@
+"""Predictions as layers over the canvas and in the inspector: what Chromium shows equals the library's tables."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import chromium
+import explorer_pages
+import pytest
+from playwright.sync_api import expect
+
+Open = Callable[..., Any]
+CELL = '.dl-canvas [role=gridcell][data-row="{}"][data-column="{}"]'
+
+
+@pytest.fixture(scope="module")
+def run() -> Any:
+    return explorer_pages.explored("site-mdm")
+
+
+@pytest.fixture(scope="module")
+def predictions(run: Any) -> Any:
+    return run.trajectory.predictions(run.model)
+
+
+def choose(page: Any, layer: str) -> None:
+    page.get_by_label("Canvas shows", exact=True).select_option(layer)
+    page.wait_for_selector(chromium.DRAWN)
+
+
+def cells(page: Any) -> dict[tuple[int, int], tuple[str, str, str]]:
+    """Label, class and text of every cell of the canvas, by step and position."""
+    found = page.locator(".dl-canvas [role=gridcell]").evaluate_all(
+        "all => all.map((one) => [one.dataset.row, one.dataset.column, one.ariaLabel, one.className, one.textContent])"
+    )
+    return {(int(row), int(column)): (label, kind, text) for row, column, label, kind, text in found}
+
+
+def test_cells_say_what_the_step_predicted(opened: Open, predictions: Any) -> None:
+    page = opened("mdm")
+    choose(page, "entropy")
+    assert "canvas=entropy" in page.url
+    assert page.locator(".dl-canvas .dl-legend span").all_inner_texts()[::2] == ["entropy (nats)", "0"]
+    for (step, pos), (label, kind, text) in cells(page).items():
+        numbers = re.search(r"; predicted “(.*)” (\S+), margin (\S+), entropy (\S+) nats", label)
+        assert (numbers is not None) == bool(predictions.masked[step, 0, pos]) == ("dl-plain" not in kind)
+        if numbers is None:
+            continue
+        word = predictions.words[int(predictions.likeliest[step, 0, pos])]
+        assert numbers[1] == word.replace(" ", "␣")
+        expected = (predictions.probabilities[step, 0, pos, 0], predictions.margin[step, 0, pos])
+        for shown, number in zip(numbers.groups()[1:], (*expected, predictions.entropy[step, 0, pos]), strict=True):
+            assert float(shown) == pytest.approx(float(number), abs=6e-4)
+        if "dl-guess" in kind:
+            assert text == word.strip()
+
+
+def test_commitment_is_marked_where_it_begins(opened: Open, run: Any, predictions: Any) -> None:
+    from diffusion_lens.explorer.page_of_run import commitment_steps
+
+    page = opened("mdm")
+    choose(page, "commitment")
+    steps = commitment_steps(predictions)[0].tolist()
+    shown = cells(page)
+    marked = {pos: step for (step, pos), (_, kind, _) in shown.items() if "dl-commits" in kind}
+    assert marked == {pos: step for pos, step in enumerate(steps) if step >= 0}
+    assert any(step < run.trajectory.revealed_at[0, pos] for pos, step in marked.items())
+    for (step, pos), (label, _, _) in shown.items():
+        assert ("; commits here" in label) == (steps[pos] == step)
+        assert (f"; committed since step {steps[pos]}" in label) == (0 <= steps[pos] < step)
+
+
+def test_a_masked_cell_shows_its_tokens_and_their_course(opened: Open, run: Any, predictions: Any) -> None:
+    page, step, pos = opened("mdm", fragment="#canvas=probability"), 1, 9
+    page.locator(CELL.format(step, pos)).click()
+    page.wait_for_selector(chromium.DRAWN)
+    inspector = page.locator(".dl-inspector")
+    expect(inspector.locator("h4").first).to_have_text(f"Predictions of step {step}")
+    rows = inspector.locator(".dl-bars").first.locator("li:visible")
+    assert [row.locator("span").inner_text() for row in rows.all()] == [
+        f"{p:.3f}" for p in predictions.probabilities[step, 0, pos].tolist()
+    ]
+    expect(inspector.locator(".dl-numbers").first).to_contain_text(
+        f"Entropy {predictions.entropy[step, 0, pos]:.3f} nats. Margin {predictions.margin[step, 0, pos]:.3f}."
+    )
+    course = inspector.get_by_role("img").get_attribute("aria-label")
+    final = run.trajectory.tokens[0, pos]
+    for place in range(run.trajectory.n_steps):
+        top = predictions.tokens[place, 0, pos] == final
+        wanted = f"step {place}: {predictions.probabilities[place, 0, pos][top].item():.3f}" if top.any() else None
+        assert wanted in course if wanted else f"step {place}:" not in course
+    # By keyboard: down to the next step.
+    page.keyboard.press("ArrowDown")
+    expect(inspector.locator("h4").first).to_have_text(f"Predictions of step {step + 1}")
+    expect(page.get_by_role("status")).to_contain_text(f"step {step + 1}, position {pos}, masked; predicted “")
+    page.locator(".dl-canvas").get_by_role("button", name="as Python").click()
+    code = page.get_by_role("dialog").locator("pre").inner_text()
+    assert "predictions = trajectory.predictions(model, top_k=5)" in code
+    assert f"predictions.steps.index({step + 1})" in code
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("layer", ["entropy", "commitment"])
+def test_layers_are_readable(opened: Open, axe: str, layer: str, theme: str) -> None:
+    page = opened("mdm", 400 if layer == "entropy" else 1280, theme, f"#step=2&canvas={layer}")
+    page.add_script_tag(content=axe)
+    found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")["violations"]
+    assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_page_without_predictions_says_what_to_record(opened: Open, run: Any, tmp_path: Any) -> None:
+    page = opened(explorer_pages.write(run.trajectory.explore(), tmp_path, "plain").as_uri(), fragment="")
+    assert not page.get_by_label("Canvas shows", exact=True).is_visible()
+    assert not page.get_by_role("img").is_visible()
+    expect(page.locator(".dl-inspector .dl-numbers").first).to_contain_text("denoise(..., predictions=5)")
+    page.goto(f"{page.url.partition('#')[0]}#canvas=entropy")
+    page.wait_for_selector(chromium.DRAWN)
+    assert page.locator(".dl-canvas .dl-legend span").first.inner_text() == "confidence"
