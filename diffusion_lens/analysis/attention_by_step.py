@@ -366,11 +366,7 @@ def qk_decomposition(
     tensors = {name: torch.full(shape, torch.nan) for name in names}
 
     def reduce(one: SharedPass) -> None:
-        present = {index: one.on_read(canvas.present) for index, canvas in one.served.items()}
-        met: dict[str, Tensor] = {}
-
-        def of_layer(layer: int, index: int) -> dict[str, Tensor]:
-            return {name: x[index, layer] for name, x in tensors.items()}
+        groups, met = one.by_reach(), dict[str, Tensor]()
 
         def keep(name: str) -> Hook:
             def hook_fn(activation: Tensor, hook: Any) -> None:
@@ -387,8 +383,8 @@ def qk_decomposition(
             divisor = model.blocks[reading.layers[layer]].attn.divisor
             lengths = [x.norm(dim=-1, keepdim=True) for x in (q, k)]
             units = [x / length.clamp(min=1e-12) for x, length in zip((q, k), lengths, strict=True)]
-            for index, inside in present.items():
-                real = inside.to(seen.device)
+            for indices, present in groups:
+                real = present.to(seen.device)
                 pairs = (seen & real[:, None, :, None] & real[:, None, None, :]).to(q.dtype)
                 n_queries = pairs.sum(dim=2)[..., None]
                 # A mean of products with one key is the product with a mean of queries.
@@ -399,8 +395,9 @@ def qk_decomposition(
                     "excess": ((pattern - pairs / pairs.sum(dim=3, keepdim=True).clamp(min=1)) * pairs).sum(dim=2),
                 }
                 empty = n_queries[..., 0] == 0
-                for name, into in of_layer(layer, index).items():
-                    into[..., : seen.shape[-1]] = means[name].masked_fill(empty, torch.nan).transpose(0, 1)
+                for name, mean in means.items():
+                    values = mean.masked_fill(empty, torch.nan).transpose(0, 1).cpu().float()
+                    tensors[name][indices, layer, ..., : seen.shape[-1]] = values
 
         points = [
             (f"blocks.{layer}.attn.{name}", hook_fn)
@@ -533,26 +530,25 @@ def attention_rollout(
     depth, kept = range(max(reading.layers) + 1), {layer: i for i, layer in enumerate(reading.layers)}
 
     def reduce(one: SharedPass) -> None:
-        pooling, products = {}, {}
-        for index, canvas in one.served.items():
-            present = one.on_read(canvas.present)
-            each = torch.diag_embed(present) if pools is None else pools[..., : present.shape[1]].to(present.device)
-            pooling[index] = (each & present[:, None]).float()
-            products[index] = torch.eye(len(each[0]), device=present.device).expand(batch, -1, -1)
+        groups, products = one.by_reach(), {}
 
         def follow(layer: int, pattern: Tensor) -> None:
             mean = pattern.float().mean(dim=1)
-            for index, pool in pooling.items():
-                on = pool.to(mean.device)
-                summed = on @ mean @ on.mT
+            for number, (indices, present) in enumerate(groups):
+                inside = present.to(mean.device)
+                if pools is None:
+                    filled, summed = inside, mean * (inside[:, :, None] & inside[:, None, :])
+                else:
+                    pool = pools[..., : inside.shape[1]].to(mean.device) & inside[:, None]
+                    filled, summed = pool.any(dim=-1), pool.float() @ mean @ pool.float().mT
                 shares = summed / summed.sum(dim=-1, keepdim=True).clamp(min=_TINY)
                 # A region none of whose queries attends to a region keeps its own state alone.
-                mixed = shares + torch.eye(on.shape[1], device=on.device)
-                products[index] = mixed / mixed.sum(dim=-1, keepdim=True) @ products[index].to(mean.device)
+                mixed = shares + torch.eye(filled.shape[1], device=mean.device)
+                mixed = mixed / mixed.sum(dim=-1, keepdim=True)
+                products[number] = mixed @ products[number].to(mean.device) if layer else mixed
                 if layer in kept:
-                    n, filled = on.shape[1], on.any(dim=-1)
-                    outside = ~(filled[:, :, None] & filled[:, None, :])
-                    rollout[index, kept[layer], :, :n, :n] = products[index].masked_fill(outside, torch.nan)
+                    n, outside = filled.shape[1], ~(filled[:, :, None] & filled[:, None, :])
+                    rollout[indices, kept[layer], :, :n, :n] = products[number].masked_fill(outside, torch.nan).cpu()
 
         one.read.run(_at_patterns(depth, follow))
 

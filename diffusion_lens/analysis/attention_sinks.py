@@ -302,17 +302,17 @@ def attention_sinks(
 
 def _receive(one: SharedPass, layers: Sequence[int], received: Float[Tensor, "step layer head batch pos"]) -> None:
     """Write the column sums of the patterns of some layers, at the positions and steps that the pass serves."""
-    inside = {index: one.on_read(canvas.present) for index, canvas in one.served.items()}
+    groups = one.by_reach()
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
 
     def reduce(pattern: Tensor, hook: Any) -> None:
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         of_layer = received[:, names.index(hook.name)]
-        for index, present in inside.items():
-            present = present.to(wide.device)
+        for indices, reached in groups:
+            present = reached.to(wide.device)
             columns = (present[:, None, None].to(wide) @ wide)[:, :, 0].transpose(0, 1)
-            columns = columns.mean(dim=0, keepdim=True) if len(of_layer[index]) == 1 else columns
-            of_layer[index, ..., : pattern.shape[-1]] = columns.masked_fill(~present, torch.nan)
+            columns = columns.mean(dim=0, keepdim=True) if of_layer.shape[1] == 1 else columns
+            of_layer[indices, ..., : pattern.shape[-1]] = columns.masked_fill(~present, torch.nan).cpu().float()
 
     one.read.run([(name, reduce) for name in names])
 

@@ -312,9 +312,9 @@ def layer_cosines(
 
         def leave(layer: int, stream: Tensor) -> None:
             cosines, _ = _cosine_and_distance(entered.pop("stream"), stream)
-            for index, canvas in one.served.items():
-                outside = ~one.on_read(canvas.present).cpu()
-                cosine[index, layer, :, : stream.shape[1]] = cosines.float().cpu().masked_fill(outside, torch.nan)
+            for indices, present in one.by_reach():
+                inside = cosines.masked_fill(~present.to(cosines.device), torch.nan)
+                cosine[indices, layer, :, : stream.shape[1]] = inside.cpu().float()
 
         one.read.run(
             [
