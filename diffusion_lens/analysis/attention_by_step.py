@@ -357,8 +357,9 @@ def qk_decomposition(
     threshold = not_negative("epsilon", epsilon, "every position above the mean")
     reading = Reading.of(model, inputs, steps, layers, attention_mask)
     n_heads, batch, pos = model.cfg.n_heads, reading.batch, reading.pos
-    # Four means; in a pass, which queries see which keys.
-    n_bytes = 16 * reading.n_steps * len(reading.layers) * n_heads * batch * pos + 8 * batch * n_heads * pos * pos
+    # Four means; in a pass, which queries see which keys, shares of them, and six vectors of each head.
+    in_a_pass = 13 * pos + 24 * model.cfg.d_head
+    n_bytes = batch * n_heads * pos * (16 * reading.n_steps * len(reading.layers) + in_a_pass)
     advice = "give fewer steps or layers, or fewer rows"
     reading.require_memory(n_bytes, max_bytes, "the decomposition takes", advice)
     names = (*QUANTITIES, "excess")
@@ -386,13 +387,13 @@ def qk_decomposition(
             for indices, present in groups:
                 real = present.to(seen.device)
                 pairs = (seen & real[:, None, :, None] & real[:, None, None, :]).to(q.dtype)
-                n_queries = pairs.sum(dim=2)[..., None]
+                n_queries, shares = pairs.sum(dim=2)[..., None], pairs / pairs.sum(dim=3, keepdim=True).clamp(min=1)
                 # A mean of products with one key is the product with a mean of queries.
                 means = {
                     "scores": ((pairs.mT @ q / n_queries) * k).sum(dim=-1) / divisor,
                     "cosines": ((pairs.mT @ units[0] / n_queries) * units[1]).sum(dim=-1),
                     "norms": ((pairs.mT @ lengths[0] / n_queries) * lengths[1])[..., 0] / divisor,
-                    "excess": ((pattern - pairs / pairs.sum(dim=3, keepdim=True).clamp(min=1)) * pairs).sum(dim=2),
+                    "excess": (pattern * pairs).sum(dim=2) - shares.sum(dim=2),
                 }
                 empty = n_queries[..., 0] == 0
                 for name, mean in means.items():
@@ -530,7 +531,7 @@ def attention_rollout(
     depth, kept = range(max(reading.layers) + 1), {layer: i for i, layer in enumerate(reading.layers)}
 
     def reduce(one: SharedPass) -> None:
-        groups, products = one.by_reach(), {}
+        groups, products = one.by_reach(), dict[int, Tensor]()
 
         def follow(layer: int, pattern: Tensor) -> None:
             mean = pattern.float().mean(dim=1)
