@@ -114,13 +114,14 @@ class RetrievalHeads(ByStep):
 
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The score by layer and head; returns the matplotlib axes."""
+        score = self.score
         return plots.labelled_map(
-            self.score,
+            score,
             rows=[f"layer {layer}" for layer in self.layers],
-            layers=range(self.score.shape[1]),
+            layers=range(score.shape[1]),
             xlabel="head",
             hue="YlOrRd",
-            limits=(0.0, 1.0),
+            limits=(0.0, float(score.max())),
             bar="score",
             title=title or "Retrieval heads",
             ax=ax,

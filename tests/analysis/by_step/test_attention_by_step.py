@@ -21,6 +21,7 @@ from diffusion_lens.analysis import (
     qk_decomposition,
     retrieval_heads,
 )
+from diffusion_lens.analysis.engine.inputs import ForwardPass
 from diffusion_lens.denoising.samplers import llada
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -176,6 +177,11 @@ def test_retrieval_equals_a_loop_over_written_tokens(every):
                     expected = sum(attention[j] for j in places)
                     assert_close(heads.attention[layer, head, row, pos], expected, rtol=1e-3, atol=1e-5)
     assert n_seen == int(heads.retrievable.sum()) > 0
+    # From everywhere: from written tokens too, but not from the position itself.
+    heads = retrieval_heads(every.model, run, source=torch.ones_like(run.given))
+    for row, pos in (run.revealed_at >= 0).nonzero().tolist():
+        canvas = run.canvases[run.revealed_at[row, pos], row]
+        assert heads.n_places[row, pos] == sum(canvas[j] == run.tokens[row, pos] for j in range(12) if j != pos)
     assert_close(heads.score, heads.retrieved.sum(dim=(2, 3)) / n_seen)
 
 
@@ -234,6 +240,21 @@ def test_floating_positions_and_their_advantage_by_hand(small):
     assert_close(made.advantage["scores"][0, 0, 0], torch.tensor(2.5))
     assert_close(made.advantage["cosines"][0, 0, 0], torch.tensor(-2.5))
     assert made.advantage["norms"].isnan().all()
+
+
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_steps_that_write_nothing_take_no_pass(small, monkeypatch):
+    run, n_passes, run_pass = small.denoise(PROMPTS[:1], max_new_tokens=3, steps=40), [0], ForwardPass.run
+
+    def counted(self, *args):
+        n_passes[0] += 1
+        return run_pass(self, *args)
+
+    monkeypatch.setattr(ForwardPass, "run", counted)
+    run = replace(run, tokens=run.tokens[:, :4].repeat(1, 2)[:, : run.tokens.shape[1]])
+    heads = retrieval_heads(small, run)
+    assert heads.steps == tuple(sorted(set(run.revealed_at[run.revealed_at >= 0].tolist())))
+    assert n_passes[0] == len(heads.steps) == len(heads.by_step) <= 3
 
 
 @pytest.mark.parametrize("analyse", [qk_decomposition, attention_rollout, retrieval_heads])
