@@ -7,7 +7,7 @@ differ in the source of the new value:
     swap              another run, at the same hook point; at the same step, if that run was cached by step
     restore           another run, at one position of each row, for grids with one cell per row
     mean_ablate       the mean of another run
-    zero_ablate       zeros
+    zero_ablate       zeros; `skip_layers` gives the hooks that skip whole blocks so
     mask_tokens       the embedding of [MASK]
     freeze            this run, at an earlier denoising step
     add_noise, steer  a value given by the caller, added to the activation
@@ -52,7 +52,7 @@ from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import NamedHook, name_of, names_its_hook, value_in_words
 from diffusion_lens.records.identity import named as named
-from diffusion_lens.settings import checked_arguments, one_of, plain_number, whole_number, whole_numbers
+from diffusion_lens.settings import checked_arguments, one_of, pick_indices, plain_number, whole_number, whole_numbers
 from diffusion_lens.settings.arguments import kind_of, shown
 
 Indices = int | slice | Sequence[int] | Tensor | None
@@ -130,6 +130,31 @@ def mean_ablate(cache: Activations, positions: Indices = None, *, heads: Indices
 def zero_ablate(positions: Indices = None, *, heads: Indices = None) -> Hook:
     """Replace the activation by zeros."""
     return replace(torch.zeros(()), positions, heads=heads)
+
+
+@checked_arguments
+def skip_layers(model: DiffusionTransformer, layers: SupportsIndex | Iterable[SupportsIndex]) -> list[tuple[str, Hook]]:
+    """The hooks under which some blocks leave the residual stream as it is, by setting what they add to it to zero.
+
+    Layer skipping of Goel et al. 2026, arXiv 2603.07475. For `denoise(fwd_hooks=...)`, or for `model.hooks(fwd_hooks=)`
+    around an analysis or a measure of recall.
+
+    Args:
+        layers: Layers, negative ones from the end.
+
+    Raises:
+        ValueError: There is no such layer, or blocks of the network multiply the stream by a factor, which zeros leave.
+    """
+    if model.cfg.architecture.layer_scalars:
+        raise ValueError(
+            f"the blocks of {model.cfg.model_name!r} scale the stream, so that a block that adds nothing "
+            "to it still changes it: ablate hook_attn_out or hook_mlp_out by zero_ablate() instead"
+        )
+    picked = pick_indices("layers", whole_numbers("layers", layers), model.cfg.n_layers)
+    added = [
+        f"blocks.{layer}.{name}" for layer in picked for name in ("hook_attn_out", "hook_mlp_out", "hook_shared_out")
+    ]
+    return [(name, zero_ablate()) for name in added if name in model.hook_dict]
 
 
 @checked_arguments

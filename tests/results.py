@@ -108,13 +108,19 @@ def _circuits() -> Iterator[Any]:
 
 def _by_step() -> Iterator[Any]:
     from diffusion_lens.analysis import (
+        AttentionRollout,
         AttentionSinks,
         CacheDrift,
+        LayerCosines,
         LogitLens,
+        QKDecomposition,
+        RetrievalHeads,
+        StateDrift,
         SteeringVectors,
         TimeProbe,
         Translators,
     )
+    from diffusion_lens.analysis.engine.by_step import ReadCanvases
 
     shape = (STEPS, LAYERS, 1, POS)
     yield LogitLens(
@@ -151,6 +157,33 @@ def _by_step() -> Iterator[Any]:
     )
     held = {"steps": list(range(STEPS)), "approximate_cache": "dual"}
     yield CacheDrift(rand(STEPS, LAYERS), rand(STEPS, LAYERS), torch.full((STEPS,), POS), {**RECORD, **held})
+    canvases = ReadCanvases(
+        tokens=(torch.arange(POS) % 5).expand(of_positions),
+        masked=(torch.arange(POS) % 5 == 3).expand(of_positions),
+        present=~no,
+        given=torch.arange(POS)[None] < 6,
+        final=(torch.arange(POS) % 5)[None],
+        words=WORDS,
+    )
+    by_step = {**RECORD, "steps": list(range(STEPS)), "n_steps": STEPS, "layers": list(range(LAYERS))}
+    by_head = (STEPS, LAYERS, HEADS, 1, POS)
+    yield QKDecomposition(*(rand(*by_head) + i for i in range(4)), 3.0, canvases, by_step)
+    yield AttentionRollout(rand(STEPS, LAYERS, 1, 3, 3), ["prompt", "<b>", "$x$"], canvases, by_step)
+    written = torch.arange(POS)[None] - 20
+    yield RetrievalHeads(
+        retrieved=rand(LAYERS, HEADS, 1, POS) > 0.5,
+        attention=rand(LAYERS, HEADS, 1, POS),
+        n_places=written.clamp(min=0, max=1),
+        revealed_at=written.clamp(min=-1),
+        source=torch.arange(POS)[None] < 6,
+        tokens=(torch.arange(POS) % 5)[None],
+        words=WORDS,
+        record=by_step,
+    )
+    kinds = ("keys", "values", "attention", "mlp")
+    drifts = ({kind: rand(STEPS - 1, LAYERS, 1, POS) for kind in kinds} for _ in range(2))
+    yield StateDrift(*drifts, canvases, by_step)
+    yield LayerCosines(rand(STEPS, LAYERS, 1, POS), canvases, by_step)
     vectors = {name: rand(STEPS, 8) + i for i, name in enumerate(NAMES)}
     settings = {"steps": list(range(STEPS)), "n_steps": STEPS, "names": NAMES, "positions": "masked", "rows": "canvas"}
     yield SteeringVectors(

@@ -2,8 +2,15 @@
 
 from typing import Any
 
+from diffusion_lens.analysis.attention_by_step import (
+    AttentionRollout,
+    QKDecomposition,
+    RetrievalHeads,
+    attention_rollout,
+    qk_decomposition,
+    retrieval_heads,
+)
 from diffusion_lens.analysis.attention_sinks import AttentionSinks, SinkSpan, attention_sinks
-from diffusion_lens.analysis.cache_drift import CacheDrift, cache_drift
 from diffusion_lens.analysis.causal_tracing import (
     AverageEffect,
     AverageSettings,
@@ -81,11 +88,20 @@ from diffusion_lens.analysis.signatures import (
     reversal_signatures,
     routes,
 )
+from diffusion_lens.analysis.state_drift import (
+    CacheDrift,
+    LayerCosines,
+    StateDrift,
+    cache_drift,
+    layer_cosines,
+    state_drift,
+)
 from diffusion_lens.analysis.steering_vectors import SteeringVectors, difference_of_means
 from diffusion_lens.facts.taught_pairs import TaughtCanvas, TaughtPair
 
 __all__ = [
     "ActivationStore",
+    "AttentionRollout",
     "AttentionSinks",
     "AverageEffect",
     "AverageSettings",
@@ -108,6 +124,7 @@ __all__ = [
     "KeyValueSettings",
     "KeyValueStudy",
     "Known",
+    "LayerCosines",
     "LocalWorkers",
     "LogitLens",
     "LoopSettings",
@@ -116,11 +133,14 @@ __all__ = [
     "NodeScores",
     "NoiseRange",
     "PatchGrid",
+    "QKDecomposition",
     "RankOneEdit",
+    "RetrievalHeads",
     "ReversalSignatures",
     "RidgeSettings",
     "SecondMoment",
     "SinkSpan",
+    "StateDrift",
     "SteeringVectors",
     "TaughtCanvas",
     "TaughtPair",
@@ -135,6 +155,7 @@ __all__ = [
     "Workers",
     "activations",
     "answer_probability",
+    "attention_rollout",
     "attention_sinks",
     "average_indirect_effect",
     "average_trajectory_effect",
@@ -155,6 +176,7 @@ __all__ = [
     "gradient_alignment",
     "isotropic_route_correlation",
     "key_value_study",
+    "layer_cosines",
     "logit_lens",
     "memit",
     "memit_study",
@@ -165,11 +187,14 @@ __all__ = [
     "patch_grid",
     "probe",
     "probe_time",
+    "qk_decomposition",
     "recalled_facts",
+    "retrieval_heads",
     "reversal_signatures",
     "routes",
     "second_moment",
     "splice",
+    "state_drift",
     "study_keys_and_values",
     "temporal_effect",
     "trace_trajectory",

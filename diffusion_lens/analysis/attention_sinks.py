@@ -18,29 +18,28 @@ Padding, and positions that a text has not reached, are neither queries nor keys
 and never kept.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.engine.batching import reserved, row_bytes
-from diffusion_lens.analysis.engine.inputs import ForwardPass, Inputs, Readable, SharedPass, passes_of
+from diffusion_lens.analysis.engine.by_step import ByStep, Reading
+from diffusion_lens.analysis.engine.inputs import ForwardPass, Readable, SharedPass
 from diffusion_lens.model.attention import AttentionPattern
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer, origins_of
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, texts_of
+from diffusion_lens.records.results import Table, texts_of
 from diffusion_lens.settings import Whole, not_negative, one_of, pick_indices
 
 KINDS = ("masked", "special", "prompt", "written")
-# 4 + 8 + 8 + 1 + 1 of the result, and 8 + 1 + 1 of the canvases to be read.
-_BYTES_OF_A_POSITION = 32
+_BYTES_OF_A_POSITION = 13  # of equal attention, the number of queries and a flag
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class SinkSpan:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionSinks(PicturedResult, Saved):
+class AttentionSinks(ByStep):
     """The attention that positions receive, and the sinks among them.
 
     Without steps, the tensors have no axis of steps. `dataclasses.replace(sinks, threshold=...)` applies another
@@ -87,7 +86,6 @@ class AttentionSinks(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "attention sinks"
-    ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "layers": list[int]}
 
     received: Float[Tensor, "*step layer head batch pos"]
     even: Float[Tensor, "*step batch pos"]
@@ -100,19 +98,6 @@ class AttentionSinks(PicturedResult, Saved):
     threshold: float
     words: dict[int, str]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("*step", self.steps), ("layer", self.layers))
-
-    @property
-    def steps(self) -> tuple[int, ...] | None:
-        """The steps; `None` for a single pass."""
-        return None if self.record["steps"] is None else tuple(self.record["steps"])
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers."""
-        return tuple(self.record["layers"])
 
     @property
     def present(self) -> Bool[Tensor, "*step batch pos"]:
@@ -226,9 +211,8 @@ class AttentionSinks(PicturedResult, Saved):
 
     def _table(self) -> Table:
         n_heads, batch, n_pos = self.received.shape[-3:]
-        steps = {} if self.steps is None else {"step": self.steps}
         heads, rows, positions = range(n_heads), range(batch), range(n_pos)
-        axes = {**steps, "layer": self.layers, "head": heads, "batch": rows, "pos": positions}
+        axes = {**self._step_axis(), "layer": self.layers, "head": heads, "batch": rows, "pos": positions}
         values = {
             "token": texts_of(self._by_head(self.canvases), self.words),
             "received": self.received,
@@ -238,8 +222,7 @@ class AttentionSinks(PicturedResult, Saved):
         return Table.of_cells(axes, values, most="excess")
 
     def __repr__(self) -> str:
-        steps = "one pass" if self.steps is None else f"{len(self.steps)} steps of {self.record['n_steps']}"
-        return f"AttentionSinks({steps}, {len(self.layers)} layers, {int(self.is_sink.sum())} sinks)"
+        return f"AttentionSinks({self._by_step}, {int(self.is_sink.sum())} sinks)"
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x[..., None, None, :, :]
@@ -285,62 +268,51 @@ def attention_sinks(
     """
     one_of("each", "mean")("heads", heads)
     epsilon = not_negative("threshold", threshold, "every position above the mean")
-    given = Inputs.of(model, inputs, attention_mask=attention_mask)
-    run, chosen, picked = given.trajectory, given.pick_steps(steps), pick_indices("layers", layers, model.cfg.n_layers)
-    indices = None if chosen is None else sorted(chosen)
-    batch, pos = next(given.at(None if indices is None else indices[0])).tokens.shape
-    n_steps, n_heads = 1 if indices is None else len(indices), 1 if heads == "mean" else model.cfg.n_heads
-    _require_memory(model, (batch, pos), (n_steps, len(picked), n_heads), max_bytes)
-
+    reading = Reading.of(model, inputs, steps, layers, attention_mask)
+    n_steps, n_heads = reading.n_steps, 1 if heads == "mean" else model.cfg.n_heads
+    shape = (n_steps, reading.batch, reading.pos)
+    n_bytes = math.prod(shape) * (4 * len(reading.layers) * n_heads + _BYTES_OF_A_POSITION)
+    advice = "give fewer steps or layers, heads='mean', or fewer rows"
+    reading.require_memory(n_bytes, max_bytes, "the attention received takes", advice)
     tensors = {
-        "received": torch.full((n_steps, len(picked), n_heads, batch, pos), torch.nan),
-        "even": torch.empty(n_steps, batch, pos),
-        **{name: torch.empty(n_steps, batch, pos, dtype=torch.long) for name in ("n_queries", "canvases")},
-        **{name: torch.empty(n_steps, batch, pos, dtype=torch.bool) for name in ("masked", "special")},
+        "received": torch.full((n_steps, len(reading.layers), n_heads, *shape[1:]), torch.nan),
+        "even": torch.empty(shape),
+        "n_queries": torch.empty(shape, dtype=torch.long),
+        "special": torch.empty(shape, dtype=torch.bool),
     }
-    ids: set[int] = set()
-    with tqdm(total=n_steps, desc="attention sinks", unit="step", disable=not progress) as bar:
-        for one in passes_of(given, indices):
-            _receive(one, picked, tensors["received"])
-            for index, canvas in one.served.items():
-                tensors["even"][index], tensors["n_queries"][index] = _equal_attention(canvas)
-                tensors["canvases"][index], tensors["masked"][index] = canvas.tokens, canvas.masked
-                tensors["special"][index] = _special(model, canvas.tokens) & canvas.present
-                ids |= set(canvas.tokens.unique().tolist())
-                bar.update()
-    final = tensors["canvases"][0] if run is None else run.tokens.cpu()
-    named = sorted(ids | set(final.unique().tolist()))
-    record = {
-        "steps": indices,
-        "n_steps": given.n_steps,
-        "layers": picked,
-        "heads": heads,
-        "inputs": given.describe(),
-        **provenance(model, model.cfg),
-    }
+
+    def reduce(one: SharedPass) -> None:
+        _receive(one, reading.layers, tensors["received"])
+        for index, canvas in one.served.items():
+            tensors["even"][index], tensors["n_queries"][index] = _equal_attention(canvas)
+            tensors["special"][index] = _special(model, canvas.tokens) & canvas.present
+
+    read = reading.read(reduce, "attention sinks", progress)
     return AttentionSinks(
-        **(tensors if indices is not None else {name: x[0] for name, x in tensors.items()}),
-        given=torch.zeros_like(final, dtype=torch.bool) if run is None else run.given.cpu(),
-        final=final,
+        **{name: reading.without_steps(x) for name, x in tensors.items()},
+        canvases=read.tokens,
+        masked=read.masked,
+        given=read.given,
+        final=read.final,
         threshold=epsilon,
-        words=dict(zip(named, model.words(named), strict=True)),
-        record=record,
+        words=read.words,
+        record={**reading.record(), "heads": heads},
     )
 
 
 def _receive(one: SharedPass, layers: Sequence[int], received: Float[Tensor, "step layer head batch pos"]) -> None:
     """Write the column sums of the patterns of some layers, at the positions and steps that the pass serves."""
-    inside = {index: one.on_read(canvas.present) for index, canvas in one.served.items()}
+    groups = one.by_reach()
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
 
     def reduce(pattern: Tensor, hook: Any) -> None:
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         of_layer = received[:, names.index(hook.name)]
-        for index, present in inside.items():
-            present = present.to(wide.device)
+        for indices, reached in groups:
+            present = reached.to(wide.device)
             columns = (present[:, None, None].to(wide) @ wide)[:, :, 0].transpose(0, 1)
-            columns = columns.mean(dim=0, keepdim=True) if len(of_layer[index]) == 1 else columns
-            of_layer[index, ..., : pattern.shape[-1]] = columns.masked_fill(~present, torch.nan)
+            columns = columns.mean(dim=0, keepdim=True) if of_layer.shape[1] == 1 else columns
+            of_layer[indices, ..., : pattern.shape[-1]] = columns.masked_fill(~present, torch.nan).cpu().float()
 
     one.read.run([(name, reduce) for name in names])
 
@@ -362,17 +334,3 @@ def _special(model: DiffusionTransformer, tokens: Tensor) -> Tensor:
     """True at special tokens of the tokenizer other than [MASK]."""
     ids = set(getattr(model.tokenizer, "all_special_ids", ())) - {model.cfg.mask_token_id}
     return torch.isin(tokens, torch.tensor(sorted(ids), dtype=tokens.dtype, device=tokens.device))
-
-
-def _require_memory(
-    model: DiffusionTransformer, shape: tuple[int, int], entries: tuple[int, int, int], max_bytes: int
-) -> None:
-    cfg, (batch, pos), (n_steps, n_layers, n_heads) = model.cfg, shape, entries
-    one_pass = reserved(cfg, batch * row_bytes(cfg, pos, 0, explicit=True))
-    # Beside the attention: equal attention, numbers of queries, canvases and two flags, and the canvases of the passes.
-    needed = n_steps * batch * pos * (4 * n_layers * n_heads + _BYTES_OF_A_POSITION) + one_pass
-    if needed > max_bytes:
-        raise ValueError(
-            f"the attention received takes {needed:,} bytes, of which {one_pass:,} are for one forward pass, but "
-            f"max_bytes is {max_bytes:,}: give fewer steps or layers, heads='mean', or fewer rows"
-        )

@@ -11,15 +11,19 @@ from small_networks import small_architecture
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import (
     answer_probability,
+    attention_rollout,
     attention_sinks,
     causal_trace,
     edge_attribution,
     faithfulness,
     fit_translators,
+    layer_cosines,
     logit_lens,
     node_attribution,
     patch_grid,
     probe_time,
+    qk_decomposition,
+    state_drift,
     temporal_effect,
     trace_trajectory,
 )
@@ -136,6 +140,10 @@ JOBS = {
     "lens": (lambda model: partial(logit_lens, model, texts(4)), "grouped", 2),
     "translators": (lambda model: partial(fit_translators, model, texts(4), iterations=1), "plain", 2),
     "sinks": (lambda model: partial(attention_sinks, model, texts(4)), "grouped", 1),
+    "keys": (lambda model: partial(qk_decomposition, model, texts(4)), "grouped", 1),
+    "rollout": (lambda model: partial(attention_rollout, model, texts(4)), "experts", 1),
+    "layers": (lambda model: partial(layer_cosines, model, texts(4)), "plain", 1),
+    "drift": (lambda model: partial(state_drift, model, model.denoise(texts(4)[:, :9], length=15)), "plain", 1),
     "times": (
         lambda model: partial(probe_time, model, texts(3), "blocks.0.hook_resid_post", positions="all", samples=60),
         "plain",

@@ -1,6 +1,7 @@
 """A model whose weights have several places computes what it computes on one device, to the bit."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import (
     RankOneEdit,
     answer_probability,
+    attention_rollout,
     attention_sinks,
     causal_trace,
     compute_key,
@@ -18,9 +20,13 @@ from diffusion_lens.analysis import (
     evidence,
     faithfulness,
     gradient_alignment,
+    layer_cosines,
     logit_lens,
     optimize_value,
     patch_grid,
+    qk_decomposition,
+    retrieval_heads,
+    state_drift,
     trace_trajectory,
 )
 from diffusion_lens.data import toy_facts
@@ -75,6 +81,13 @@ def read(model, query):
     )
     yield logit_lens(model, tokens).kl
     yield attention_sinks(model, tokens).received
+    yield qk_decomposition(model, tokens).excess
+    yield attention_rollout(model, tokens, regions={"first": [0, 1], "second": [2, 3]}).rollout
+    yield layer_cosines(model, tokens).cosine
+    run = model.denoise(tokens[:, :2], max_new_tokens=2, **({"steps": 2} if model.cfg.has_mask else {}))
+    run = replace(run, tokens=run.tokens[:, :2].repeat(1, 2))
+    yield retrieval_heads(model, run).attention.nan_to_num()
+    yield state_drift(model, run).distances["mlp"].nan_to_num()
     yield model.all_composition_scores("K").scores
     yield model.accumulated_bias(1, mlp_input=True)
     pairs = FACTS.taught_pairs(model)[:3]

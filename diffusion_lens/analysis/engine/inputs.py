@@ -484,6 +484,14 @@ class SharedPass:
         """Selected positions of a served canvas as positions of the pass, which ends after the last one reached."""
         return selected[:, : self.read.tokens.shape[1]]
 
+    def by_reach(self) -> list[tuple[list[int], PosMask]]:
+        """The served canvases in groups with a token or [MASK] at the same positions, and these on the pass."""
+        groups: dict[bytes, tuple[list[int], PosMask]] = {}
+        for index, canvas in self.served.items():
+            present = self.on_read(canvas.present)
+            groups.setdefault(present.cpu().numpy().tobytes(), ([], present))[0].append(index)
+        return list(groups.values())
+
 
 def shared_passes(canvases: Sequence[ForwardPass], is_hooked: bool) -> list[SharedPass]:
     """The forward passes that the canvases of one input need, in the order of the canvases."""
