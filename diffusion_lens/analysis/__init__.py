@@ -40,6 +40,13 @@ from diffusion_lens.analysis.dictionaries import (
     dictionary_loss,
     splice,
 )
+from diffusion_lens.analysis.directions import (
+    Orthogonalization,
+    Projection,
+    orthogonalize,
+    projection,
+    writes_to_stream,
+)
 from diffusion_lens.analysis.engine.layout import CanvasLayout
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
@@ -115,7 +122,9 @@ __all__ = [
     "MemitSettings",
     "NodeScores",
     "NoiseRange",
+    "Orthogonalization",
     "PatchGrid",
+    "Projection",
     "RankOneEdit",
     "ReversalSignatures",
     "RidgeSettings",
@@ -162,9 +171,11 @@ __all__ = [
     "node_attribution",
     "noise_scale",
     "optimize_value",
+    "orthogonalize",
     "patch_grid",
     "probe",
     "probe_time",
+    "projection",
     "recalled_facts",
     "reversal_signatures",
     "routes",
@@ -173,6 +184,7 @@ __all__ = [
     "study_keys_and_values",
     "temporal_effect",
     "trace_trajectory",
+    "writes_to_stream",
 ]
 
 
