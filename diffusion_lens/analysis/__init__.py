@@ -1,5 +1,6 @@
 """Analyses, each built from what users have: hooks, caches, `start_at_layer`, `logits_at`."""
 
+import warnings
 from typing import Any
 
 from diffusion_lens.analysis.attention_sinks import AttentionSinks, SinkSpan, attention_sinks
@@ -53,7 +54,7 @@ from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators
 from diffusion_lens.analysis.over_facts.executor import LocalWorkers, Workers
 from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
-from diffusion_lens.analysis.probes import RidgeSettings, TimeProbe, probe, probe_time
+from diffusion_lens.analysis.probes import LinearProbe, RidgeSettings, probe, probe_time
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
     EditSettings,
@@ -115,6 +116,7 @@ __all__ = [
     "KeyValueSettings",
     "KeyValueStudy",
     "Known",
+    "LinearProbe",
     "LocalWorkers",
     "LogitLens",
     "LoopSettings",
@@ -134,7 +136,6 @@ __all__ = [
     "TaughtCanvas",
     "TaughtPair",
     "TemporalEffect",
-    "TimeProbe",
     "TraceSettings",
     "TracedTrajectory",
     "TrajectoryTrace",
@@ -189,6 +190,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "TimeProbe":
+        warnings.warn("TimeProbe will be removed; use LinearProbe", DeprecationWarning, stacklevel=2)
+        return LinearProbe
     from diffusion_lens.analysis.causal_tracing.deprecated import deprecated
 
     return deprecated(name)
