@@ -192,7 +192,8 @@ def _logistic(x: Float[Tensor, "entry d"], y: Int[Tensor, "entry"], n_classes: i
     if len(seen) == 1:
         bias[seen] = 0.0
         return weights, bias
-    regression = require_sklearn()(C=1 / (penalty * len(x)), max_iter=_ITERATIONS)
+    # With weak penalties lbfgs does not converge in a thousand iterations.
+    regression = require_sklearn()(C=1 / (penalty * len(x)), solver="newton-cg", max_iter=_ITERATIONS)
     regression.fit(x.numpy(), y.numpy())
     w, b = (torch.from_numpy(each).to(x) for each in (regression.coef_, regression.intercept_))
     if len(seen) == 2:  # one function, which is positive for the second class

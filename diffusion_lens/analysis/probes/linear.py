@@ -1,5 +1,6 @@
 """Linear probes: the rows that are read for them, in forward passes over texts or runs."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -418,11 +419,11 @@ class _KeptRows:
     def normalised(self, name: str) -> tuple[Tensor, Tensor, float]:
         """The states of a hook point, centred and scaled by one number in place, with their mean and this number."""
         x, n_fitted = self.x.pop(name), self.sizes[0] + self.sizes[1]
-        if not bool(x.isfinite().all()):
-            raise ValueError(f"the states at {name!r} contain inf or NaN, so nothing can be read from them")
         mean = x[:n_fitted].mean(dim=0)
         x -= mean
-        scale = float(x[:n_fitted].square().mean().sqrt()) or 1.0
+        if not math.isfinite(float(torch.linalg.vector_norm(x))):  # which makes no copy
+            raise ValueError(f"the states at {name!r} contain inf or NaN, so nothing can be read from them")
+        scale = float(torch.linalg.vector_norm(x[:n_fitted])) / math.sqrt(n_fitted * x.shape[1]) or 1.0
         return x.div_(scale), mean, scale
 
     def position_accuracy(self) -> float:
