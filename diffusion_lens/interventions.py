@@ -242,6 +242,7 @@ def ablate_direction(direction: Float[Tensor, "d"], positions: Indices = None, *
     return _edit(ablate, positions, heads)
 
 
+@checked_arguments
 def unit_vector(direction: Float[Tensor, "d"]) -> Float[Tensor, "d"]:
     """The direction with length 1, in float32; a `ValueError` if it has none."""
     length = float(direction.detach().float().norm())

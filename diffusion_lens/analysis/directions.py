@@ -41,6 +41,7 @@ _TABLES = ("embed.weight", "pos_embed.weight")  # with a row for each vector tha
 _WRITERS = (".attn.o.weight", ".attn.o.bias", ".down.weight", ".down.bias")  # of a block, its experts included
 
 
+@checked_arguments
 def writes_to_stream(name: str) -> bool:
     """Whether a hook point is where a part of the network writes to the residual stream."""
     return name in ("hook_embed", "hook_pos_embed") or name.endswith(

@@ -44,9 +44,9 @@ class LinearProbe(PicturedResult, Saved):
         penalty: Float[point], relative penalty of each probe.
         score_position: Score on the held-out part of the mean or commonest label of each position; NaN for
             `rows="canvas"`.
-        n_tested: Int[unit], number of held-out rows of each held-out text or run that has any; `None` for numbers.
-        right: Int[point unit], number of these rows whose class is right; `None` for numbers.
-        right_control: Int[point unit], the same for the probe of the control task.
+        n_tested: Int[cluster], number of held-out rows of each held-out text or run that has any; `None` for numbers.
+        right: Int[point cluster], number of these rows whose class is right; `None` for numbers.
+        right_control: Int[point cluster], the same for the probe of the control task.
         record: Hook points, label, classes, positions, steps, kind of rows, split, penalties, seed, units and rows in
             each part, inputs, model, hash of the weights, hooks, versions.
     """
@@ -70,9 +70,9 @@ class LinearProbe(PicturedResult, Saved):
     penalty: Float[Tensor, "point"]
     score_position: float
     record: dict[str, Any]
-    n_tested: Int[Tensor, "unit"] | None = None
-    right: Int[Tensor, "point unit"] | None = None
-    right_control: Int[Tensor, "point unit"] | None = None
+    n_tested: Int[Tensor, "cluster"] | None = None
+    right: Int[Tensor, "point cluster"] | None = None
+    right_control: Int[Tensor, "point cluster"] | None = None
 
     r2, r2_fitted = _renamed("r2", "score"), _renamed("r2_fitted", "score_fitted")
     r2_shuffled, r2_position = _renamed("r2_shuffled", "score_control"), _renamed("r2_position", "score_position")
