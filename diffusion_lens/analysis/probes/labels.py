@@ -62,7 +62,9 @@ class Labels:
                 return cls("time", [], False, None, tokens)
             values = [unit.tokens.masked_fill(~unit.readable, -1).tolist() for unit in units]
             return cls("token", *_indexed(values), tokens)
-        values = [_listed(each) for each in _listed(labels)]
+        if not isinstance(listed := _listed(labels), list):
+            raise TypeError(f"labels={shown(labels)} is one value; give one for each text or run, or for each position")
+        values = [_listed(each) for each in listed]
         if len(values) != len(units):
             raise ValueError(f"{len(values)} labels for {len(units)} texts or rows of trajectories; give each its own")
         of_positions = [isinstance(each, list) for each in values if not _is_missing(each)]
