@@ -86,6 +86,9 @@ class LinearProbe(PicturedResult, Saved):
         counts = (self.n_tested, self.right, self.right_control)
         if any((each is None) != (self.classes is None) for each in counts):
             raise ValueError("a probe of classes has numbers of right rows, and one of numbers has none")
+        for right in (self.right, self.right_control):
+            if right is not None and self.n_tested is not None and bool(((right < 0) | (right > self.n_tested)).any()):
+                raise ValueError("more rows are right than were tested, or fewer than none")
 
     @property
     def names(self) -> tuple[str, ...]:
