@@ -3,14 +3,16 @@
 An intervention sets a state to another value; what then changes downstream is caused by that state. The factories
 differ in the source of the new value:
 
-    replace           a value given by the caller
-    swap              another run, at the same hook point; at the same step, if that run was cached by step
-    restore           another run, at one position of each row, for grids with one cell per row
-    mean_ablate       the mean of another run
-    zero_ablate       zeros; `skip_layers` gives the hooks that skip whole blocks so
-    mask_tokens       the embedding of [MASK]
-    freeze            this run, at an earlier denoising step
-    add_noise, steer  a value given by the caller, added to the activation
+    replace                a value given by the caller
+    swap                   another run, at the same hook point; at the same step, if that run was cached by step
+    restore                another run, at one position of each row, for grids with one cell per row
+    mean_ablate            the mean of another run
+    zero_ablate            zeros; `skip_layers` gives the hooks that skip whole blocks so
+    ablate_direction       the activation without its component along a direction
+    mask_tokens            the embedding of [MASK]
+    freeze                 this run, at an earlier denoising step
+    add_noise              a value given by the caller, added to the activation
+    add_direction, steer   a direction, added to the activation with a strength, which may depend on the step
 
 To fix a state at its value in a corrupted run (a severed path), use `swap` with that run.
 
@@ -39,7 +41,7 @@ from typing import Any, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens import ActivationCache
 
@@ -192,17 +194,86 @@ def add_noise(noise: Tensor, positions: Indices = None, *, heads: Indices = None
 
 @checked_arguments
 @names_its_hook
-def steer(direction: Tensor, strength: float = 1.0, positions: Indices = None, *, heads: Indices = None) -> Hook:
+def add_direction(
+    direction: Tensor,
+    strength: float | Callable[[StepState], Any] = 1.0,
+    positions: Indices = None,
+    *,
+    heads: Indices = None,
+) -> Hook:
     """Add `strength * direction` (Turner et al. 2023, arXiv 2308.10248).
+
+    With a function as strength the hook acts in the loop only, and the strength follows the run, as in Zhou et al.
+    2026, arXiv 2605.10971. `named("what it does", function)` gives the function a name for records.
 
     Args:
         direction: Float[d_model], or a tensor that broadcasts as in `replace`; it is not normalised.
-        strength: Factor of the direction.
+        strength: Factor of the direction, or a function of the `StepState` that returns it: a number, Float[batch] or
+            Float[batch pos]. `lambda step: step.t` fades out as the canvas fills.
+
+    Raises:
+        ValueError: A strength is not finite, or has another shape.
     """
-    factor = plain_number("strength", strength)
-    if not math.isfinite(factor):
-        raise ValueError(f"strength={factor}; it must be a finite number")
-    return add_noise(factor * direction, positions, heads=heads)
+    if not callable(strength):
+        factor = plain_number("strength", strength)
+        if not math.isfinite(factor):
+            raise ValueError(f"strength={factor}; it must be a finite number")
+        return add_noise(factor * direction, positions, heads=heads)
+    of_step, selection = strength, _Selection(positions, None)
+
+    def add(old: Tensor, hook: Any) -> Tensor:
+        factors = _strengths(of_step(hook.step), hook.step).to(old.device)
+        if factors.dim() == 2:  # that of each position on the canvas
+            factors = factors[selection.index(factors, "the strength")]
+        factors = factors.view(*factors.shape, *[1] * (old.dim() - factors.dim()))
+        return old + _fit(factors * direction.to(old.device), old, hook.name)
+
+    return in_loop_only(_edit(add, positions, heads))
+
+
+@checked_arguments
+@names_its_hook
+def steer(direction: Tensor, strength: float = 1.0, positions: Indices = None, *, heads: Indices = None) -> Hook:
+    """`add_direction` with one strength for all steps, inside and outside the loop."""
+    return add_direction(direction, strength, positions, heads=heads)
+
+
+@checked_arguments
+@names_its_hook
+def ablate_direction(direction: Float[Tensor, "d"], positions: Indices = None, *, heads: Indices = None) -> Hook:
+    """Remove the component along a direction: x - (x · d) d, with d the direction of length 1.
+
+    At every hook point where something is written to the residual stream, this removes the direction from the model
+    (Arditi et al. 2024, arXiv 2406.11717); `analysis.orthogonalize` does the same in the weights.
+
+    Args:
+        direction: Vector along the last axis of the activation, such as d_model. Its length does not matter.
+
+    Raises:
+        ValueError: The direction has no length, is not finite, or has another size than the activation.
+    """
+    unit = unit_vector(direction)
+
+    def ablate(old: Tensor, hook: Any) -> Tensor:
+        if old.shape[-1] != len(unit):
+            raise ValueError(
+                f"the direction has {len(unit)} entries, and {hook.name!r} is [..., {old.shape[-1]}]: give a direction "
+                "of the last axis of the activation"
+            )
+        wide = old.to(torch.promote_types(old.dtype, torch.float32))
+        along = unit.to(wide.device, wide.dtype)
+        return (wide - (wide @ along)[..., None] * along).to(old.dtype)
+
+    return _edit(ablate, positions, heads)
+
+
+@checked_arguments
+def unit_vector(direction: Float[Tensor, "d"]) -> Float[Tensor, "d"]:
+    """The direction with length 1, in float32; a `ValueError` if it has none."""
+    length = float(direction.detach().float().norm())
+    if not (math.isfinite(length) and length > 0):
+        raise ValueError(f"the direction has length {length}; it must be finite and above 0")
+    return direction.detach().float() / length
 
 
 @checked_arguments
@@ -438,6 +509,20 @@ class _Selection:
                 "source_positions as positions"
             )
         return _fit(new, old, name)
+
+
+def _strengths(returned: Any, step: StepState) -> Float[Tensor, "*rest"]:
+    """What a function of the step returned, as a tensor [], [batch] or [batch pos]."""
+    factors = torch.as_tensor(returned, dtype=torch.float32)
+    canvas = tuple(step.tokens.shape)
+    if tuple(factors.shape) not in ((), canvas[:1], canvas):
+        raise ValueError(
+            f"the strength of step {step.index} has shape {list(factors.shape)}; it must be a number, [batch] or "
+            f"[batch pos], here {list(canvas)}"
+        )
+    if not bool(factors.isfinite().all()):
+        raise ValueError(f"the strength of step {step.index} is not finite")
+    return factors
 
 
 def _resolve(selected: Indices, size: int, name: str, where: str) -> Int[Tensor, "*rest"]:

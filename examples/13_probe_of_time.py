@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{model_name}: {len(run)} runs of {run.n_steps} steps; R² on held-out runs by layer")
         print(f"  {'':36}", "before", *(f"{layer:6d}" for layer in range(model.cfg.n_layers)), " position alone")
         for label, probe in probes.items():
-            alone = "" if probe.record["rows"] == "canvas" else f"{probe.r2_position:15.2f}"
-            print(f"  {label:36}", *(f"{r2:6.2f}" for r2 in probe.r2.tolist()), alone)
-        print(f"  {'  the first, times permuted':36}", *(f"{r2:6.2f}" for r2 in first.r2_shuffled.tolist()))
+            alone = "" if probe.record["rows"] == "canvas" else f"{probe.score_position:15.2f}"
+            print(f"  {label:36}", *(f"{r2:6.2f}" for r2 in probe.score.tolist()), alone)
+        print(f"  {'  the first, times permuted':36}", *(f"{r2:6.2f}" for r2 in first.score_control.tolist()))
         first.plot(ax=ax, title=f"{model_name}: time from one state that predicts a token")
         ax.set_ylim(-0.1, 1.05)
         path = args.out / f"probe_of_time_{Path(model_name).name}.safetensors"

@@ -198,7 +198,7 @@ def build() -> dict[str, Any]:
         **dict(prefixes=[""], layout=analysis.CanvasLayout(), tokens=tokens, logits=model(noisy), noisy=noisy),
         **dict(p_mask=p_mask, d_head=16, forward_offset=1, reverse_offset=-1, base=1e4, frequencies=rows[0, 0]),
         **dict(hook_fn=hook, hook=hook, hooks={0: hook}, n_steps=2, steps=[0], branch="conditional", step=0),
-        **dict(direction=torch.zeros(model.cfg.d_model), noise=torch.zeros(model.cfg.d_model), input=tokens),
+        **dict(direction=torch.ones(model.cfg.d_model), noise=torch.zeros(model.cfg.d_model), input=tokens),
         **dict(config=TrainingConfig(steps=1, batch_size=1), data=facts, index=0, n=2, other=trajectory, text="the"),
         **dict(prompts=[fact.prompt], row=0, t=0.5, folder="folder"),
         **dict(out="out", path="file", readout="resid", subject=(1, 2), answer_positions=(3,), answer_tokens=(4,)),

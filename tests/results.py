@@ -112,12 +112,13 @@ def _by_step() -> Iterator[Any]:
         AttentionSinks,
         CacheDrift,
         LayerCosines,
+        LinearProbe,
         LogitLens,
+        Projection,
         QKDecomposition,
         RetrievalHeads,
         StateDrift,
         SteeringVectors,
-        TimeProbe,
         Translators,
     )
     from diffusion_lens.analysis.engine.by_step import ReadCanvases
@@ -194,7 +195,8 @@ def _by_step() -> Iterator[Any]:
         record={**RECORD, **settings},
     )
     weights = {name: rand(8) for name in NAMES}
-    yield TimeProbe(weights, rand(2), rand(2), rand(2), rand(2), rand(2), torch.nan, {**RECORD, **settings})
+    yield LinearProbe(weights, rand(2), rand(2), rand(2), rand(2), rand(2), torch.nan, {**RECORD, **settings})
+    yield Projection(rand(STEPS, 2, 1, POS), rand(STEPS, 1, POS) > 0.5, rand(8), {**RECORD, **settings})
 
 
 def _edits() -> Iterator[Any]:

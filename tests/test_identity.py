@@ -31,6 +31,8 @@ from diffusion_lens.analysis.rome import ValueSettings
 from diffusion_lens.data import EditRequest, toy_facts
 from diffusion_lens.evaluation import Recall, recall_by_steps
 from diffusion_lens.interventions import (
+    ablate_direction,
+    add_direction,
     at_steps,
     by_step,
     freeze,
@@ -308,6 +310,10 @@ def test_ready_made_hooks_are_told_apart_by_their_settings():
         lambda: steer(vector, 8.0),
         lambda: steer(vector.flip(0), 8.0),
         lambda: steer(vector.half(), 8.0),
+        lambda: add_direction(vector, 8.0),
+        lambda: add_direction(vector, half),
+        lambda: add_direction(vector, named("fades", half)),
+        lambda: ablate_direction(vector),
         lambda: zero_ablate([0]),
         lambda: zero_ablate([3]),
         lambda: zero_ablate([3], heads=[1]),

@@ -1,5 +1,6 @@
 """Analyses, each built from what users have: hooks, caches, `start_at_layer`, `logits_at`."""
 
+import warnings
 from typing import Any
 
 from diffusion_lens.analysis.attention_by_step import (
@@ -47,13 +48,20 @@ from diffusion_lens.analysis.dictionaries import (
     dictionary_loss,
     splice,
 )
+from diffusion_lens.analysis.directions import (
+    Orthogonalization,
+    Projection,
+    orthogonalize,
+    projection,
+    writes_to_stream,
+)
 from diffusion_lens.analysis.engine.layout import CanvasLayout
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.over_facts.executor import LocalWorkers, Workers
 from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
-from diffusion_lens.analysis.probes import RidgeSettings, TimeProbe, probe, probe_time
+from diffusion_lens.analysis.probes import LinearProbe, RidgeSettings, probe, probe_time
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
     EditSettings,
@@ -125,6 +133,7 @@ __all__ = [
     "KeyValueStudy",
     "Known",
     "LayerCosines",
+    "LinearProbe",
     "LocalWorkers",
     "LogitLens",
     "LoopSettings",
@@ -132,7 +141,9 @@ __all__ = [
     "MemitSettings",
     "NodeScores",
     "NoiseRange",
+    "Orthogonalization",
     "PatchGrid",
+    "Projection",
     "QKDecomposition",
     "RankOneEdit",
     "RetrievalHeads",
@@ -145,7 +156,6 @@ __all__ = [
     "TaughtCanvas",
     "TaughtPair",
     "TemporalEffect",
-    "TimeProbe",
     "TraceSettings",
     "TracedTrajectory",
     "TrajectoryTrace",
@@ -184,9 +194,11 @@ __all__ = [
     "node_attribution",
     "noise_scale",
     "optimize_value",
+    "orthogonalize",
     "patch_grid",
     "probe",
     "probe_time",
+    "projection",
     "qk_decomposition",
     "recalled_facts",
     "retrieval_heads",
@@ -198,10 +210,14 @@ __all__ = [
     "study_keys_and_values",
     "temporal_effect",
     "trace_trajectory",
+    "writes_to_stream",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "TimeProbe":
+        warnings.warn("TimeProbe will be removed; use LinearProbe", DeprecationWarning, stacklevel=2)
+        return LinearProbe
     from diffusion_lens.analysis.causal_tracing.deprecated import deprecated
 
     return deprecated(name)

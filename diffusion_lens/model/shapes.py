@@ -38,6 +38,7 @@ cluster      groups of facts that are not independent, such as those about one p
 request      facts for which values are optimised
 prompt       prompts of one request
 probe        prompts that test an edit
+class        classes that a linear probe tells apart
 writer       parts of the network that write to the residual stream
 reader       inputs of parts that read it
 state        states of the model: without an edit, and with it; or clean, spliced and ablated

@@ -136,6 +136,8 @@ class Saved:
 
     KIND: ClassVar[str]  # what it is, in the file
     ENTRIES: ClassVar[Mapping[str, Any]] = {}  # entries of the record that the class reads, with their types
+    # Kinds of earlier versions, each with the present names of the fields that have other names there.
+    FORMER: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     @checked_arguments
     def save(self, path: str | Path) -> Path:
@@ -151,8 +153,10 @@ class Saved:
     @classmethod
     def load(cls: type[S], path: str | Path) -> S:
         """Read what `save` wrote; a `ValueError` if the file is incomplete, of another kind, or was changed."""
-        tensors, record = load_result(path, cls.KIND)
-        return built(cls, {**tensors, **record}, str(path))
+        kind = kind_of(path) if cls.FORMER else cls.KIND
+        tensors, record = load_result(path, kind if kind in cls.FORMER else cls.KIND)
+        names = cls.FORMER.get(kind, {})
+        return built(cls, {names.get(name, name): value for name, value in {**tensors, **record}.items()}, str(path))
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
         """Axes of the tensors with the lists, lists of lists, or numbers that say how long they are."""
@@ -587,7 +591,8 @@ def _classes() -> dict[Any, type[Any]]:
     waiting: list[type[Any]] = [Saved, Result]
     for each in waiting:  # which grows
         waiting += each.__subclasses__()
-    return {each.KIND: each for each in waiting if "KIND" in vars(each)}
+    kinds = [(each, each.KIND, *getattr(each, "FORMER", ())) for each in waiting if "KIND" in vars(each)]
+    return {kind: each for each, *own in kinds for kind in own}
 
 
 def _class_of_folder(folder: Path) -> type[Any]:

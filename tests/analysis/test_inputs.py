@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from diffusion_lens import Fact
 from diffusion_lens.analysis import (
     AttentionSinks,
-    TimeProbe,
+    LinearProbe,
     activations,
     attention_sinks,
     dictionary_loss,
@@ -102,7 +102,7 @@ def test_a_mask_belongs_to_tokens(small, tmp_path):
     assert torch.equal(of_texts.received.nan_to_num(), of_tokens.received.nan_to_num())
     if small.cfg.has_mask:
         of_texts, of_tokens = probe_time(small, TEXTS), probe_time(small, tokens, attention_mask=mask)
-        assert torch.equal(of_texts.r2, of_tokens.r2)
+        assert torch.equal(of_texts.score, of_tokens.score)
     of_texts, of_tokens = (CleanTexts.of(small, *given) for given in ((TEXTS,), (tokens, mask)))
     assert [row.tolist() for row in of_texts.tokens] == [row.tolist() for row in of_tokens.tokens]
 
@@ -172,9 +172,9 @@ def test_canvases_share_passes_where_nothing_is_hooked(small, monkeypatch):
         if isinstance(shared, AttentionSinks):
             assert_close(shared.received, alone.received, rtol=1e-4, atol=1e-5, equal_nan=True)
             assert torch.equal(shared.n_queries, alone.n_queries)
-        elif isinstance(shared, TimeProbe):
+        elif isinstance(shared, LinearProbe):
             assert_close(shared.weights[NAME], alone.weights[NAME], rtol=1e-3, atol=1e-4)
-            assert_close(shared.r2, alone.r2, rtol=1e-4, atol=1e-4)
+            assert_close(shared.score, alone.score, rtol=1e-4, atol=1e-4)
         else:
             assert_close(shared.positive[NAME], alone.positive[NAME], rtol=1e-4, atol=1e-5)
             assert torch.equal(shared.n_positive, alone.n_positive)

@@ -192,7 +192,7 @@ def test_the_time_is_probed_on_noisy_texts_at_all_positions(head: str) -> None:
     texts = torch.randint(40, (10, 12), generator=torch.Generator().manual_seed(0))
     probe = probe_time(model_of(head), texts, "blocks.1.hook_resid_post", samples=4)
     assert sum(probe.record["n_rows"].values()) == 10 * 12 * 4
-    assert probe.r2.isfinite().all()
+    assert probe.score.isfinite().all()
 
 
 def test_no_embedding_hides_a_token(timed: Any) -> None:

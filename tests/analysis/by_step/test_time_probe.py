@@ -8,7 +8,7 @@ import torch
 from oracles.memory import peak_of_tensors
 from torch.testing import assert_close
 
-from diffusion_lens.analysis import RidgeSettings, TimeProbe, probe, probe_time
+from diffusion_lens.analysis import LinearProbe, RidgeSettings, probe, probe_time
 from diffusion_lens.data import toy_facts
 from diffusion_lens.interventions import named
 
@@ -55,7 +55,7 @@ def test_probe_is_least_squares_on_stacked_states(small, rows, guidance):
     probe = probe_time(small, run, NAME, rows=rows, ridge=ONE)
     weights, r2 = by_hand(small, run, cache, ONE, mean=rows == "canvas")
     assert_close(probe.weights[NAME].double(), weights, rtol=1e-3, atol=1e-4)
-    assert probe.r2.item() == pytest.approx(r2.item(), abs=1e-4)
+    assert probe.score.item() == pytest.approx(r2.item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("small", ["ar"], indirect=True)
@@ -63,7 +63,7 @@ def test_probe_of_a_text_that_grows(small):
     run, cache = denoise(small)
     assert not run.real.all()
     probe = probe_time(small, run, NAME, positions="all", ridge=ONE)
-    assert probe.r2.item() == pytest.approx(
+    assert probe.score.item() == pytest.approx(
         by_hand(small, run, cache, ONE, mean=False, masked=False)[1].item(), abs=1e-4
     )
     with pytest.raises(ValueError, match=r"has no \[MASK\]: 'predicting' selects"):
@@ -78,10 +78,10 @@ def test_a_planted_signal_is_found_and_a_shuffled_one_is_not(small):
     with small.hooks(fwd_hooks=[("blocks.0.hook_resid_post", plant)]):
         run, _ = denoise(small, 12)
         probe = probe_time(small, run, ["hook_embed", "blocks.0.hook_resid_post"], positions="predicting")
-    before, after = probe.r2.tolist()
+    before, after = probe.score.tolist()
     assert after > 0.999
     assert before < 0.9
-    assert (probe.r2_shuffled < 0.1).all()
+    assert (probe.score_control < 0.1).all()
     cosine = torch.cosine_similarity(probe.weights["blocks.0.hook_resid_post"], direction, dim=0)
     assert cosine.abs() > 0.3
 
@@ -95,7 +95,7 @@ def test_a_planted_label_of_the_runs_is_found_and_a_shuffled_one_is_not(small):
         found = probe(small, run, labels.tolist(), "blocks.0.hook_resid_post", positions="predicting")
         with pytest.raises(ValueError, match="3 labels for 20 texts or rows of trajectories"):
             probe(small, run, [0, 1, 0])
-    assert found.r2.item() > 0.9 > 0.1 > found.r2_shuffled.item()
+    assert found.score.item() > 0.9 > 0.1 > found.score_control.item()
     assert found.record["label"] == "label"
     assert found.plot().get_title() == "Linear probe of the label"
 
@@ -104,8 +104,8 @@ def test_a_planted_label_of_the_runs_is_found_and_a_shuffled_one_is_not(small):
 def test_the_mask_embedding_has_no_time_and_the_mean_of_the_canvas_has(small):
     run = small.denoise([fact.prompt for fact in FACTS[:60]], length=12, steps=5)
     point = "blocks.0.hook_resid_pre"
-    assert probe_time(small, run, point).r2.item() <= 1e-6
-    assert probe_time(small, run, point, positions="all", rows="canvas").r2.item() > 0.6
+    assert probe_time(small, run, point).score.item() <= 1e-6
+    assert probe_time(small, run, point, positions="all", rows="canvas").score.item() > 0.6
 
 
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)
@@ -123,7 +123,7 @@ def test_the_position_alone_is_a_control(small):
 
     tested = torch.tensor([[t, mean(position)] for position, t, held_out in rows if held_out])
     residual = (tested[:, 0] - tested[:, 1]).square().sum() / (tested[:, 0] - tested[:, 0].mean()).square().sum()
-    assert probe.r2_position == pytest.approx(1 - residual.item(), abs=1e-5)
+    assert probe.score_position == pytest.approx(1 - residual.item(), abs=1e-5)
     assert probe.record["n_rows"] == {
         part: int(masked[:, [own == part for own in parts]].sum()) for part in ("train", "validation", "held_out")
     }
@@ -134,12 +134,12 @@ def test_texts_are_masked_at_random(tiny):
     texts = [fact.prompt + fact.answer for fact in FACTS[:40]]
     probe = probe_time(tiny, texts, samples=4, ridge=RidgeSettings(seed=1))
     assert len(probe.names) == tiny.cfg.n_layers + 1
-    assert -0.1 < probe.r2[0] <= 1e-6
-    assert probe.r2[2] > 0.2
-    assert probe.r2_shuffled.max() < 0.1
-    assert probe.r2_position < 0.1
+    assert -0.1 < probe.score[0] <= 1e-6
+    assert probe.score[2] > 0.2
+    assert probe.score_control.max() < 0.1
+    assert probe.score_position < 0.1
     first, again, other = (
-        probe_time(tiny, texts[:6], NAME, samples=2, ridge=RidgeSettings(seed=seed)).r2 for seed in (1, 1, 2)
+        probe_time(tiny, texts[:6], NAME, samples=2, ridge=RidgeSettings(seed=seed)).score for seed in (1, 1, 2)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -154,18 +154,18 @@ def test_the_penalty_is_chosen_on_the_validation_part(small):
         for penalty in settings.penalties
     ]
     chosen = alone[settings.penalties.index(probe.penalty.item())]
-    assert torch.equal(chosen.r2, probe.r2)
-    assert alone[0].r2_fitted >= alone[1].r2_fitted
+    assert torch.equal(chosen.score, probe.score)
+    assert alone[0].score_fitted >= alone[1].score_fitted
 
 
 def test_saved_probes_are_read_back_and_predict(small, tmp_path):
     run, cache = denoise(small)
     names = [NAME, "blocks.0.attn.hook_z"]
     probe = probe_time(small, run, names, positions="predicting")
-    loaded = TimeProbe.load(probe.save(tmp_path / "probe.safetensors"))
+    loaded = LinearProbe.load(probe.save(tmp_path / "probe.safetensors"))
     assert loaded.record == probe.record
     assert repr(loaded) == repr(probe)
-    assert torch.equal(loaded.r2_shuffled, probe.r2_shuffled)
+    assert torch.equal(loaded.score_control, probe.score_control)
     assert probe.plot().lines
     states = cache.stack(NAME)
     expected = states @ probe.weights[NAME] + probe.bias[probe.names.index(NAME)]
@@ -217,7 +217,7 @@ def test_tensors_of_a_call_take_at_most_the_budget(tiny):
         probe(max_bytes=1)
     budget = 2 * int(re.findall(r"take ([\d,]+)", str(refused.value))[0].replace(",", ""))
     assert 0.2 * budget < peak_of_tensors(lambda: results.append(probe(max_bytes=budget))) <= budget
-    assert_close(results[0].r2_fitted, probe().r2_fitted, rtol=1e-4, atol=1e-5)
+    assert_close(results[0].score_fitted, probe().score_fitted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)

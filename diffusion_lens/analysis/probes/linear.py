@@ -1,0 +1,552 @@
+"""Linear probes: the rows that are read for them, in forward passes over texts or runs."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from diffusion_lens.analysis.engine.batching import reserved, row_bytes
+from diffusion_lens.analysis.engine.inputs import (
+    CleanTexts,
+    ForwardPass,
+    Inputs,
+    SharedPass,
+    TextsOrRuns,
+    passes_of,
+    readable_points,
+    texts_or_runs,
+)
+from diffusion_lens.analysis.probes.fit import (
+    CLASS_COPIES,
+    PARTS,
+    REGRESSION_MATRICES,
+    ClassFit,
+    Moments,
+    RidgeSettings,
+    fit_classes,
+    fit_numbers,
+    require_sklearn,
+)
+from diffusion_lens.analysis.probes.labels import GivenLabels, Labels, permuted
+from diffusion_lens.analysis.probes.result import LinearProbe
+from diffusion_lens.analysis.steering_vectors import Positions, check_positions, nothing_selected, select
+from diffusion_lens.denoising.cache import activation_shape
+from diffusion_lens.hooks.names import NamesFilter, resid_post, resid_pre
+from diffusion_lens.model.loss import noised
+from diffusion_lens.model.shapes import PosMask
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.results import provenance
+from diffusion_lens.settings import Whole, at_least, checked_arguments, one_of
+
+_TOKEN_BYTES = 16  # of each token of a pass that waits to be read: its id, flags, and the class of its row
+_ROW_BYTES = 48  # of a row beside its states: both labels, its unit, position and place
+
+
+@checked_arguments
+def probe_time(
+    model: DiffusionTransformer, inputs: TextsOrRuns, names_filter: NamesFilter = None, **settings: Any
+) -> LinearProbe:
+    """Fit a linear probe of the denoising time at each hook point, and test it on held-out texts or runs.
+
+    Args:
+        model, inputs, names_filter: Those of `probe`.
+        settings: Other arguments of `probe`, which has the errors too.
+    """
+    return probe(model, inputs, "time", names_filter, **settings)
+
+
+@begins_run
+@torch.no_grad()
+@checked_arguments
+def probe(
+    model: DiffusionTransformer,
+    inputs: TextsOrRuns,
+    labels: GivenLabels,
+    names_filter: NamesFilter = None,
+    *,
+    positions: Positions = "masked",
+    steps: Whole | Iterable[Whole] | None = None,
+    rows: str = "position",
+    samples: Whole = 8,
+    ridge: RidgeSettings | None = None,
+    attention_mask: Tensor | None = None,
+    max_bytes: int = 2**31,
+) -> LinearProbe:
+    """Fit a linear probe of a label at each hook point, and test it on held-out texts or runs.
+
+    Args:
+        model: Model that reads the states; the caller's hooks act.
+        inputs: Trajectories (each of their rows is a unit), or on a diffusion model, texts, facts or tokens, which are
+            masked at random, or replaced under uniform noise (each is a unit). If units share most of their words, the
+            test is easier.
+        labels: "time"; "token", the token that the text has, or the run ends with, at a position; or labels of your
+            own, one for each unit, or [batch pos], one for each position of the text or the final canvas. Real numbers
+            are regressed on; strings, whole numbers and `True` and `False` are classes, which needs the extra `probes`.
+            `None`, NaN and -1 mean that there is no label. Whether tokens are right is `run.tokens == truth`. A state
+            has the label of its position, and with `positions="predicting"` that of the position that it predicts.
+        names_filter: Hook points; by default the residual stream before the first block and after every block.
+        positions: Positions whose states are read, as in `analysis.steering_vectors`.
+        steps: Steps of the trajectories, negative ones from the end; by default all.
+        rows: "position", where each selected position is a row of the regression, or "canvas", where a row is the mean
+            over the selected positions of a canvas.
+        samples: Number of times that each text is masked; their times cover (0, 1) evenly.
+        ridge: Penalties, split and seed.
+        attention_mask: [batch pos], 1 at real tokens, 0 at the padding of tokens.
+        max_bytes: Most memory for the sums, three d x d matrices in float64 for each hook point, or of classes for the
+            rows in float32, and for the regression or a forward pass beside them. The samples of a text are read in as
+            many passes as this requires, the rows of a trajectory together, as they were denoised.
+
+    Raises:
+        KeyError: There is no such hook point.
+        ImportError: Labels are classes, and scikit-learn is not installed.
+        TypeError: Labels of several kinds.
+        ValueError: Texts for a model of next tokens, or with [MASK] in them, fewer than three units, labels for another
+            number of units or positions, labels at given positions, which are never masked, or of positions for
+            `rows="canvas"`, one class only, a part of the split without a row or without a row of some class,
+            validation rows of one number only, a budget that is too small, or texts inside `model.at_time`.
+    """
+    one_of("position", "canvas")("rows", rows)
+    chosen, settings = check_positions(positions), ridge or RidgeSettings()
+    blocks = range(model.cfg.n_layers)
+    names = readable_points(model, [resid_pre(0), *map(resid_post, blocks)] if names_filter is None else names_filter)
+    given, n_samples = texts_or_runs(model, inputs, attention_mask), at_least(1, "samples", samples)
+    picked = _pick_steps(given, steps, model)
+
+    # 1. Assign each unit to a part, and read its labels.
+    n_units = len(given.tokens) if isinstance(given, CleanTexts) else sum(map(len, given.trajectories))
+    parts = settings.split(n_units)
+    label = Labels.of(labels, given, chosen)
+    if label.by_position and rows == "canvas":
+        raise ValueError(
+            "a row of rows='canvas' is a whole canvas, and the labels are those of positions: give one label for each "
+            "text or run, or rows='position'"
+        )
+    draw = partial(_passes, model, given, picked, n_samples, settings.seed)
+    rows_of = partial(_rows_of, chosen=chosen, rows=rows, parts=parts, moves=label.by_position)
+    widths = {name: torch.Size(activation_shape(name, model.cfg, 1, 1)[2:]) for name in names}
+
+    # 2. Read the states: numbers need their sums, classes the rows themselves, of which there is a row in every part.
+    if label.classes is None:
+        n_bytes = [8 * width.numel() ** 2 for width in widths.values()]
+        plan = _Plan("sums", len(PARTS) * sum(n_bytes), REGRESSION_MATRICES * max(n_bytes), 2 * max(n_bytes))
+        passes = list(draw(plan.samples_at_once(model, given, n_samples, widths, max_bytes)))
+        targets = _targets(label, passes, parts, settings.seed)
+        sums = _Sums(names, model.cfg.n_ctx)
+        for one in passes:
+            _read(one, list(rows_of(one, targets(one))), names, sums.add, sums.count)
+        _require_rows(sums.n_rows, model, positions)
+        found = _fitted_sums(sums, widths, settings, rows)
+        n_rows = sums.n_rows
+    else:
+        require_sklearn()
+        passes = list(draw(n_samples))
+        targets = _targets(label, passes, parts, settings.seed)
+        counts = Counter(
+            pair
+            for one in passes
+            for each in rows_of(one, targets(one))
+            for pair in zip(each.parts.tolist(), each.labels[:, 0].long().tolist(), strict=True)
+        )
+        n_rows = {part: sum(n for (i, _), n in counts.items() if i == index) for index, part in enumerate(PARTS)}
+        _require_rows(n_rows, model, positions)
+        if kept := _classes_of_all_parts(label, counts):
+            label = label.only(kept)
+            n_rows = {part: sum(counts[index, each] for each in kept) for index, part in enumerate(PARTS)}
+        total = sum(n_rows.values())
+        of_rows = total * (4 * sum(width.numel() for width in widths.values()) + _ROW_BYTES)
+        plan = _Plan("rows", of_rows, 8 * CLASS_COPIES * total * len(label.classes or ()), 0)
+        n_at_once = plan.samples_at_once(model, given, n_samples, widths, max_bytes)
+        passes = passes if n_at_once >= n_samples else list(draw(n_at_once))
+        targets = _targets(label, passes, parts, settings.seed)
+        kept_rows = _KeptRows(widths, n_rows)
+        for one in passes:
+            _read(one, list(rows_of(one, targets(one))), names, kept_rows.add, kept_rows.place)
+        found = _fitted_rows(kept_rows, label, settings, rows)
+
+    # 3. Join what was fitted and tested.
+    record = {
+        "names": names,
+        "label": label.name,
+        "classes": label.classes,
+        "by_position": label.by_position,
+        "positions": chosen,
+        "steps": picked,
+        "rows": rows,
+        "samples": n_samples if isinstance(given, CleanTexts) else None,
+        "penalties": list(settings.penalties),
+        **{name: getattr(settings, name) for name in ("validation", "held_out", "seed")},
+        "units": {part: parts.count(part) for part in PARTS},
+        "n_rows": n_rows,
+        "inputs": given.describe(),
+        **provenance(model, model.cfg),
+    }
+    return LinearProbe(**found, record=record)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """A pass with the times of the rows of each canvas that it serves, and the unit (text or run) of each row."""
+
+    shared: SharedPass
+    times: Float[Tensor, "canvas batch"]
+    units: tuple[int, ...]
+
+
+def _pick_steps(
+    given: CleanTexts | Inputs, steps: Whole | Iterable[Whole] | None, model: DiffusionTransformer
+) -> list[int] | None:
+    """The steps to read; `None` for texts, which have none."""
+    if isinstance(given, Inputs):
+        return given.pick_steps(steps)
+    model.time.require_own("a linear probe of texts")
+    if steps is not None:
+        raise ValueError("steps= requires trajectories of model.denoise(...): texts are masked at times of their own")
+    if model.cfg.is_autoregressive:
+        raise ValueError(
+            f"{model.cfg.model_name!r} has no [MASK], so texts cannot be masked for it: give trajectories of "
+            "model.denoise(...)"
+        )
+    return None
+
+
+def _passes(
+    model: DiffusionTransformer,
+    given: CleanTexts | Inputs,
+    steps: list[int] | None,
+    samples: int,
+    seed: int,
+    n_at_once: int,
+) -> Iterator[_Pass]:
+    """The passes over the canvases of the runs, or over every text under its random masks."""
+    if isinstance(given, Inputs):
+        first = [0, *accumulate(len(run) for run in given.trajectories)]
+        for one in passes_of(given, steps):
+            times = [canvas.step.t for canvas in one.served.values() if canvas.step is not None]
+            units = range(first[one.run], first[one.run + 1])
+            yield _Pass(one, torch.tensor(times)[:, None].repeat(1, len(units)), tuple(units))
+        return
+    noise = torch.Generator().manual_seed(seed)
+    for unit, row in enumerate(given.tokens):
+        # The times of one text are spread evenly, like those of a batch in training, and every position may be masked.
+        noisy, p_mask = noised(model, row.repeat(samples, 1), generator=noise)
+        for tokens, times in zip(noisy.split(n_at_once), p_mask[:, 0].clone().split(n_at_once), strict=True):
+            tokens = tokens.to(model.cfg.device)
+            real = torch.ones_like(tokens, dtype=torch.bool)
+            read = ForwardPass.under_noise(model, row.to(tokens.device).expand_as(tokens), tokens, real, times)
+            yield _Pass(SharedPass(read, {0: read}), times[None], (unit,) * len(tokens))
+
+
+Targets = Float[Tensor, "canvas batch #pos 2"]  # a label and that of the control task; NaN where there is none
+
+
+def _targets(label: Labels, passes: list[_Pass], parts: Sequence[str], seed: int) -> Callable[[_Pass], Targets]:
+    """The labels of the canvases of a pass."""
+    if label.name == "time":
+        flat = torch.cat([one.times.flatten() for one in passes])
+        of_entries = [parts[unit] for one in passes for _ in one.times for unit in one.units]
+        new = permuted(flat, of_entries, seed).split([one.times.numel() for one in passes])
+        pairs = {
+            id(one): torch.stack([one.times, own.view_as(one.times)], dim=-1)[:, :, None]
+            for one, own in zip(passes, new, strict=True)
+        }
+        return lambda one: pairs[id(one)]
+    control = label.control(parts, seed)
+    of_units = [torch.stack(pair, dim=-1) for pair in zip(label.of_units, control, strict=True)]
+
+    def of_pass(one: _Pass) -> Targets:
+        own = [of_units[unit] for unit in one.units]
+        of_rows = own[0].expand(len(own), -1, -1) if len(set(one.units)) == 1 else torch.stack(own)
+        return of_rows.expand(len(one.times), -1, -1, -1)
+
+    return of_pass
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The rows of the regression on one canvas of a pass.
+
+    Attributes:
+        batch, pos: Row of the batch and position of each; of a canvas, the first position of its mean.
+        labels: Float[entry 2], the label and that of the control task.
+        parts: Int[entry], index of the part.
+        units: Int[entry], the text or run.
+        means: Bool[batch pos], the positions of the mean of each canvas; `None` where a row is a position.
+    """
+
+    batch: Int[Tensor, "entry"]
+    pos: Int[Tensor, "entry"]
+    labels: Float[Tensor, "entry 2"]
+    parts: Int[Tensor, "entry"]
+    units: Int[Tensor, "entry"]
+    means: PosMask | None
+
+    def states(self, activation: Tensor) -> Float[Tensor, "entry d"]:
+        """The states of the rows."""
+        flat = activation.flatten(2)
+        if self.means is None:
+            return flat[self.batch.to(flat.device), self.pos.to(flat.device)]
+        # Apple's GPUs have no float64.
+        wide = torch.float32 if flat.device.type == "mps" else torch.float64
+        means = self.means.to(flat.device)
+        return torch.stack([flat[row, means[row]].to(wide).mean(dim=0) for row in self.batch.tolist()])
+
+
+def _rows_of(
+    one: _Pass, targets: Targets, chosen: str | list[int], rows: str, parts: Sequence[str], moves: bool
+) -> Iterator[_Rows]:
+    """The rows of each canvas of a pass.
+
+    Args:
+        moves: Whether the label of a row that predicts another position is the label of that position.
+    """
+    units = torch.tensor(one.units)
+    part_of = torch.tensor([PARTS.index(parts[unit]) for unit in one.units])
+    for canvas, labels in zip(one.shared.served.values(), targets, strict=True):
+        labels = labels.expand(-1, canvas.tokens.shape[1], -1)
+        if moves and chosen == "predicting":
+            labels = _of_predicted(canvas, labels)
+        inside = one.shared.on_read(select(canvas, chosen)).cpu()
+        inside = inside & ~labels[:, : inside.shape[1], 0].isnan()
+        if rows == "position":
+            batch, pos = inside.nonzero(as_tuple=True)
+        else:
+            batch = inside.any(dim=1).nonzero()[:, 0]
+            pos = inside.int().argmax(dim=1)[batch]
+        means = inside if rows == "canvas" else None
+        yield _Rows(batch, pos, labels[batch, pos], part_of[batch], units[batch], means)
+
+
+def _of_predicted(canvas: ForwardPass, labels: Float[Tensor, "batch pos 2"]) -> Float[Tensor, "batch pos 2"]:
+    """The labels of the positions that the rows of a canvas predict, at these rows."""
+    moved = torch.full_like(labels, torch.nan)
+    if canvas.model.cfg.is_autoregressive:
+        moved[:, :-1] = labels[:, 1:]
+        return moved
+    masked, block = canvas.masked, None if canvas.step is None else canvas.step.block
+    batch, at = canvas.model.readout.locate(masked, canvas.real, block)
+    moved[batch.cpu(), at.cpu()] = labels[masked.cpu()]
+    return moved
+
+
+def _read(
+    one: _Pass,
+    of_canvases: list[_Rows],
+    names: list[str],
+    add: Callable[[str, _Rows, Any, Tensor], None],
+    begin: Callable[[_Rows], Any],
+) -> None:
+    """Run a pass. `begin` is called with the rows of each canvas, and `add` with what it returned and their states."""
+    begun = [(each, begin(each)) for each in of_canvases if len(each.batch)]
+
+    def read(activation: Tensor, hook: Any) -> None:
+        for each, place in begun:
+            add(hook.name, each, place, each.states(activation))
+
+    if begun:
+        one.shared.read.run([(name, read) for name in names])
+
+
+class _Sums:
+    """Sums by hook point and part, and those of the predictor that knows the position only."""
+
+    def __init__(self, names: list[str], n_ctx: int) -> None:
+        self.moments: dict[str, dict[str, Moments]] = {name: {} for name in names}
+        self.n_rows = dict.fromkeys(PARTS, 0)
+        # By part: number of rows, sum of labels, and sum of their squares, at each position.
+        self._positions = torch.zeros(len(PARTS), 3, n_ctx, dtype=torch.float64)
+
+    def count(self, rows: _Rows) -> None:
+        """Count rows and labels."""
+        y = rows.labels[:, 0].double()
+        for index, power in enumerate((torch.ones_like(y), y, y * y)):
+            self._positions[:, index].index_put_((rows.parts, rows.pos), power, accumulate=True)
+        for index, part in enumerate(PARTS):
+            self.n_rows[part] += int((rows.parts == index).sum())
+
+    def add(self, name: str, rows: _Rows, _: None, x: Float[Tensor, "entry d"]) -> None:
+        """Add the rows of a hook point."""
+        x = x.cpu() if x.device.type == "mps" else x  # which has no float64
+        for index in rows.parts.unique().tolist():
+            own = rows.parts == index
+            of_part = x if bool(own.all()) else x[own.to(x.device)]
+            moments = Moments.of(of_part, rows.labels[own].to(x.device))
+            before = self.moments[name].get(PARTS[index])
+            self.moments[name][PARTS[index]] = moments if before is None else before + moments
+
+    def position_r2(self) -> float:
+        """R² on the held-out part of the mean label of each position, or of all positions where it was never seen."""
+        n, total, _ = self._positions[0] + self._positions[1]
+        mean = torch.where(n > 0, total / n, total.sum() / n.sum())
+        count, y, yy = self._positions[2]
+        residual = (yy - 2 * mean * y + count * mean * mean).sum()
+        spread = yy.sum() - y.sum() ** 2 / count.sum()
+        return float(1 - residual / spread) if spread > 0 else float("nan")
+
+
+class _KeptRows:
+    """The rows of every hook point, those of a part together."""
+
+    def __init__(self, widths: dict[str, torch.Size], n_rows: dict[str, int]) -> None:
+        n = sum(n_rows.values())
+        self.x = {name: torch.empty(n, width.numel()) for name, width in widths.items()}
+        self.labels, self.units, self.pos = torch.empty(n, 2, dtype=torch.long), *torch.empty(2, n, dtype=torch.long)
+        self.widths, self.sizes = widths, tuple(n_rows.values())
+        self._next = [0, *accumulate(self.sizes)][:-1]
+
+    def place(self, rows: _Rows) -> Int[Tensor, "entry"]:
+        """The places of rows, which are taken from now on."""
+        places = torch.empty_like(rows.parts)
+        for index in rows.parts.unique().tolist():
+            own = rows.parts == index
+            n = int(own.sum())
+            places[own] = torch.arange(self._next[index], self._next[index] + n)
+            self._next[index] += n
+        self.labels[places], self.units[places], self.pos[places] = rows.labels.long(), rows.units, rows.pos
+        return places
+
+    def add(self, name: str, rows: _Rows, places: Int[Tensor, "entry"], x: Float[Tensor, "entry d"]) -> None:
+        """Add the rows of a hook point."""
+        self.x[name][places] = x.float().cpu()
+
+    def normalised(self, name: str) -> tuple[Tensor, Tensor, float]:
+        """The states of a hook point, centred and scaled by one number in place, with their mean and this number."""
+        x, n_fitted = self.x.pop(name), self.sizes[0] + self.sizes[1]
+        mean = x[:n_fitted].mean(dim=0)
+        x -= mean
+        if not math.isfinite(float(torch.linalg.vector_norm(x))):  # which makes no copy
+            raise ValueError(f"the states at {name!r} contain inf or NaN, so nothing can be read from them")
+        scale = float(torch.linalg.vector_norm(x[:n_fitted])) / math.sqrt(n_fitted * x.shape[1]) or 1.0
+        return x.div_(scale), mean, scale
+
+    def position_accuracy(self) -> float:
+        """Accuracy on the held-out part of the commonest class of each position, or of all where it was never seen."""
+        n_fitted = self.sizes[0] + self.sizes[1]
+        pairs = list(zip(self.pos.tolist(), self.labels[:, 0].tolist(), strict=True))
+        at: dict[int, Counter[int]] = {}
+        for pos, own in pairs[:n_fitted]:
+            at.setdefault(pos, Counter())[own] += 1
+        commonest = sum(at.values(), Counter()).most_common(1)[0][0]
+        guesses = {pos: counter.most_common(1)[0][0] for pos, counter in at.items()}
+        right = [guesses.get(pos, commonest) == own for pos, own in pairs[n_fitted:]]
+        return float(sum(right) / len(right))
+
+
+def _require_rows(n_rows: dict[str, int], model: DiffusionTransformer, positions: Positions) -> None:
+    """Raise a `ValueError` if a part has no row."""
+    if empty := [part for part, n in n_rows.items() if not n]:
+        if len(empty) == len(PARTS):
+            raise nothing_selected(model, positions, "inputs, or none that has a label")
+        raise ValueError(
+            f"positions={positions!r} selects no position in the {' and '.join(empty)} part of the split: give more "
+            "texts or runs, or other positions"
+        )
+
+
+def _classes_of_all_parts(label: Labels, counts: Counter[tuple[int, int]]) -> list[int]:
+    """Indices of the tokens that every part has; a `ValueError` if a part lacks a class that the caller gave."""
+    assert label.classes is not None
+    of_parts = [{own for index, own in counts if index == part} for part in range(len(PARTS))]
+    kept = sorted(set.intersection(*of_parts))
+    if label.name == "token" and len(kept) > 1:
+        return kept
+    for part, own in zip(PARTS, of_parts, strict=True):
+        if missing := [label.classes[index] for index in range(len(label.classes)) if index not in own]:
+            shown = ", ".join(map(repr, missing[:3])) + (" and others" if len(missing) > 3 else "")
+            raise ValueError(
+                f"the {part} part of the split has no row of {len(missing)} of the {len(label.classes)} classes: "
+                f"{shown}. Give more texts or runs, another seed, ridge=RidgeSettings(seed=...), or None as the label "
+                "of rare classes, which leaves them out"
+            )
+    return []
+
+
+def _fitted_sums(sums: _Sums, widths: dict[str, torch.Size], settings: RidgeSettings, rows: str) -> dict[str, Any]:
+    """The fields of a probe of numbers."""
+    fitted = {name: fit_numbers(sums.moments[name], settings.penalties) for name in widths}
+    return {
+        "weights": {name: w[:, 0].reshape(widths[name]).float() for name, ((w, _), *_) in fitted.items()},
+        "bias": torch.stack([bias[0] for (_, bias), *_ in fitted.values()]).float(),
+        "score": torch.stack([r2[0] for _, _, r2, _ in fitted.values()]).float(),
+        "score_fitted": torch.stack([r2[0] for *_, r2 in fitted.values()]).float(),
+        "score_control": torch.stack([r2[1] for _, _, r2, _ in fitted.values()]).float(),
+        "penalty": torch.tensor([penalty for _, penalty, *_ in fitted.values()], dtype=torch.float64),
+        "score_position": sums.position_r2() if rows == "position" else float("nan"),
+    }
+
+
+def _fitted_rows(kept: _KeptRows, label: Labels, settings: RidgeSettings, rows: str) -> dict[str, Any]:
+    """The fields of a probe of classes."""
+    assert label.classes is not None
+    n_fitted, n_classes = kept.sizes[0] + kept.sizes[1], len(label.classes)
+    units, unit = kept.units[n_fitted:].unique(return_inverse=True)
+    weights, biases = {}, []
+    of_label: list[ClassFit] = []
+    of_control: list[ClassFit] = []
+    for name, shape in kept.widths.items():
+        x, mean, scale = kept.normalised(name)
+        for fits, y in zip((of_label, of_control), kept.labels.T.contiguous(), strict=True):
+            fits.append(fit_classes(x, y, kept.sizes, n_classes, settings.penalties))
+        w = of_label[-1].weights / scale
+        weights[name] = w.reshape(n_classes, *shape)
+        biases.append(of_label[-1].bias - w @ mean)
+    n_tested = unit.bincount(minlength=len(units))
+    right, right_control = (
+        torch.stack([unit[each.right].bincount(minlength=len(units)) for each in fits])
+        for fits in (of_label, of_control)
+    )
+    return {
+        "weights": weights,
+        "bias": torch.stack(biases),
+        "score": right.sum(dim=1) / n_tested.sum(),
+        "score_fitted": torch.tensor([each.accuracy_fitted for each in of_label]),
+        "score_control": right_control.sum(dim=1) / n_tested.sum(),
+        "penalty": torch.tensor([each.penalty for each in of_label], dtype=torch.float64),
+        "score_position": kept.position_accuracy() if rows == "position" else float("nan"),
+        "n_tested": n_tested,
+        "right": right,
+        "right_control": right_control,
+    }
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The bytes of a call: what is kept of the states, what a regression takes beside it, and what a pass does."""
+
+    what: str
+    kept: int
+    regression: int
+    reading: int
+
+    def samples_at_once(
+        self,
+        model: DiffusionTransformer,
+        given: CleanTexts | Inputs,
+        samples: int,
+        widths: dict[str, torch.Size],
+        max_bytes: int,
+    ) -> int:
+        """Number of samples of a text in one pass, so that a call takes at most `max_bytes`."""
+        texts = given.tokens if isinstance(given, CleanTexts) else []
+        n_pos, widest = max(map(len, texts), default=0), max(width.numel() for width in widths.values())
+        # Tokens and flags of all samples are kept, because times are permuted before anything is read.
+        kept = self.kept + _TOKEN_BYTES * samples * sum(map(len, texts))
+        n_read = n_pos if model.cfg.causal_block is None else 2 * n_pos
+        states = n_pos * widest * (8 + model.cfg.dtype.itemsize)
+        one_sample = reserved(model.cfg, row_bytes(model.cfg, n_read, 0) + states)
+        needed = kept + max(self.regression, self.reading + one_sample)
+        if needed > max_bytes:
+            fewer = "" if self.what == "sums" else "fewer texts, runs, positions or steps, "
+            raise ValueError(
+                f"the {self.what} of {len(widths)} hook points take {needed:,} bytes with what is computed from them "
+                f"and one sample of a text, but max_bytes is {max_bytes:,}: give {fewer}fewer hook points in one call "
+                "(names_filter), or a larger max_bytes"
+            )
+        return max(1, min(samples, (max_bytes - kept - self.reading) // max(1, one_sample)))

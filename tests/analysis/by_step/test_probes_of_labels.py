@@ -1,0 +1,323 @@
+"""Probes of labels of texts, runs and positions: scikit-learn on cached states, planted labels, control tasks."""
+
+import re
+import sys
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from oracles.memory import peak_of_tensors
+from sklearn.linear_model import LogisticRegression, Ridge
+from torch.testing import assert_close
+
+import diffusion_lens
+from diffusion_lens.analysis import LinearProbe, RidgeSettings, probe, probe_time
+from diffusion_lens.analysis.over_facts.intervals import mean_interval, share_interval
+from diffusion_lens.data import toy_facts
+from diffusion_lens.interventions import named
+from diffusion_lens.records.results import load_result, save_result
+
+NAME, EARLY = "blocks.1.hook_resid_post", "blocks.0.hook_resid_post"
+FACTS = toy_facts.load().facts(trained="both", asked="p2d")[::7]
+PENALTY = 1e-2
+ONE = RidgeSettings(penalties=(PENALTY,), seed=3)
+on_mdm = pytest.mark.parametrize("small", ["mdm"], indirect=True)
+
+
+def denoise(model, n=20):
+    settings = {} if model.cfg.is_autoregressive else {"steps": 4}
+    prompts = [fact.prompt for fact in FACTS[:n]]
+    return model.denoise_with_cache(prompts, names_filter=NAME, max_new_tokens=4, **settings)
+
+
+def stacked(run, cache, where, labels, ridge=ONE):
+    """States, labels and units of the rows of each part, from a cache by step; `where` [step batch pos]."""
+    parts, rows = ridge.split(len(run)), {"train": [], "validation": [], "held_out": []}
+    states = cache.stack(NAME).double()
+    for step, row, pos in where.nonzero().tolist():
+        rows[parts[row]].append((states[step, row, pos], labels[row][pos], row))
+    return {part: (torch.stack([x for x, *_ in own]), *zip(*((y, u) for _, y, u in own))) for part, own in rows.items()}  # noqa: B905
+
+
+def lengths(run):
+    """A class of each token: whether its id is even."""
+    return [["even" if token % 2 == 0 else "odd" for token in row] for row in run.tokens.tolist()]
+
+
+def without(labels, kept):
+    return [
+        [own if keep else None for own, keep in zip(*pair, strict=True)]
+        for pair in zip(labels, kept.tolist(), strict=True)
+    ]
+
+
+@on_mdm
+def test_a_probe_of_classes_is_a_logistic_regression_on_cached_states(small):
+    run, cache = denoise(small)
+    where = run.is_masked(run.canvases[:-1]) & run.real
+    labels = lengths(run)
+    found = probe(small, run, without(labels, run.real & ~run.given), NAME, ridge=ONE)
+    rows = stacked(run, cache, where, labels)
+    x, y = torch.cat([rows["train"][0], rows["validation"][0]]), [*rows["train"][1], *rows["validation"][1]]
+    # The relative penalty: that of the mean variance of a feature, times the number of rows.
+    sklearn = LogisticRegression(
+        C=1 / (PENALTY * x.var(dim=0, correction=0).mean().item() * len(x)), max_iter=5000, tol=1e-6
+    )
+    sklearn.fit(x.numpy(), np.array(y))
+    x_test, y_test, units = rows["held_out"]
+    right = sklearn.predict(x_test.numpy()) == np.array(y_test)
+    assert found.classes == ["even", "odd"]
+    assert found.record["n_rows"] == {part: len(own[1]) for part, own in rows.items()}
+    assert found.score.item() == pytest.approx(right.mean(), abs=0.02)
+    assert found.score_fitted.item() == pytest.approx(sklearn.score(x.numpy(), y), abs=0.02)
+    weights = found.weights[NAME][1] - found.weights[NAME][0]
+    assert torch.cosine_similarity(weights.double(), torch.from_numpy(sklearn.coef_[0]), dim=0) > 0.999
+    # The predictions are those that were counted.
+    guesses = torch.tensor([found.classes.index(own) for own in y_test]) == found.predict(NAME, x_test)
+    assert_close(found.score, guesses.float().mean()[None])
+    assert found.n_tested.tolist() == [units.count(unit) for unit in sorted(set(units))]
+    assert found.right[0].tolist() == [
+        sum(ok for ok, own in zip(guesses.tolist(), units, strict=True) if own == unit) for unit in sorted(set(units))
+    ]
+    low, high = found.interval()
+    expected = share_interval(guesses[:, None].double(), list(map(str, units)), 0.95)
+    assert_close(torch.cat([low, high]).double(), torch.cat(expected), rtol=1e-5, atol=1e-6)
+    frame = found.to_dataframe()
+    assert frame.low[0] <= frame.score[0] <= frame.high[0]
+
+
+@on_mdm
+def test_a_probe_of_numbers_at_positions_is_sklearns_ridge(small):
+    run, cache = denoise(small)
+    where = (run.real & ~run.given).expand_as(run.canvases[:-1])[:2]
+    numbers = torch.randn(run.tokens.shape, generator=torch.Generator().manual_seed(0)).masked_fill(
+        ~run.real, torch.nan
+    )
+    found = probe(small, run, numbers, NAME, positions="all", steps=[0, 1], ridge=ONE)
+    where = run.real.expand_as(run.canvases[:2])
+    rows = stacked(run, cache, where, numbers.tolist())
+    x, y = torch.cat([rows["train"][0], rows["validation"][0]]), [*rows["train"][1], *rows["validation"][1]]
+    ridge = Ridge(alpha=PENALTY * x.var(dim=0, correction=0).mean().item() * len(x)).fit(x.numpy(), np.array(y))
+    assert found.score.item() == pytest.approx(
+        ridge.score(rows["held_out"][0].numpy(), np.array(rows["held_out"][1])), abs=1e-4
+    )
+    assert_close(found.weights[NAME].double(), torch.from_numpy(ridge.coef_), rtol=1e-3, atol=1e-4)
+    assert found.record["steps"] == [0, 1]
+    assert found.classes is None
+    with pytest.raises(ValueError, match="a probe of numbers has no interval"):
+        found.interval()
+
+
+@on_mdm
+def test_control_tasks_and_selectivity(small):
+    """The embedding of a token tells it, so that a probe learns random labels of tokens there: nothing is selective.
+    Random labels of positions are told nowhere, and those of the control task no worse."""
+    texts = [fact.prompt + fact.answer for fact in FACTS[:30]]
+    tokens = [small.to_tokens(text)[0].tolist() for text in texts]
+    even = [[token % 2 == 0 for token in row] for row in tokens]
+    found = probe(small, texts, even, ["hook_embed", NAME], positions="unmasked", samples=4)
+    assert found.classes == [False, True]
+    assert found.score[0] > 0.75
+    assert found.score_control[0] > 0.75
+    assert_close(found.selectivity, found.score - found.score_control)
+    generator = torch.Generator().manual_seed(0)
+    noise = [torch.randint(2, (len(row),), generator=generator).tolist() for row in tokens]
+    random = probe(small, texts, noise, ["hook_embed", NAME], positions="unmasked", samples=4)
+    assert (random.score < 0.7).all()
+    assert random.score_control[0] > 0.75
+    low, high = random.interval("selectivity")
+    assert (low <= random.selectivity).all()
+    assert (random.selectivity <= high).all()
+    assert high[0] < 0
+
+
+@on_mdm
+def test_each_token_has_one_label_of_the_control_task(small):
+    from diffusion_lens.analysis.engine.inputs import CleanTexts
+    from diffusion_lens.analysis.probes.labels import Labels
+
+    texts = [fact.prompt + fact.answer for fact in FACTS[:30]]
+    given = CleanTexts.of(small, texts)
+    words = [["a" if i % 3 else None for i in range(len(row))] for row in given.tokens]
+    words[0][1:3] = ["b", "c"]
+    labels = Labels.of(words, given, "masked")
+    of_token = {}
+    for row, own, control in zip(given.tokens, labels.of_units, labels.control([], 0), strict=True):
+        assert torch.equal(own.isnan(), control.isnan())
+        for token, value in zip(row.tolist(), control.tolist(), strict=True):
+            if value == value:
+                assert of_token.setdefault(token, value) == value
+    assert set(of_token.values()) <= {0.0, 1.0, 2.0}
+    assert labels.control([], 0)[0].nan_to_num().tolist() == labels.control([], 0)[0].nan_to_num().tolist()
+
+
+@on_mdm
+def test_classes_of_runs_are_found_where_they_were_planted(small):
+    directions = torch.randn(3, small.cfg.d_model, generator=torch.Generator().manual_seed(0))
+    classes = torch.arange(30) % 3
+    plant = named("plants the class", lambda x, hook: x + 8 * directions[classes][:, None])
+    with small.hooks(fwd_hooks=[(EARLY, plant)]):
+        run = denoise(small, 30)[0]
+        names = ["ABC"[i] for i in classes.tolist()]
+        found = probe(small, run, names, ["hook_embed", EARLY], positions="predicting")
+        of_canvas = probe(small, run, names, EARLY, positions="all", rows="canvas")
+        assert of_canvas.score.item() > 0.95
+        assert sum(of_canvas.record["n_rows"].values()) == 30 * run.n_steps
+        assert np.isnan(of_canvas.score_position)
+    before, after = found.score.tolist()
+    assert after > 0.95
+    assert before < 0.7
+    assert (found.score_control < 0.7).all()
+    assert found.plot().get_title() == "Linear probe of the label"
+    assert "accuracy of 3 classes" in repr(found)
+
+
+def test_a_row_has_the_label_of_the_position_that_it_predicts(every):
+    """Numbers of positions, planted in the rows that predict these: one before them with the shifted readout."""
+    model = every.model
+    tokens = torch.randint(3, 500, (12, 4), generator=torch.Generator().manual_seed(0))
+    length = dict(max_new_tokens=6 if model.cfg.self_conditioning else 8)
+    run = model.denoise(tokens, seed=0, **length)
+    numbers = torch.randn(run.tokens.shape, generator=torch.Generator().manual_seed(1))
+    direction = torch.randn(model.cfg.d_model, generator=torch.Generator().manual_seed(2))
+
+    def plant(x, hook):
+        planted, block = x.clone(), hook.step.block
+        for row, position in hook.step.masked.nonzero().tolist():
+            first = block is not None and block.first_shifted and position == int(block.start[row])
+            at = position - 1 if model.cfg.readout == "shifted" or first else position
+            planted[row, at] = 100 * numbers[row, position] * direction + x[row, at]
+        return planted
+
+    name = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+    labels = numbers.masked_fill(run.given | ~run.real, torch.nan)
+    with warnings.catch_warnings(), model.hooks(fwd_hooks=[(name, named("plants", plant))]):
+        warnings.filterwarnings("ignore", "the trajectory was written by another network")
+        found = probe(model, run, labels, name, positions="predicting")
+    assert found.score.item() > 0.95
+    assert found.score_control.item() < 0.6
+
+
+@on_mdm
+def test_tokens_of_some_part_only_are_left_out(small):
+    run, _ = denoise(small, 40)
+    found = probe(small, run, "token", NAME)
+    masked = run.is_masked(run.canvases[:-1]) & run.real
+    parts = RidgeSettings().split(len(run))
+    in_part = [
+        {
+            token
+            for step, row, pos in masked.nonzero().tolist()
+            if parts[row] == part
+            for token in [int(run.tokens[row, pos])]
+        }
+        for part in ("train", "validation", "held_out")
+    ]
+    assert found.classes == sorted(set.intersection(*in_part))
+    assert 1 < len(found.classes) < len(set.union(*in_part))
+    assert found.record["label"] == "token"
+
+
+@on_mdm
+def test_probes_of_classes_are_read_back_and_so_are_those_of_earlier_versions(small, tmp_path):
+    run, _ = denoise(small)
+    found = probe(small, run, ["x", "y"] * 10, [NAME, "blocks.0.attn.hook_z"], positions="all")
+    loaded = diffusion_lens.load(found.save(tmp_path / "classes.safetensors"))
+    assert repr(loaded) == repr(found)
+    assert torch.equal(loaded.right_control, found.right_control)
+    assert loaded.predict("blocks.0.attn.hook_z", torch.randn(2, 5, 4, 8)).shape == (2, 5)
+    now = probe_time(small, run, NAME)
+    tensors, record = load_result(now.save(tmp_path / "new.safetensors"), "linear probe")
+    old = dict(score="r2", score_fitted="r2_fitted", score_control="r2_shuffled")
+    tensors = {old.get(name, name): tensor for name, tensor in tensors.items()}
+    record = {name: value for name, value in record.items() if name not in ("n_tested", "right", "right_control")}
+    record["r2_position"] = record.pop("score_position")
+    for name in ("classes", "by_position", "steps"):
+        del record["record"][name]
+    path = save_result(tmp_path / "old.safetensors", "time probe", tensors, record)
+    for again in (diffusion_lens.load(path), LinearProbe.load(path)):
+        assert torch.equal(again.score, now.score)
+        assert again.score_position == now.score_position
+        assert again.plot().get_title() == "Linear probe of the denoising time"
+    with pytest.warns(DeprecationWarning, match="r2_shuffled of a probe will be removed; use score_control"):
+        assert torch.equal(now.r2_shuffled, now.score_control)
+    with pytest.warns(DeprecationWarning, match="TimeProbe will be removed; use LinearProbe"):
+        assert diffusion_lens.analysis.TimeProbe is LinearProbe
+
+
+@on_mdm
+def test_labels_that_do_not_fit_are_refused(small):
+    run, _ = denoise(small, 6)
+    n_pos = run.tokens.shape[1]
+    texts = ["Gustav is the", "Tilda was the", "Ada is the", "Ada was the"]
+    for inputs, labels, settings, message in (
+        (run, ["a", "b"], {}, "2 labels for 6 texts or rows of trajectories; give each its own"),
+        (run, "tokens", {}, "labels='tokens'.* time, token"),
+        (run, ["a"] * 6, {}, "all labels are 'a': a probe of classes needs at least two"),
+        (run, [None] * 6, {}, "no text, row or position has a label"),
+        (run, ["a", 1] * 3, {}, "the labels are int and str; give all as strings"),
+        (run, [0.5, torch.inf] * 3, {}, "a label is infinite"),
+        (run, [["a"] * n_pos] * 5 + ["b"], {}, "some labels are lists"),
+        (run, [["a", "b"] * n_pos] * 6, {"positions": "all"}, rf"text or row 0 has {2 * n_pos} labels and {n_pos} pos"),
+        (run, [["a"]] * 6, {}, f"text or row 0 has 1 labels and {n_pos} positions"),
+        (
+            run,
+            [["a"] * n_pos] * 6,
+            {},
+            "the label 'a' is of position 0 of row 0, which the prompt gives.* give None there, or positions='all'",
+        ),
+        (run, "token", {"rows": "canvas"}, "the labels are those of positions"),
+        (
+            texts,
+            ["a", "a", "a", "b"],
+            {"positions": "all"},
+            "part of the split has no row of 1 of the 2 classes: '.'. Give",
+        ),
+        (texts, [1.0, 2.0, 3.0, 4.0], {"steps": 0}, "steps= requires trajectories"),
+        (texts, [[0, 1, 2]] * 4, {"max_bytes": 1000}, r"the rows of 3 hook points take \d+,\d+ bytes"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            probe(small, inputs, labels, **settings)
+
+
+@on_mdm
+def test_without_sklearn_the_error_says_how_to_install_it(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
+    with pytest.raises(ImportError, match=r"pip install 'diffusion-lens\[probes\]'"):
+        probe(small, ["Gustav is", "Tilda is", "Ada is"], ["a", "b", "a"], NAME)
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_rows_of_classes_take_at_most_the_budget(tiny):
+    texts = [" ".join(["Gustav is the brave"] * 8), " ".join(["Tilda was the young"] * 8)] * 3
+    labels = [[True, False] * 16] * 6
+    one = partial(
+        probe, tiny, texts, labels, "blocks.0.hook_resid_pre", positions="all", samples=32, ridge=RidgeSettings(seed=4)
+    )
+    with pytest.raises(ValueError, match="the rows of 1 hook points take") as refused:
+        one(max_bytes=1)
+    least, results = int(re.findall(r"take ([\d,]+)", str(refused.value))[0].replace(",", "")), []
+    for budget in (least, 2 * least):
+        assert 0.2 * budget < peak_of_tensors(lambda: results.append(one(max_bytes=budget))) <= budget  # noqa: B023
+    assert_close(results[0].score, results[1].score)
+
+
+def test_intervals_cluster_rows_by_their_unit():
+    """40 rows of which units agree are as wide as 8 rows; both ends of selectivity come from the clusters."""
+    counts, right = torch.full((8,), 5), torch.tensor([[5, 0, 5, 5, 0, 5, 5, 5]])
+    record = {"names": [NAME], "rows": "position", "classes": ["a", "b"]}
+    numbers = dict(bias=torch.zeros(1, 2), score=torch.ones(1), score_fitted=torch.ones(1), score_control=torch.ones(1))
+    result = LinearProbe(
+        {NAME: torch.zeros(2, 3)}, **numbers, penalty=torch.ones(1), score_position=0.5, record=record,
+        n_tested=counts, right=right, right_control=torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]]),
+    )  # fmt: skip
+    rows = torch.cat([torch.tensor([1.0] * int(own) + [0.0] * (5 - int(own))) for own in right[0]])
+    clusters = [str(unit) for unit in range(8) for _ in range(5)]
+    assert_close(result.interval()[0].double(), share_interval(rows[:, None].double(), clusters, 0.95)[0])
+    control = torch.cat([torch.tensor([1.0] * own + [0.0] * (5 - own)) for own in [1, 2, 3, 1, 2, 3, 1, 2]])
+    expected = mean_interval((rows - control)[:, None].double(), clusters, 0.9, 2, (-1.0, 1.0))
+    assert_close(
+        torch.stack(result.interval("selectivity", 0.9, 2)).double(), torch.stack(expected), rtol=1e-5, atol=1e-6
+    )
