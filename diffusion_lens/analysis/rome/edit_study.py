@@ -25,7 +25,7 @@ from dataclasses import MISSING, asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -59,7 +59,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, one_line, provenance, shown_model
 from diffusion_lens.records.schema import require_indices
-from diffusion_lens.settings import Settings, Whole, at_least, one_of, setting, text_tuple
+from diffusion_lens.settings import Settings, Whole, at_least, setting, text_tuple
 from diffusion_lens.settings.shared import ValueSettings, check_key_position
 from weight_conversion import as_json
 
@@ -243,7 +243,7 @@ class EditStudy(StudyResult[EditOutcome]):
 
     def by_request(self, group: str, scored: Scored = "wins") -> dict[str, Float[Tensor, "state"]]:
         """Mean score of the probes of a group in each request with such probes, without the edit and with it."""
-        rows, scores = self._means(self._numbers(scored), group)
+        rows, scores = self._means(self._known(scored), group)
         return {self.ids[row]: of_request for row, of_request in zip(rows, scores, strict=True)}
 
     def table(self, level: float = 0.95, seed: int | None = None, scored: Scored = "wins") -> dict[str, GroupScore]:
@@ -332,9 +332,6 @@ class EditStudy(StudyResult[EditOutcome]):
             }
         )
 
-    def _numbers(self, scored: str) -> Float[Tensor, "state probe"]:
-        return self._known(one_of(*get_args(Scored))("scored", scored))
-
     def _known(self, name: str) -> Tensor:
         """The tensor with this name; a `ValueError` if an earlier version did not keep it."""
         tensor: Tensor | None = getattr(self, name)
@@ -357,7 +354,7 @@ class EditStudy(StudyResult[EditOutcome]):
         return rows.tolist(), sums[rows] / counts[rows, None]
 
     def _score(self, group: str, level: float, scored: Scored) -> GroupScore:
-        rows, wins = self._means(self._numbers(scored), group)
+        rows, wins = self._means(self._known(scored), group)
         _, probabilities = self._means(self.probabilities, group)
         before, after = wins.mean(dim=0).tolist()
         p_before, p_after = probabilities.mean(dim=0).tolist()
