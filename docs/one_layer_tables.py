@@ -1,8 +1,8 @@
 """The one-layer experiment: `{one-layer-table} FILE DATA` and the figure, from what its command wrote.
 
-The files are the `command.json` of three runs: `one_layer_seeds.json` (one layer, twelve seeds), `one_layer.json` (the
-default settings) and `one_layer_long.json` (3000 steps). Every build draws the figure `_made/one_layer.png` from the
-first.
+The files are the `command.json` of four runs: `one_layer_seeds.json` (one layer, twelve seeds), `one_layer.json` (the
+default settings), `one_layer_long.json` (3000 steps) and `one_layer_objectives.json` (other objectives). Every build
+draws the figure `_made/one_layer.png` from the first.
 """
 
 import json
@@ -17,7 +17,8 @@ from sphinx.util.docutils import SphinxDirective
 from tables import markdown, parsed
 
 from diffusion_lens.cli.report import save_figure
-from one_layer.result import PANELS, training_panels
+from one_layer.result import NAMES, PANELS, training_panels
+from one_layer.toy import INFILL
 
 HERE = Path(__file__).parent
 COLUMNS = {
@@ -31,8 +32,16 @@ COLUMNS = {
     "cosine_u": "cosine W_U",
     "cosine_q": "cosine W_Q",
 }
+# Of a study with other objectives, whose signatures the page does not discuss.
+OBJECTIVE_COLUMNS = {
+    "same_accuracy": "as trained",
+    INFILL: "A before “is B”",
+    "reverse_accuracy": "in reverse",
+    "reverse_probability": "p in reverse",
+    "percentile_reverse": "evidence percentile",
+}
 DRAWN = "one_layer_seeds.json"
-WITH_RANGE = ("reverse_accuracy", "reverse_probability", "routes", "cosine_v")
+WITH_RANGE = (INFILL, "reverse_accuracy", "reverse_probability", "routes", "cosine_v")
 VARIANTS = {"mdm": "MDM", "ar": "AR"}
 
 
@@ -51,16 +60,17 @@ def table_lines(written: dict[str, Any], data: str) -> list[str]:
     found = [row for row in written["results"]["table"] if row["data"] == data]
     if not found:
         raise ValueError(f"the study has no data {data!r}; it has {written['settings']['data']}")
-    order = {(row["depth"], VARIANTS[row["variant"]]): None for row in found}
+    columns = OBJECTIVE_COLUMNS if INFILL in found[0] else COLUMNS
+    order = {(row["depth"], NAMES[row["variant"]]): None for row in found}
     rows = [
-        (str(depth), variant, f"`{row['positions']}`", *(_cell(row[name], name in WITH_RANGE) for name in COLUMNS))
+        (str(depth), variant, f"`{row['positions']}`", *(_cell(row[name], name in WITH_RANGE) for name in columns))
         for depth, variant in sorted(order, key=lambda each: (each[0], each[1] != "MDM"))
         for row in found
-        if (row["depth"], VARIANTS[row["variant"]]) == (depth, variant)
+        if (row["depth"], NAMES[row["variant"]]) == (depth, variant)
     ]
     settings = written["settings"]
     return [
-        *markdown(("layers", "", "positions", *COLUMNS.values()), rows),
+        *markdown(("layers", "", "positions", *columns.values()), rows),
         "",
         f"After {settings['steps']} steps; means over {settings['seeds']} seeds, and the smallest and largest value.",
     ]

@@ -145,7 +145,10 @@ QUICK: dict[str, dict[str, Any]] = {
     "run_with_hooks": dict(input="the"),
     "run_with_cache": dict(input="the"),
     "to_tokens": dict(input="the"),
-    **{name: dict(path="missing.json") for name in ("bake", "counterfact", "known_1000", "parent_child", "read_facts")},
+    **{
+        name: dict(path="missing.json")
+        for name in ("bake", "counterfact", "known_1000", "parent_child", "poem_pairs", "read_facts")
+    },
     "save": dict(path="saved.safetensors"),
     "monte_carlo_nll": dict(samples=2),
     "nll_by_order": dict(n_orders=2),

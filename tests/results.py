@@ -1,6 +1,7 @@
 """One result of every type, of random numbers, with tokens that HTML and formulas would take for something else."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,9 @@ def _edits() -> Iterator[Any]:
     yield SecondMoment(rand(6, 6), 100, 10, 3, record, rand(6, 6), 1.0, 1000)
     yield EditReport(**probes, groups=groups, record=record)
     owner = torch.tensor([0, 0, 1, 1])
-    yield EditStudy(**probes, owner=owner, searched=rand(2), groups=groups, ids=["a", "b"], record=record)
+    study = EditStudy(**probes, owner=owner, searched=rand(2), groups=groups, ids=["a", "b"], record=record)
+    by_token = {"tokens": rand(2, 4), "written": probes["wins"], "target_tokens": torch.tensor([1, 3])}
+    yield replace(study, **by_token)
 
 
 def _studies() -> Iterator[Any]:

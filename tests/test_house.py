@@ -309,9 +309,11 @@ def words_of_code(name: str) -> set[tuple[int, str]]:
 
 def allowed_names(name: str) -> set[str]:
     """Names of families that stand elsewhere than in their tables."""
+    from diffusion_lens.data.pretrained_reversals import POEMS_URL
     from diffusion_lens.denoising.samplers import PRESETS
 
     by_room = {
+        "diffusion_lens.data.pretrained_reversals": {POEMS_URL},  # of a data set in the authors' repository
         "diffusion_lens.denoising.samplers": set(PRESETS),  # of other people's code, under its name
         "diffusion_lens.training": RECIPES,
         "diffusion_lens.cli": RECIPES,

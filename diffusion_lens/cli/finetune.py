@@ -11,7 +11,7 @@ from diffusion_lens.cli.load_model import ModelChoice
 from diffusion_lens.cli.options import command
 from diffusion_lens.cli.report import FolderReport, progress
 from diffusion_lens.settings import at_least, check_seed, positive, setting
-from diffusion_lens.settings.shared import ACCUMULATE, MIXED_PRECISION
+from diffusion_lens.settings.shared import ACCUMULATE, MASK_ENTITIES, MIXED_PRECISION
 
 
 @command(dtype=None)
@@ -29,6 +29,7 @@ def finetune(
     lr: float | None = setting(None, "Highest learning rate. Default: SMDM's 2e-4.", positive),
     accumulate: int = ACCUMULATE,
     mixed_precision: str = MIXED_PRECISION,
+    mask_entities: bool = MASK_ENTITIES,
     checkpoint_every: int = setting(500, "Number of updates between checkpoints.", partial(at_least, 1)),
     ask: int = setting(
         0,
@@ -86,7 +87,7 @@ def finetune(
         recipe = replace(recipe, lr=lr, lr_end=lr / 10)
     recipe = replace(recipe, warmup=min(recipe.warmup, recipe.steps // 10))
     require_same_settings(out.expanduser() / RUN, {"config": asdict(recipe)})
-    report.note(data=data, rows=count, **vars(recipe))
+    report.note(data=data, rows=count, mask_entities=mask_entities, **vars(recipe))
     if report.dry_run:
         import torch
 
@@ -110,6 +111,7 @@ def finetune(
         rows,
         recipe,
         out,
+        mask_entities=mask_entities,
         checkpoint_every=checkpoint_every,
         evaluate=measure_recall if questions else None,
         evaluate_every=checkpoint_every,

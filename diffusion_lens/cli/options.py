@@ -202,9 +202,10 @@ class FactsOptions(Settings):
 
     data: str | None = setting(
         None,
-        "site, site-attributes, toy, reversal-curse, known-1000, parent-child, or a path: a .json, .jsonl or .csv "
-        "file of facts, a folder of such files, parent_child_pairs.csv, known_1000.json or counterfact.json. Default: "
-        "the facts of a bundled model's training, otherwise reversal-curse.",
+        "site, site-attributes, toy, reversal-curse, known-1000, parent-child, poems, or a path: a .json, .jsonl or "
+        ".csv file of facts, a folder of such files, parent_child_pairs.csv, poem_data.json, files of GenWiki, "
+        "known_1000.json or counterfact.json. Default: the facts of a bundled model's training, otherwise "
+        "reversal-curse.",
     )
     trained: str | None = setting(None, "Only facts trained in this direction: p2d, d2p or both.")
     asked: str | None = setting(None, "Only queries in this direction: p2d or d2p.")

@@ -17,8 +17,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion_lens.data import celebrities, site_facts, toy_facts
+from diffusion_lens.data import celebrities, pretrained_reversals, site_facts, toy_facts
 from diffusion_lens.data.download import read_json_lines, read_text
+from diffusion_lens.data.pretrained_reversals import WikiReversal, kind_of_file, poem_pairs
 from diffusion_lens.data.reversal_curse import FILES, ReversalCurse, outline
 from diffusion_lens.data.rome_facts import KNOWN_FACTS, bake, counterfact, known_1000
 from diffusion_lens.facts.fact import Direction, Fact
@@ -301,17 +302,22 @@ SOURCES: dict[str, Callable[[], FactSource]] = {
     "reversal-curse": _reversal_curse,
     "known-1000": lambda: _of_any_length("known-1000", known_1000()),
     "parent-child": lambda: _of_any_length("parent-child", celebrities.parent_child()),
+    "poems": lambda: _of_any_length("poems", poem_pairs()),
 }
 # Outlines of the data sets that are downloaded: the same number of facts and directions, with empty texts.
 OUTLINES: dict[str, Callable[[], FactSource]] = {
     "reversal-curse": lambda: FactSource("reversal-curse", outline(), outline(held_out=False)),
     "known-1000": lambda: _of_any_length("known-1000", [Fact("", "", "") for _ in range(KNOWN_FACTS)]),
     "parent-child": lambda: _of_any_length("parent-child", celebrities.outline()),
+    "poems": lambda: _of_any_length("poems", pretrained_reversals.outline_of_poems()),
 }
 
 
 def open_source(name_or_path: str, *, outline_only: bool = False) -> FactSource:
-    """Open a data set by its name, a folder of the reversal-curse files, or the user's own facts (see `fact_files`).
+    """Open a data set by its name or its files, or the user's own facts (see `fact_files`).
+
+    The files may be a folder of the reversal curse, `parent_child_pairs.csv`, LLaDA's `poem_data.json`, or a file or
+    folder of GenWiki, of which WikiReversal is made.
 
     Args:
         name_or_path: Name of a data set, or path of a file or folder.
@@ -329,6 +335,8 @@ def open_source(name_or_path: str, *, outline_only: bool = False) -> FactSource:
         return _reversal_curse(path)
     if path.is_file() and celebrities.is_parent_child(path):
         return _of_any_length(str(path), celebrities.parent_child(path))
+    if (kind := kind_of_file(path)) is not None:
+        return _of_any_length(str(path), poem_pairs(path) if kind == "poems" else WikiReversal.load(path).facts)
     if path.exists():
         return _of_any_length(str(path), read_facts(path))
     near = get_close_matches(name_or_path, SOURCES, n=1, cutoff=0.0)

@@ -9,6 +9,11 @@ by 1/p, this is an upper bound on the negative log-likelihood (Nie et al. 2024, 
 
     t ~ U(0, 1) for each row,  p = (1 - eps) t + eps,  loss = 1/(batch · pos) Σ_masked CE / p
 
+Entities can be masked as wholes, so that no part of a name gives away the rest (He et al. 2026, DiffER, arXiv
+2601.07347). One draw then decides for all tokens of an entity: each is still masked with probability p, so that the
+weight 1/p stays right. The authors' code (`pretrainwem.py`) masks a whole entity as soon as one of its n tokens is
+drawn, which has the probability 1 - (1 - p)^n, and divides by p too, so that longer entities weigh more.
+
 Of a model that attends by blocks, each block is predicted from its noisy self and the clean blocks before it, as in its
 training (Arriola et al. 2025, BD3LM, arXiv 2503.09573; Cheng et al. 2025, SDAR, arXiv 2510.06303): the network reads
 the noisy and the clean text in one pass, `model(noisy, clean=tokens)`.
@@ -188,8 +193,9 @@ def masked_batch(
     real: PosMask | None = None,
     generator: torch.Generator | None = None,
     eps: float = 1e-3,
+    entities: Int[Tensor, "batch pos"] | None = None,
 ) -> LossBatch:
-    """Masked tokens as targets, each weighted by 1/p; see `masked_diffusion_loss`."""
+    """Masked tokens as targets, each weighted by 1/p; see `masked_diffusion_loss`, and `hide` for `entities`."""
     if (noisy is None) != (p_mask is None):
         raise ValueError("noisy and p_mask go together: pass both, or neither to have the noise sampled")
     if model.cfg.is_autoregressive:
@@ -206,7 +212,7 @@ def masked_batch(
         )
     require_known_loss(model)
     if noisy is None or p_mask is None:
-        noisy, p_mask = noised(model, tokens, generator=generator, eps=eps)
+        noisy, p_mask = noised(model, tokens, generator=generator, eps=eps, entities=entities)
     noisy, p = noisy.to(tokens.device), p_mask.to(tokens.device)
     counted = torch.ones_like(tokens, dtype=torch.bool) if real is None else real.to(tokens.device)
     noisy, n_counted = torch.where(counted, noisy, tokens), int(counted.sum())
@@ -269,15 +275,20 @@ def has_schedule(model: DiffusionTransformer) -> bool:
 
 
 def noised(
-    model: DiffusionTransformer, tokens: Tokens, *, generator: torch.Generator | None = None, eps: float = 1e-3
+    model: DiffusionTransformer,
+    tokens: Tokens,
+    *,
+    generator: torch.Generator | None = None,
+    eps: float = 1e-3,
+    entities: Int[Tensor, "batch pos"] | None = None,
 ) -> tuple[Tokens, Float[Tensor, "batch pos"]]:
     """Tokens under the model's noise, and the probability p with which each was noised: `hide` by its schedule, if it
     has one. Under uniform noise, a token is replaced by one drawn from all, itself included."""
     if not has_schedule(model):
-        return hide(tokens, model.cfg.blank, generator=generator, eps=eps)
+        return hide(tokens, model.cfg.blank, generator=generator, eps=eps, entities=entities)
     schedule, noise = schedule_of(model.cfg.schedule), model.head.noise
     assert noise is not None
-    replaced, p = hide(tokens, NOWHERE, generator=generator, eps=eps, schedule=schedule)
+    replaced, p = hide(tokens, NOWHERE, generator=generator, eps=eps, schedule=schedule, entities=entities)
     return torch.where(replaced == NOWHERE, noise.replacements(tokens, generator), tokens), p
 
 
@@ -288,6 +299,7 @@ def hide(
     generator: torch.Generator | None = None,
     eps: float = 1e-3,
     schedule: Schedule | None = None,
+    entities: Int[Tensor, "batch pos"] | None = None,
 ) -> tuple[Tokens, Float[Tensor, "batch pos"]]:
     """Mask each token with the probability p of its row, between `eps` and 1, and return the masked tokens and p.
 
@@ -295,6 +307,8 @@ def hide(
     they cover the unit interval evenly, which lowers the variance of the loss. The noise is sampled on the CPU, so that
     a seed means the same on every device; with a generator of another device, it is sampled there. By a `schedule` of
     noise, p is the probability at a time between `eps` and 1.
+
+    `entities` has for each position the first one of its entity, or itself. The draw of that position decides.
     """
     if not 0 <= eps < 1:
         raise ValueError(f"eps={shown(eps)}; it must be a probability from 0 to below 1")
@@ -303,7 +317,8 @@ def hide(
     t = (torch.rand((), generator=generator, device=device) + torch.arange(n_batch, device=device) / n_batch) % 1
     t = (1 - eps) * t + eps
     p = (t if schedule is None else schedule.chance(t.double()))[:, None].expand(n_batch, n_pos)
-    masked = torch.rand((n_batch, n_pos), generator=generator, device=device) < p
+    drawn = torch.rand((n_batch, n_pos), generator=generator, device=device)
+    masked = (drawn if entities is None else drawn.gather(1, entities.to(device))) < p
     return tokens.masked_fill(masked.to(tokens.device), mask_token_id), p.to(tokens.device)
 
 

@@ -146,8 +146,9 @@ def share_bars(
     intervals: Mapping[str, Float[Tensor, "entry 2"]] | None = None,
     ax: Any = None,
     title: str | None = None,
+    ylabel: str = "share of probes won",
 ) -> Any:
-    """Plot shares of won probes by group as adjacent bars, one colour for each state of the model. Returns the axes.
+    """Plot shares by group as adjacent bars, one colour for each state of the model. Returns the axes.
 
     Args:
         shares: Share in each group, by state, such as "before" and "after".
@@ -165,7 +166,34 @@ def share_bars(
         ax.bar(at, heights, width=width, label=state, color=_COLOURS[i], yerr=ends, capsize=2, error_kw={"lw": 0.8})
     ax.set_xticks(range(len(groups)), [group.replace("_", "\n") for group in groups])
     ax.set_ylim(0, 1.02)
-    return _labelled(ax, "", "share of probes won", title or "")
+    return _labelled(ax, "", ylabel, title or "")
+
+
+def shares_by_number(
+    curves: Mapping[str, Mapping[int, tuple[float, float, float]]],
+    xlabel: str,
+    ylabel: str,
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """Plot shares by a whole number, one curve for each group, with intervals as vertical bars. Returns the axes.
+
+    Args:
+        curves: Share and ends of its interval (NaN draws none) by the number, for each group by name.
+    """
+    ax = one_axes(ax, width=5.6, height=3.0)
+    numbers = sorted({number for points in curves.values() for number in points})
+    for i, (group, points) in enumerate(curves.items()):
+        # The bars of different groups are drawn side by side.
+        at = [number + 0.05 * (i - (len(curves) - 1) / 2) for number in points]
+        shares, *ends = torch.tensor(list(points.values())).T
+        lengths = torch.stack([(shares - end).abs().nan_to_num(0.0) for end in ends])
+        ax.errorbar(
+            at, shares.tolist(), yerr=lengths.tolist(), label=group, marker="o", markersize=3, elinewidth=0.8, capsize=2
+        )
+    ax.set_xticks(numbers)
+    ax.set_ylim(-0.02, 1.02)
+    return _labelled(ax, xlabel, ylabel, title or "", parse_math=False)
 
 
 def paired_scatter(

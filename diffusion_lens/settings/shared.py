@@ -73,6 +73,11 @@ FIRST_TOKENS = setting(
     "Score only this many first tokens of the answer; 1 as in ROME. In Python, None is all.",
     lambda name, count: None if count is None else at_least(1, name, count),
 )
+MASK_ENTITIES = setting(
+    False,
+    "Mask the tokens of an entity, such as a name, together or not at all: the subject and the answer of a fact, or "
+    'the "entities" of a row.',
+)
 MIXED_PRECISION = setting(
     "no",
     'Precision of autocast: "no", "bf16" or "fp16" (not on a CPU). The weights keep their dtype.',

@@ -2,6 +2,11 @@
 
 Rows are laid out as in ML-GSAI/SMDM `sft/reverse_data.py`. Prompt and completion form one text. BOS precedes it if the
 tokenizer prepends one, the end token follows it, and more end tokens fill the row.
+
+Entities, such as names, can be masked as wholes (`mask_entities`; He et al. 2026, arXiv 2601.07347, and `model.loss`).
+The data say what they are: the subject and the answer of a fact, without the punctuation that ends it, or the
+"entities" of a row, each a text of which every mention counts, or [start, stop] in characters of prompt + completion.
+Tokens that contain characters of an entity, spaces aside, belong to it, and entities that share a token are one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +17,9 @@ from typing import Any
 import torch
 
 from diffusion_lens.data.download import read_json_lines
-from diffusion_lens.facts.fact import Fact
+from diffusion_lens.facts.fact import Fact, mentions
 from diffusion_lens.loading import save_tokenizer, write_trained_length
+from diffusion_lens.model.text import token_spans
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import checked_arguments
 from diffusion_lens.training.trainer import (
@@ -24,11 +30,13 @@ from diffusion_lens.training.trainer import (
     TrainingRows,
     accelerated,
     describe_run,
+    require_noise,
     train,
 )
 from weight_conversion import CHECKPOINT_SUFFIXES, export, open_checkpoint
 
 WEIGHTS = "model.safetensors"
+MARKS = ".,:;?!"  # at the end of an answer, no part of the entity
 # The training has its own subfolder, because `from_pretrained` needs a folder with one .safetensors file only.
 RUN, RECORD = "training", "record.safetensors"
 SHAPE = (
@@ -40,11 +48,12 @@ Data = str | Path | Sequence[Fact] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Completion:
-    """A training text in two parts, and its source for error messages."""
+    """A training text in two parts, and its source for error messages and entities."""
 
     prompt: str
     completion: str
     name: str
+    source: Fact | Mapping[str, Any]
 
 
 @checked_arguments
@@ -55,6 +64,7 @@ def finetune(
     out: str | Path,
     *,
     answer_only: bool = False,
+    mask_entities: bool = False,
     prepend_bos: bool | None = None,
     checkpoint_every: int = 500,
     evaluate: Evaluate | None = None,
@@ -78,15 +88,21 @@ def finetune(
         out: Folder for the trained model.
         answer_only: Whether only completions count in the loss and only they are masked, as in ML-GSAI/SMDM
             `sft/finetune_mdm.py` and `sft/finetune_ar.py` (on other data).
+        mask_entities: Whether the tokens of an entity are masked together or not at all, by one draw. The data say
+            what the entities are: subject and answer of facts, or "entities" of the other rows.
         prepend_bos: As in `to_tokens`.
         checkpoint_every, evaluate, evaluate_every, progress: As in `train`.
 
     Raises:
         ImportError: The package accelerate is not installed.
         FileNotFoundError: The data do not exist.
-        ValueError: A row does not fit (the message names it), or `out` contains another training or weights.
+        ValueError: A row does not fit or does not name its entities (the message names it), an autoregressive model
+            is to mask entities, or `out` contains another training or weights.
     """
-    rows = encode_completions(model, read_completions(data), answer_only=answer_only, prepend_bos=prepend_bos)
+    completions = read_completions(data)
+    rows = encode_completions(
+        model, completions, answer_only=answer_only, mask_entities=mask_entities, prepend_bos=prepend_bos
+    )
     target = Path(out).expanduser()
     require_own_folder(target)
     home = RunFolder(target / RUN)
@@ -142,14 +158,19 @@ def encode_completions(
     completions: Sequence[Completion],
     *,
     answer_only: bool = False,
+    mask_entities: bool = False,
     prepend_bos: bool | None = None,
 ) -> TrainingRows:
     """Tokenize texts into training rows, one each; arguments as in `finetune`.
 
     Raises:
         ValueError: The tokenizer has no end token, a text does not fit into the context with its end token, or the
-            tokenizer merges a completion into its prompt (with `answer_only`). The message names the row.
+            tokenizer merges a completion into its prompt (with `answer_only`), or, with `mask_entities`, the model is
+            autoregressive, or a row does not name its entities or has one that is only partly in the answer. The
+            message names the row.
     """
+    if mask_entities:
+        require_noise(model)
     end = getattr(model.tokenizer, "eos_token_id", None)
     if end is None:
         raise ValueError(f"{model.cfg.model_name!r} has no tokenizer with an end token, which every row needs")
@@ -163,7 +184,41 @@ def encode_completions(
         )
     rows = torch.full((len(tokens), tokens.shape[1] + 1), int(end))
     rows[:, :-1] = torch.where(real.cpu(), tokens, int(end))
-    return TrainingRows(rows, lengths + 1, _answers(model, completions, rows, prepend_bos) if answer_only else None)
+    answers = _answers(model, completions, rows, prepend_bos) if answer_only else None
+    entities = _entities(model, completions, rows, answers, prepend_bos) if mask_entities else None
+    return TrainingRows(rows, lengths + 1, answers, entities)
+
+
+def entity_spans(text: Completion) -> list[tuple[int, int]]:
+    """First character of each entity of a text, and one past its last, as its source names them.
+
+    Raises:
+        ValueError: The source names none, or one that is not in the text.
+    """
+    whole, source = text.prompt + text.completion, text.source
+    if isinstance(source, Fact):
+        answer = source.answer.strip().rstrip(MARKS)
+        start = len(text.prompt) + text.completion.find(answer)
+        return [source.subject_span, *([(start, start + len(answer))] if answer else [])]
+    if not isinstance(named := source.get("entities"), Sequence) or isinstance(named, str):
+        raise ValueError(
+            f"{text.name} has {', '.join(map(repr, source))} and no list of its entities, which mask_entities needs: "
+            'add "entities", such as ["Daphne Barrington"], or [[0, 17]] in characters of prompt + completion'
+        )
+    spans = []
+    for entity in named:
+        if isinstance(entity, str) and entity.strip():
+            found = [(start, start + len(entity)) for start in mentions(entity, whole)]
+        else:
+            is_span = isinstance(entity, Sequence) and [type(end) for end in entity] == [int, int]
+            found = [(entity[0], entity[1])] if is_span and 0 <= entity[0] < entity[1] <= len(whole) else []
+        if not found:
+            raise ValueError(
+                f"{text.name}: the entity {entity!r} is neither a text in {whole!r:.80} nor [start, stop] in its "
+                f"{len(whole)} characters"
+            )
+        spans += found
+    return spans
 
 
 def load_weights(model: DiffusionTransformer, path: Path) -> None:
@@ -197,14 +252,43 @@ def _answers(
     return torch.tensor([len(prompt) for prompt in prompts])
 
 
+def _entities(
+    model: DiffusionTransformer,
+    completions: Sequence[Completion],
+    rows: torch.Tensor,
+    answers: torch.Tensor | None,
+    prepend_bos: bool | None,
+) -> torch.Tensor:
+    """First position of the entity of each position, or its own."""
+    first = torch.arange(rows.shape[1]).repeat(len(rows), 1)
+    for i, text in enumerate(completions):
+        words = text.prompt + text.completion
+        of_tokens = token_spans(model, words, prepend_bos)
+        wholes: list[range] = []
+        for start, stop in sorted(entity_spans(text)):
+            inside = [pos for pos, (a, b) in enumerate(of_tokens) if words[max(a, start) : min(b, stop)].strip()]
+            if wholes and inside and inside[0] < wholes[-1].stop:
+                wholes[-1] = range(wholes[-1].start, max(wholes[-1].stop, inside[-1] + 1))
+            elif inside:
+                wholes.append(range(inside[0], inside[-1] + 1))
+        for whole in wholes:
+            first[i, whole.start : whole.stop] = whole.start
+        if answers is not None and bool((first[i, int(answers[i]) :] < answers[i]).any()):
+            raise ValueError(
+                f"{text.name}: an entity begins in the prompt and ends in the completion, of which answer_only masks "
+                f"the second part only; end the prompt before the entity: {_short(text)}"
+            )
+    return first
+
+
 def _completion(name: str, row: object) -> Completion:
     if isinstance(row, Fact):
-        return Completion(row.prompt, row.answer, f"fact {row.id!r}" if row.id else name)
+        return Completion(row.prompt, row.answer, f"fact {row.id!r}" if row.id else name, row)
     if not isinstance(row, Mapping) or not all(isinstance(row.get(key), str) for key in ("prompt", "completion")):
         raise ValueError(f'{name} is {row!r:.120}; it should be a Fact, or have the texts "prompt" and "completion"')
     if not (row["prompt"] + row["completion"]).strip():
         raise ValueError(f"{name} is empty")
-    return Completion(row["prompt"], row["completion"], name)
+    return Completion(row["prompt"], row["completion"], name, row)
 
 
 def _short(text: Completion) -> str:

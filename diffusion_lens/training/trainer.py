@@ -196,21 +196,28 @@ class Batch:
         tokens: The token ids.
         real: The positions that are not padding; `None` means all.
         answers: The positions that count in the loss; `None` means all that the model's own loss counts.
+        entities: First position of the entity of each position, its own outside of entities; `None` means none.
     """
 
     tokens: Tokens
     real: PosMask | None
     answers: PosMask | None
+    entities: Int[Tensor, "batch pos"] | None = None
 
     def question(self, model: DiffusionTransformer, generator: torch.Generator) -> LossBatch:
         """The inputs and targets of the model's own loss.
 
         A masked diffusion model also predicts the end tokens that fill a row, as in SMDM's fine-tuning. The AR baseline
         predicts the row's own tokens and the first end token.
+
+        Raises:
+            ValueError: A causal model, which masks nothing, is given entities.
         """
         if model.cfg.is_autoregressive:
+            if self.entities is not None:
+                require_noise(model)
             return next_token_batch(model, self.tokens, real=self.real, counted=self.answers)
-        return masked_batch(model, self.tokens, real=self.answers, generator=generator)
+        return masked_batch(model, self.tokens, real=self.answers, generator=generator, entities=self.entities)
 
 
 class RowSource(ABC):
@@ -243,17 +250,27 @@ class TrainingRows(RowSource):
         lengths: Number of real tokens of each row, including the end token. Batches are cut to their longest row.
             `None` means that every token counts, padding included.
         answers: Position at which each row's answer begins, if only answers count. Requires `lengths`.
+        entities: First position of the entity of each position, its own outside of entities: the tokens of an entity
+            are masked together (`model.loss.hide`). `None` means that every token is masked for itself.
     """
 
     tokens: Int[Tensor, "batch pos"]
     lengths: Int[Tensor, "batch"] | None = None
     answers: Int[Tensor, "batch"] | None = None
+    entities: Int[Tensor, "batch pos"] | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or not self.tokens.numel():
             raise ValueError(f"there is nothing to train on: the rows of tokens are {list(self.tokens.shape)}")
         if self.answers is not None and self.lengths is None:
             raise ValueError("answers= requires lengths=, the length of each row")
+        if (first := self.entities) is not None:
+            inside = bool(((first >= 0) & (first < first.shape[1])).all())
+            if not inside or not torch.equal(first.gather(1, first), first):
+                raise ValueError(
+                    "entities has, for each position of tokens, the first position of its entity, such as "
+                    f"[0, 1, 1, 3] where positions 1 and 2 are one; got {first.tolist()!s:.60}"
+                )
 
     @property
     def n_rows(self) -> int:
@@ -267,15 +284,27 @@ class TrainingRows(RowSource):
     def pick(self, rows: Int[Tensor, "batch"], device: str | torch.device | None) -> Batch:
         """The batch of these rows, cut to the longest of them."""
         if self.lengths is None:
-            return Batch(self.tokens[rows].to(device), None, None)
+            return Batch(self.tokens[rows].to(device), None, None, self._entities(rows, self.tokens.shape[1]))
         lengths = self.lengths[rows]
         pos = torch.arange(int(lengths.max()))
         answers = None if self.answers is None else (pos >= self.answers[rows][:, None]).to(device)
-        return Batch(self.tokens[rows, : len(pos)].to(device), (pos < lengths[:, None]).to(device), answers)
+        real, entities = (pos < lengths[:, None]).to(device), self._entities(rows, len(pos))
+        return Batch(self.tokens[rows, : len(pos)].to(device), real, answers, entities)
 
     def sha256(self) -> str:
         """Hexadecimal SHA-256 of all the data that a training reads."""
         return sha256_of(vars(self))
+
+    def _entities(self, rows: Int[Tensor, "batch"], n_pos: int) -> Int[Tensor, "batch pos"] | None:
+        return None if self.entities is None else self.entities[rows, :n_pos]
+
+
+def require_noise(model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` if a model masks nothing, so that it cannot mask entities."""
+    if model.cfg.is_autoregressive:
+        raise ValueError(
+            f"{model.cfg.model_name!r} is an autoregressive model, which masks nothing: train it without mask_entities"
+        )
 
 
 def sha256_of(tensors: Mapping[str, Tensor | None]) -> str:

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from one_layer.objectives import OBJECTIVES
 from one_layer.study import DEPTHS, POSITIONS, SEEDS, STEPS, one_layer_study
-from one_layer.toy import DATA
+from one_layer.toy import DATA, VARIANTS
 from weight_conversion import write_json
 
 
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", nargs="+", type=int, default=list(DEPTHS), help="numbers of layers")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="number of training steps (default: %(default)s)")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help=f"also {', '.join(OBJECTIVES)}")
     parser.add_argument("--out", type=Path, default=Path("one-layer"), help="folder (default: %(default)s)")
     parser.add_argument("--shard", default="0/1", help='only a part of the trainings, such as "0/4"')
     settings = vars(parser.parse_args(argv))

@@ -12,7 +12,8 @@ from torch import Tensor
 from diffusion_lens.analysis.over_facts.study import StudyResult
 from diffusion_lens.plots.axes import panels
 from diffusion_lens.records.results import Saved, Table, one_line, shaped
-from one_layer.toy import VARIANTS, Cell
+from one_layer.objectives import OBJECTIVES
+from one_layer.toy import INFILL, VARIANTS, Cell
 
 # Panels of the figure: the title, and the measure.
 PANELS = {
@@ -26,7 +27,7 @@ PANELS = {
 # Columns of the text table.
 COLUMNS = ("same_accuracy", "reverse_accuracy", "reverse_probability", "percentile_reverse", "routes", "cosine_v",
            "cosine_u", "cosine_q")  # fmt: skip
-NAMES = {"mdm": "MDM", "ar": "AR"}
+NAMES = {"mdm": "MDM", "ar": "AR", **{name: objective.title for name, objective in OBJECTIVES.items()}}
 # Measures whose curves are written to JSON: what recall and each signature is judged by, and the baselines.
 FOLLOWED = (
     "same_accuracy", "reverse_accuracy", "same_probability", "reverse_probability", "percentile_reverse", "reuse",
@@ -51,7 +52,7 @@ class CellCurves(Saved):
     """One training.
 
     Attributes:
-        values: Float[step measure], `MEASURES` at every measured step.
+        values: Float[step measure], the measures of the study at every measured step.
         final_loss: Mean loss of the last 20 steps.
         seconds: Duration of the training in seconds.
     """
@@ -77,7 +78,7 @@ class OneLayerStudy(StudyResult[CellCurves]):
     Columns of the data frame: run, step, measure, positions, variant, data, depth, seed, value.
 
     Attributes:
-        values: Float[run step measure]; the steps are `steps`, the measures are `MEASURES`.
+        values: Float[run step measure]; the steps are `steps`, the measures those of the record.
         final_losses: Mean loss of the last 20 steps of each run.
         seconds: Duration of each run in seconds.
         ids: The id of each run.
@@ -172,7 +173,8 @@ class OneLayerStudy(StudyResult[CellCurves]):
         ]
 
     def curve_rows(self) -> list[dict[str, Any]]:
-        """The `FOLLOWED` curves as JSON data: a row for each group, with a list over steps for each of its `seeds`.
+        """The `FOLLOWED` curves as JSON data, and `INFILL`: a row for each group, with a list over steps for each of
+        its `seeds`.
 
         A measure that does not exist for a group is left out.
         """
@@ -182,7 +184,7 @@ class OneLayerStudy(StudyResult[CellCurves]):
                 "seeds": [self.cells[run].seed for run in runs],
                 **{
                     name: [[_rounded(value) for value in run] for run in self.curves(name, *group).tolist()]
-                    for name in FOLLOWED
+                    for name in (*FOLLOWED, *(name for name in self.record["measures"] if name == INFILL))
                     if not self.curves(name, *group).isnan().all()
                 },
             }
@@ -193,18 +195,21 @@ class OneLayerStudy(StudyResult[CellCurves]):
         """The table as text: number of seeds, means over them, and the range of the reverse accuracy."""
         heads = ("same", "reverse", "(range)", "p", "percentile", "routes", "cos V", "cos U", "cos Q")
         lines = [f"after {self.steps[step]} steps, means over the seeds"]
-        lines.append(f"{'positions':9} {'':3} {'data':9} depth seeds " + " ".join(f"{head:>10}" for head in heads))
+        width = max([3, *(len(NAMES[group[1]]) for group in self.groups)])
+        lines.append(
+            f"{'positions':9} {'':{width}} {'data':9} depth seeds " + " ".join(f"{head:>10}" for head in heads)
+        )
         for group, row in self.table(step).items():
             (positions, variant, data, depth), seeds = group, len(self.groups[group])
             reverse = row["reverse_accuracy"]
             cells = [_number(row[name].mean) for name in COLUMNS]
             cells.insert(2, f"{reverse.low:.2f}-{reverse.high:.2f}")
             shown = " ".join(f"{cell:>10}" for cell in cells)
-            lines.append(f"{positions:9} {NAMES[variant]:3} {data:9} {depth:5} {seeds:5} {shown}")
+            lines.append(f"{positions:9} {NAMES[variant]:{width}} {data:9} {depth:5} {seeds:5} {shown}")
         return "\n".join(lines)
 
     def plot(self, data: str | None = None, depth: int | None = None) -> list[Any]:
-        """Draw accuracy and signatures by training step, one line for each kind of positions; MDM above, AR below.
+        """Draw accuracy and signatures by training step, one line for each kind of positions, the MDM above the others.
 
         Lines are means over the seeds, bands reach from the smallest to the largest value.
 
@@ -218,7 +223,7 @@ class OneLayerStudy(StudyResult[CellCurves]):
         rows = {}
         data = data or next((group[2] for group in self.groups), "any")
         depth = depth or min((group[3] for group in self.groups), default=1)
-        for variant in VARIANTS:
+        for variant in dict.fromkeys(group[1] for group in self.groups) or VARIANTS:
             kinds = [group[0] for group in self.groups if group[1:] == (variant, data, depth)]
             if not kinds:
                 raise ValueError(f"this study has no training of {variant} on {data} data with {depth} layers")

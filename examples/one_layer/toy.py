@@ -6,6 +6,8 @@ A and B are one token each, and every fact has its own two. There are three sets
     both-ways   "A is B" and "B is A" for all 64 facts
     mixed       "A is B" for all 64 facts, and "B is A" for the first 32 of them only
 
+Both variants can be trained by their own losses, and the AR network by the objectives of `one_layer.objectives` too.
+
 The questions of `taught_pairs` are about the facts that were told one way, and in "both-ways" about all.
 
 What is measured of a network of the toy: accuracy, p(answer) and the three signatures, as one number each.
@@ -19,7 +21,7 @@ so that a mean over facts is that of the few with the smallest gradients.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +31,11 @@ from torch import Tensor
 from diffusion_lens.analysis.signatures import reversal_signatures
 from diffusion_lens.facts.taught_pairs import TaughtCanvas, TaughtPair
 from diffusion_lens.model.transformer import DiffusionTransformer
+from one_layer.objectives import IS, LONGEST, MARKS, MASK, N_FACTS, OBJECTIVES, Asked, plain_question
 from weight_conversion import Architecture, PositionKind
 
 DATA = ("one-way", "both-ways", "mixed")
 VARIANTS = ("mdm", "ar")
-N_FACTS = 64
-IS, MASK = 0, 2 * N_FACTS + 1
 # The facts told in both directions in the mixed data: the first ones.
 _N_BOTH = N_FACTS // 2
 
@@ -45,8 +46,8 @@ class Cell:
 
     Attributes:
         positions: Kind of positions (`model/positions.py`).
-        variant: "mdm", masked diffusion with bidirectional attention, or "ar", next-token prediction with causal
-            attention.
+        variant: "mdm", masked diffusion with bidirectional attention, "ar", next-token prediction with causal
+            attention, or the same with another objective, the name of one of `OBJECTIVES`.
         data: Name of the sentences, one of `DATA`.
         depth: Number of layers.
         seed: Seed of weights, order of the sentences, and noise.
@@ -68,9 +69,9 @@ def architecture(positions: PositionKind, variant: str, depth: int = 1) -> Archi
     """The network: width 64, 4 heads of 16, MLP of 128.
 
     Both variants have the same tokens, so that a seed gives the same weights to all networks of one depth. The AR
-    baseline never reads [MASK].
+    baseline never reads [MASK]. With another objective, its embedding has rows for the marks too.
     """
-    masked = variant == "mdm"
+    masked, has_marks = variant == "mdm", variant in OBJECTIVES
     return Architecture(
         family="diffusion_lens",
         name=f"one-layer-{variant}" if depth == 1 else f"{depth}-layer-{variant}",
@@ -80,9 +81,9 @@ def architecture(positions: PositionKind, variant: str, depth: int = 1) -> Archi
         n_key_value_heads=4,
         d_head=16,
         d_mlp=128,
-        d_vocab=MASK + 1,
+        d_vocab=MASK + 1 + (len(MARKS) if has_marks else 0),
         d_vocab_out=MASK,
-        n_ctx=3,
+        n_ctx=LONGEST if has_marks else 3,
         attention_dir="bidirectional" if masked else "causal",
         readout="in_place" if masked else "shifted",
         mask_token_id=MASK if masked else None,
@@ -107,10 +108,14 @@ def sentences(data: str) -> Int[Tensor, "entry pos"]:
 def taught_pairs(variant: str, data: str) -> list[TaughtPair]:
     """The sentence "A is B" and the reverse question of the facts that are asked about.
 
-    The MDM reads A in "[M] is B" and in "B is [M]". The AR baseline reads B after "A is" and A after "B is".
+    The MDM reads A in "[M] is B" and in "B is [M]". The AR network reads B after "A is" and A after "B is", in the form
+    of its objective.
     """
     asked = answers()[_N_BOTH if data == "mixed" else 0 :]
-    return [_mdm_pair(a, a + N_FACTS) if variant == "mdm" else _ar_pair(a, a + N_FACTS) for a in asked]
+    if variant == "mdm":
+        return [_mdm_pair(a, a + N_FACTS) for a in asked]
+    ask = OBJECTIVES[variant].ask if variant in OBJECTIVES else plain_question
+    return [_ar_pair(a, a + N_FACTS, ask) for a in asked]
 
 
 def _mdm_pair(a: int, b: int) -> TaughtPair:
@@ -118,9 +123,11 @@ def _mdm_pair(a: int, b: int) -> TaughtPair:
     return TaughtPair(forward, TaughtCanvas(_row((b, IS, MASK)), row=2, answer_token=a, source=0), id=f"fact {a}")
 
 
-def _ar_pair(a: int, b: int) -> TaughtPair:
-    forward = TaughtCanvas(_row((a, IS, b)), row=1, answer_token=b, source=2)
-    return TaughtPair(forward, TaughtCanvas(_row((b, IS, a)), row=1, answer_token=a, source=0), id=f"fact {a}")
+def _ar_pair(a: int, b: int, ask: Callable[[int, int], Asked]) -> TaughtPair:
+    as_trained, in_reverse = ask(a, b), ask(b, a)
+    forward = TaughtCanvas(_row(as_trained.tokens), as_trained.row, answer_token=b, source=as_trained.last)
+    reverse = TaughtCanvas(_row(in_reverse.tokens), in_reverse.row, answer_token=a, source=in_reverse.first)
+    return TaughtPair(forward, reverse, id=f"fact {a}")
 
 
 def _row(tokens: Sequence[int]) -> Int[Tensor, "pos"]:
@@ -146,6 +153,9 @@ MEASURES = {
     "first_order_predicted": "change of the reverse loss by a step that lowers the forward loss by 0.1%, predicted",
     "first_order_measured": "the same, measured",
 }
+
+# Of studies with other objectives only.
+INFILL = "infill_accuracy"  # share of right answers, asked for A in the sentence as trained
 
 
 def measure(model: DiffusionTransformer, variant: str, data: str) -> dict[str, float]:
@@ -185,3 +195,17 @@ def _accuracy(model: DiffusionTransformer, canvases: list[TaughtCanvas]) -> Tens
     right = logits.argmax(dim=-1) == torch.tensor([canvas.answer_token for canvas in canvases])
     share: Tensor = right.float().mean()
     return share
+
+
+@torch.no_grad()
+def infill_accuracy(model: DiffusionTransformer, variant: str, data: str) -> float:
+    """Share of the facts whose A the network gives in the sentence as trained, from what follows A there; NaN where
+    nothing of its training is such a question."""
+    if variant == "mdm":
+        return float(_accuracy(model, [pair.forward for pair in taught_pairs(variant, data)]))
+    if variant not in OBJECTIVES or (infill := OBJECTIVES[variant].infill) is None:
+        return math.nan
+    asked = [pair.reverse.answer_token for pair in taught_pairs(variant, data)]
+    canvases = [(a, _row(infill(a + N_FACTS))) for a in asked]
+    rows = [TaughtCanvas(tokens, len(tokens) - 1, answer_token=a, source=0) for a, tokens in canvases]
+    return float(_accuracy(model, rows))

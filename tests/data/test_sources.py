@@ -105,8 +105,9 @@ def test_an_outline_is_the_data_set_without_words_and_fetches_nothing(
     def fetched(*_: object, **__: object) -> None:
         raise AssertionError("something was fetched")
 
-    for fetch in ("reversal_curse.fetch_from_hub", "rome_facts.fetch_from_web", "celebrities.fetch_from_web"):
-        monkeypatch.setattr(f"diffusion_lens.data.{fetch}", fetched)
+    monkeypatch.setattr("diffusion_lens.data.reversal_curse.fetch_from_hub", fetched)
+    for module in ("rome_facts", "celebrities", "pretrained_reversals"):
+        monkeypatch.setattr(f"diffusion_lens.data.{module}.fetch_from_web", fetched)
     source = open_source(name, outline_only=True)
     if name == "known-1000":
         assert (len(source.pick()), source.length) == (1209, None)
@@ -118,6 +119,9 @@ def test_an_outline_is_the_data_set_without_words_and_fetches_nothing(
         # 18 pairs of the file occur twice.
         assert [len(source.fact_pairs(per_person=n)) for n in (1, 2)] == [1495, 1513]
         assert source.length is None
+    elif name == "poems":
+        assert Counter(fact.asked for fact in source.pick()) == {"p2d": 469, "d2p": 469}
+        assert (len(source.fact_pairs()), source.length) == (469, None)
     else:
         cells = Counter((fact.trained, fact.asked) for fact in source.pick())
         assert cells == {(trained, queried): 300 for trained in ("p2d", "d2p", "both") for queried in ("p2d", "d2p")}

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from one_layer.objectives import OBJECTIVES
 from one_layer.result import FOLLOWED, PANELS
 from one_layer.study import DEPTHS, POSITIONS, SEEDS, STEPS, describe
-from one_layer.toy import DATA
+from one_layer.toy import DATA, INFILL, VARIANTS
 from weight_conversion import as_json, from_json
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -190,6 +191,38 @@ def test_baselines_are_those_of_single_networks() -> None:
     most = {name: number(max(abs(value) for row in rows for value in row[f"shuffled_{name}"][1:])) for name in "vuq"}
     said(f"in a single MDM of these tables is {most['v']} in W_V and {most['u']} in W_U. In W_Q it is {most['q']}")
     assert most["q"] == number(max(row["shuffled_q"][2] for row in rows if row["positions"] == "none"))
+
+
+def test_what_the_page_says_of_other_objectives() -> None:
+    file = "one_layer_objectives.json"
+    written = from_json((DOCS / file).read_text(encoding="utf-8"))
+    asked: dict[str, Any] = dict(positions=["rotary"], data=["one-way"], depths=[1], seeds=5, steps=1200)
+    variants = [*VARIANTS, *OBJECTIVES]
+    assert written["settings"] == as_json({**asked, "variants": variants})
+    described = as_json(describe(**asked, variants=variants))
+    for name in ("recipe", "measured_at", "measures"):
+        assert written["record"][name] == described[name]
+    rows = {row["variant"]: row for row in written["results"]["table"]}
+    assert list(rows) == variants
+    recall = {name: [percent(value) for value in row["reverse_accuracy"]] for name, row in rows.items()}
+    filled = {name: row[INFILL] for name, row in rows.items()}
+    assert all(row["same_accuracy"][1] == 1 for row in rows.values())
+    assert all(each in ([1, 1, 1], [None] * 3) or all(map(math.isnan, each)) for each in filled.values())
+    assert {name for name, each in filled.items() if each == [1, 1, 1]} == {*variants} - {"ar", "ar-masked"}
+    assert recall["ar-reversed"] == ["100%"] * 3
+    (permuted,) = (row for row in written["results"]["curves"] if row["variant"] == "ar-permuted")
+    worst = min(permuted["reverse_accuracy"], key=lambda curve: curve[-1])
+
+    def of(name: str) -> str:
+        mean, low, high = recall[name]
+        return f"{mean} ({low} to {high})"
+
+    said(
+        f"fill in the middle {recall['ar-fill'][0]} of the questions ({' to '.join(recall['ar-fill'][1:])} by seed), "
+        f"reversed segments {of('ar-segments')} and permuted {of('ar-permuted')}, and the MDM {of('mdm')}.",
+        f"Masked input alone gives nothing ({recall['ar-masked'][2]})",
+        f"one of them answers {percent(worst[-1])} after {percent(max(worst))}",
+    )
 
 
 def test_the_figure_is_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,9 +56,14 @@ class Answer:
 
         Under guidance, by the guided logits.
         """
+        return bool((self.writable_logits(model, logits)[0].argmax(dim=-1) == self.tokens).all())
+
+    def writable_logits(
+        self, model: DiffusionTransformer, logits: Float[Tensor, "1 selected d_vocab_out"]
+    ) -> Float[Tensor, "1 selected d_vocab_out"]:
+        """Logits of p(x_0), guided where there is guidance, with -inf at tokens that the model cannot write."""
         writable = model.cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
-        logits = self._clean_logits(logits, 1)
-        return bool((logits.masked_fill(~writable, float("-inf")).argmax(dim=-1) == self.tokens).all())
+        return self._clean_logits(logits, 1).masked_fill(~writable, float("-inf"))
 
     def probabilities(
         self,

@@ -24,6 +24,14 @@ The first three groups are the paper's. Each probe is a query whose answer shoul
 rival, a query whose answer should lose, such as the old object. As in ROME's code, the answer then wins if the mean
 log-probability of its tokens is above the rival's. Without a rival the criterion is stricter: each of its tokens has to
 be the likeliest of those that the model may write (never [MASK]).
+
+An answer of several tokens that wins is not necessarily written. A diffusion model writes it token by token, and reads
+the later ones on canvases that an edit was not searched for (Park and Jo 2026, arXiv 2606.03924). So studies of edits
+score each answer in two more ways, for which rivals do not matter:
+
+    tokens     share of its tokens that are the likeliest, all read from one canvas
+    written    whether all tokens result if they are revealed one at a time, each time the position of the highest
+               confidence with its likeliest token; on a causal model from left to right
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +39,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from diffusion_lens import plots
@@ -270,18 +278,87 @@ def edited_layers(record: Mapping[str, Any]) -> list[int]:
 @torch.no_grad()
 def judge(model: DiffusionTransformer, probes: Sequence[Probe], max_batch: int = 256) -> Float[Tensor, "2 probe"]:
     """Whether each answer wins on the model as it is now, 1 or 0, and the probability of each answer."""
-    queries = [probe.query for probe in probes] + [probe.rival for probe in probes if probe.rival is not None]
-    read = [each for i in range(0, len(queries), max_batch) for each in _read(model, queries[i : i + max_batch])]
-    answers, rivals = read[: len(probes)], iter(read[len(probes) :])
+    return _scores(probes, _read_all(model, _queries(probes), max_batch))
+
+
+@torch.no_grad()
+def judge_by_token(
+    model: DiffusionTransformer, probes: Sequence[Probe], max_batch: int = 256
+) -> Float[Tensor, "4 probe"]:
+    """The two rows of `judge`, the share of each answer's tokens that are the likeliest, and whether it is written."""
+    readings = _read_all(model, _queries(probes), max_batch)
+    scores, answers = _scores(probes, readings), readings[: len(probes)]
+    tokens = torch.tensor([float(each.right.double().mean()) for each in answers], dtype=scores.dtype)
+    written = _written(model, [probe.query for probe in probes], answers, max_batch)
+    return torch.cat([scores, tokens[None], torch.tensor([written], dtype=scores.dtype)])
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """What a model predicts at the positions of one answer.
+
+    Attributes:
+        log_probabilities: Of the answer's tokens.
+        right: Whether each of its tokens is the likeliest of those that may be written.
+        confidence: Probability of the likeliest token at each position.
+    """
+
+    log_probabilities: Float[Tensor, "selected"]
+    right: Bool[Tensor, "selected"]
+    confidence: Float[Tensor, "selected"]
+
+
+def _queries(probes: Sequence[Probe]) -> list[Query]:
+    """The queries of all probes, then their rivals."""
+    return [probe.query for probe in probes] + [probe.rival for probe in probes if probe.rival is not None]
+
+
+def _scores(probes: Sequence[Probe], readings: Sequence[_Reading]) -> Float[Tensor, "2 probe"]:
+    answers, rivals = readings[: len(probes)], iter(readings[len(probes) :])
     wins = []
-    for probe, (log_probs, is_first) in zip(probes, answers, strict=True):
-        wins.append(is_first if probe.rival is None else bool(log_probs.mean() > next(rivals)[0].mean()))
-    probabilities = torch.stack([log_probs.sum().exp() for log_probs, _ in answers]).cpu()
+    for probe, answer in zip(probes, answers, strict=True):
+        if probe.rival is None:
+            wins.append(bool(answer.right.all()))
+        else:
+            wins.append(bool(answer.log_probabilities.mean() > next(rivals).log_probabilities.mean()))
+    probabilities = torch.stack([answer.log_probabilities.sum().exp() for answer in answers]).cpu()
     return torch.stack([torch.tensor(wins, dtype=probabilities.dtype), probabilities])
 
 
-def _read(model: DiffusionTransformer, queries: Sequence[Query]) -> list[tuple[Tensor, bool]]:
-    """Log-probability of each answer's tokens, and whether each is the first choice of those that may be written."""
+def _written(
+    model: DiffusionTransformer, queries: Sequence[Query], readings: Sequence[_Reading], max_batch: int
+) -> list[bool]:
+    """Whether each answer results if its positions are revealed one at a time, each with its likeliest token: on a
+    causal model from left to right, otherwise always the one of the highest confidence."""
+    if model.cfg.is_autoregressive:  # Later tokens are read behind the answer's own.
+        return [bool(reading.right.all()) for reading in readings]
+    written = [False] * len(queries)
+    rows, left = list(range(len(queries))), list(queries)
+    while rows:
+        revealed = {}
+        for row, query, reading in zip(rows, left, readings, strict=True):
+            at = int(reading.confidence.argmax())
+            written[row] = bool(reading.right[at])
+            if written[row] and len(query.answer_tokens) > 1:
+                revealed[row] = _reveal(query, at)
+        rows, left = list(revealed), list(revealed.values())
+        readings = _read_all(model, left, max_batch)
+    return written
+
+
+def _reveal(query: Query, i: int) -> Query:
+    """The query with the token `i` of its answer on the canvas, which is the answer's no more."""
+    canvas, positions, tokens = query.tokens.clone(), query.answer_positions, query.answer_tokens
+    canvas[positions[i]] = tokens[i]
+    return Query(canvas, query.subject, positions[:i] + positions[i + 1 :], tokens[:i] + tokens[i + 1 :])
+
+
+def _read_all(model: DiffusionTransformer, queries: Sequence[Query], max_batch: int) -> list[_Reading]:
+    starts = range(0, len(queries), max_batch)
+    return [reading for start in starts for reading in _read(model, queries[start : start + max_batch])]
+
+
+def _read(model: DiffusionTransformer, queries: Sequence[Query]) -> list[_Reading]:
     answers = [Answer.of(model, query) for query in queries]
     counts = [len(answer.tokens) for answer in answers]
     canvases, real = as_batch(model, queries)
@@ -289,7 +366,10 @@ def _read(model: DiffusionTransformer, queries: Sequence[Query]) -> list[tuple[T
     rows, tokens = (torch.cat([getattr(answer, name) for answer in answers]) for name in ("rows", "tokens"))
     logits = model(canvases, attention_mask=real, logits_at=(canvas, rows))
     of_answers = logits.to(torch.promote_types(logits.dtype, torch.float32)).split(counts)
-    clean = torch.cat([answer.head.clean_logits(x[None])[0] for answer, x in zip(answers, of_answers, strict=True)])
-    log_probs = torch.log_softmax(clean, dim=-1).gather(-1, tokens[:, None])[:, 0]
-    parts = zip(answers, log_probs.split(counts), of_answers, strict=True)
-    return [(each, answer.is_likeliest(model, of_answer[None])) for answer, each, of_answer in parts]
+    pairs = list(zip(answers, of_answers, strict=True))
+    log_probs = torch.cat([answer.head.clean_logits(x[None])[0] for answer, x in pairs]).log_softmax(dim=-1)
+    writable = torch.cat([answer.writable_logits(model, x[None])[0] for answer, x in pairs])
+    likeliest = writable.argmax(dim=-1, keepdim=True)
+    columns = (log_probs.gather(-1, tokens[:, None]), likeliest == tokens[:, None], log_probs.gather(-1, likeliest))
+    by_answer = zip(*(column[:, 0].split(counts) for column in columns), strict=True)
+    return [_Reading(log_prob, right, confidence.exp()) for log_prob, right, confidence in by_answer]

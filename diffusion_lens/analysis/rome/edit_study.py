@@ -5,6 +5,14 @@ applies the rank-one edit, scores the probes of the request without and with it 
 so that each edit is applied to the model as it was given. `EditStudy.table` gives the means over requests, as in ROME's
 table 1.
 
+Edits are judged by the length of what they write, too (Park and Jo 2026, arXiv 2606.03924, who find that edits of
+diffusion models fail the more, the more tokens the new object has): `EditStudy.by_target_length` divides a study by the
+number of these tokens, and every table takes a way to score the probes, `scored`.
+
+    wins       the answer wins, as in `rome.edit`
+    tokens     share of the answer's tokens that are the likeliest, each for itself
+    written    all tokens result when they are written one after another
+
 The values of a batch of requests are searched together. The batches are fixed for the whole study, and a batch is
 always computed in full, so results are bit-identical in one process, in shards, and after an interruption.
 """
@@ -17,7 +25,7 @@ from dataclasses import MISSING, asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -41,7 +49,7 @@ from diffusion_lens.analysis.rome.covariance import (
     describe_covariance,
     require_covariance_of,
 )
-from diffusion_lens.analysis.rome.edit import GROUPS, RankOneEdit, by_probe, edited_layers, judge
+from diffusion_lens.analysis.rome.edit import GROUPS, RankOneEdit, by_probe, edited_layers, judge_by_token
 from diffusion_lens.analysis.rome.keys import compute_keys, lay_out_request, pick_edited_layer
 from diffusion_lens.analysis.rome.values import optimize_values
 from diffusion_lens.data.rome_facts import EditRequest
@@ -56,6 +64,8 @@ from diffusion_lens.settings.shared import ValueSettings, check_key_position
 from weight_conversion import as_json
 
 SCORED = ("efficacy", "paraphrase", "neighbourhood")
+Scored = Literal["wins", "tokens", "written"]
+STATES = ("before", "after")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +75,8 @@ class EditOutcome(FactResult, Saved):
     Attributes:
         searched: p(new object) in the plain request with the δ that the search for v* found, before the weights are
             edited.
+        target_tokens: Number of tokens of the new object that are queried; like `tokens` and `written`, files of
+            earlier versions have none.
     """
 
     KIND: ClassVar[str] = "edit of a fact"
@@ -73,8 +85,24 @@ class EditOutcome(FactResult, Saved):
     probabilities: Float[Tensor, "state probe"]
     groups: list[str]
     searched: float
+    tokens: Float[Tensor, "state probe"] | None = None
+    written: Float[Tensor, "state probe"] | None = None
+    target_tokens: int | None = None
 
     __repr__ = one_line
+
+    @classmethod
+    def of(
+        cls,
+        before: Float[Tensor, "4 probe"],
+        after: Float[Tensor, "4 probe"],
+        groups: list[str],
+        query: Query,
+        searched: float,
+    ) -> "EditOutcome":
+        """The outcome for probes of these groups, as `judge_by_token` scores them, of the plain request `query`."""
+        wins, probabilities, tokens, written = torch.stack([before, after], dim=1).float()
+        return cls(wins, probabilities, groups, searched, tokens, written, len(query.answer_tokens))
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
         return (("probe", self.groups), ("state", 2))
@@ -118,8 +146,9 @@ class HarmonicScore:
 class EditStudy(StudyResult[EditOutcome]):
     """The edits of many requests, each probed without and with its edit.
 
-    Columns of the data frame: request, searched, group, wins_before, wins_after, probability_before,
-    probability_after; a row for each probe.
+    Columns of the data frame: request, target_tokens, searched, group, wins_before, wins_after, probability_before,
+    probability_after, tokens_before, tokens_after, written_before, written_after; a row for each probe. A study of an
+    earlier version lacks target_tokens, tokens and written.
 
     Attributes:
         wins, probabilities, groups: Those of `EditReport`, for the probes of all requests.
@@ -128,6 +157,9 @@ class EditStudy(StudyResult[EditOutcome]):
         ids: The request of each row.
         record: Settings, all requests of the study by id, those `set_aside`, covariance, model, weights' hash, hooks,
             versions.
+        tokens: Float[state probe], share of the answer's tokens that are the likeliest on the canvas of the probe.
+        written: Float[state probe], 1 if the answer is written token by token, else 0.
+        target_tokens: Int[request], number of tokens of the new object that are queried.
     """
 
     wins: Float[Tensor, "state probe"]
@@ -137,6 +169,9 @@ class EditStudy(StudyResult[EditOutcome]):
     groups: list[str]
     ids: list[str]
     record: dict[str, Any]
+    tokens: Float[Tensor, "state probe"] | None = None
+    written: Float[Tensor, "state probe"] | None = None
+    target_tokens: Int[Tensor, "request"] | None = None
 
     KIND: ClassVar[str] = "edit study"
     ENTRIES: ClassVar[Mapping[str, Any]] = {**StudyResult.ENTRIES, "model": str}
@@ -157,6 +192,13 @@ class EditStudy(StudyResult[EditOutcome]):
         """One result from the outcomes of some requests of a study."""
         outcomes = list(results.values())
         nothing = torch.empty(2, 0)
+
+        def joined(parts: Iterable[Tensor | None]) -> Tensor | None:
+            """`None` if an earlier version wrote one of the outcomes."""
+            known = [part for part in parts if part is not None]
+            return torch.cat([nothing, *known], dim=1) if len(known) == len(outcomes) else None
+
+        lengths = [outcome.target_tokens for outcome in outcomes]
         return cls(
             wins=torch.cat([nothing, *(outcome.wins for outcome in outcomes)], dim=1),
             probabilities=torch.cat([nothing, *(outcome.probabilities for outcome in outcomes)], dim=1),
@@ -165,30 +207,58 @@ class EditStudy(StudyResult[EditOutcome]):
             groups=[group for outcome in outcomes for group in outcome.groups],
             ids=list(results),
             record=record,
+            tokens=joined(outcome.tokens for outcome in outcomes),
+            written=joined(outcome.written for outcome in outcomes),
+            target_tokens=None if None in lengths else torch.tensor(lengths, dtype=torch.long),
         )
 
     def by_fact(self) -> dict[str, EditOutcome]:
         """The inverse of `of`."""
         counts = torch.bincount(self.owner, minlength=len(self.ids)).tolist()
-        tensors = (each.split(counts, dim=1) for each in (self.wins, self.probabilities))
+        nothing = [None] * len(self.ids)
+        tensors = (self.wins, self.probabilities, self.tokens, self.written)
+        parts = [nothing if each is None else [x.clone() for x in each.split(counts, dim=1)] for each in tensors]
+        lengths = nothing if self.target_tokens is None else self.target_tokens.tolist()
         groups = iter(self.groups)
         return {
-            request_id: EditOutcome(wins.clone(), probabilities.clone(), list(islice(groups, wins.shape[1])), searched)
-            for request_id, wins, probabilities, searched in zip(
-                self.ids, *tensors, self.searched.tolist(), strict=True
+            request_id: EditOutcome(wins, probabilities, list(islice(groups, count)), searched, tokens, written, length)
+            for request_id, count, wins, probabilities, tokens, written, searched, length in zip(
+                self.ids, counts, *parts, self.searched.tolist(), lengths, strict=True
             )
         }
 
-    def by_request(self, group: str) -> dict[str, Float[Tensor, "state"]]:
-        """Share of the probes of a group that each request with such probes wins, without the edit and with it."""
-        rows, wins = self._means(self.wins, group)
-        return {self.ids[row]: of_request for row, of_request in zip(rows, wins, strict=True)}
+    def by_target_length(self) -> dict[int, "EditStudy"]:
+        """The requests whose new object has one token, those with two, and so on, each as a study of its own.
 
-    def table(self, level: float = 0.95, seed: int | None = None) -> dict[str, GroupScore]:
+        Raises:
+            ValueError: An earlier version made the study, and did not keep the lengths.
+        """
+        lengths, outcomes = self._known("target_tokens").tolist(), self.by_fact()
+        return {
+            length: self.of(
+                {i: outcomes[i] for i, own in zip(self.ids, lengths, strict=True) if own == length}, self.record
+            )
+            for length in sorted(set(lengths))
+        }
+
+    def by_request(self, group: str, scored: Scored = "wins") -> dict[str, Float[Tensor, "state"]]:
+        """Mean score of the probes of a group in each request with such probes, without the edit and with it."""
+        rows, scores = self._means(self._known(scored), group)
+        return {self.ids[row]: of_request for row, of_request in zip(rows, scores, strict=True)}
+
+    def table(self, level: float = 0.95, seed: int | None = None, scored: Scored = "wins") -> dict[str, GroupScore]:
         """The scores of the groups that have probes, in the order of `edit.GROUPS`, with intervals of this level.
-        `seed` is deprecated."""
+
+        Args:
+            level: Probability that an interval covers the mean.
+            seed: Deprecated.
+            scored: What is averaged, "wins", "tokens" or "written"; see the top of this page.
+
+        Raises:
+            ValueError: An earlier version made the study, and did not keep tokens or written.
+        """
         _warn_of_seed(seed)
-        return {group: self._score(group, level) for group in GROUPS if group in self.groups}
+        return {group: self._score(group, level, scored) for group in GROUPS if group in self.groups}
 
     def score(self, level: float = 0.95, seed: int | None = None) -> HarmonicScore:
         """ROME's score S, the harmonic mean of the means of efficacy, paraphrase and neighbourhood over requests; a
@@ -207,30 +277,70 @@ class EditStudy(StudyResult[EditOutcome]):
         before, after = _harmonic(values.mean(dim=0)).tolist()
         return HarmonicScore(before, after, *_by_state(*map(_harmonic, ends)), len(ids))
 
-    def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """Plot the share of wins by group, before and after, with intervals over requests. Returns the axes."""
-        table = self.table(level)
-        states = ("before", "after")
+    def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None, scored: Scored = "wins") -> Any:
+        """Plot the scores by group, before and after, with intervals over requests. Returns the axes."""
+        table = self.table(level, scored=scored)
         return plots.share_bars(
-            {state: [getattr(score, state) for score in table.values()] for state in states},
+            {state: [getattr(score, state) for score in table.values()] for state in STATES},
             list(table),
             {
                 state: torch.tensor([getattr(score, f"{state}_interval") for score in table.values()])
-                for state in states
+                for state in STATES
             },
             ax=ax,
-            title=title
-            or f"{shown_model(self.record)}: {len(self.ids)} edits of {say_layers(edited_layers(self.record))}",
+            title=title or self._title(),
+            ylabel=_YLABELS[scored],
         )
 
+    def plot_by_target_length(
+        self, level: float = 0.95, ax: Any = None, title: str | None = None, scored: Scored = "wins"
+    ) -> Any:
+        """Plot the scores after the edits by the number of tokens of the new object, a curve for each group. Returns
+        the axes; a `ValueError` as of `by_target_length`."""
+        tables = {length: study.table(level, scored=scored) for length, study in self.by_target_length().items()}
+        curves = {
+            group: {
+                length: (table[group].after, *table[group].after_interval)
+                for length, table in tables.items()
+                if group in table
+            }
+            for group in GROUPS
+            if group in self.groups
+        }
+        return plots.shares_by_number(
+            curves, "tokens of the new object", _YLABELS[scored], ax=ax, title=title or self._title()
+        )
+
+    def _title(self) -> str:
+        return f"{shown_model(self.record)}: {len(self.ids)} edits of {say_layers(edited_layers(self.record))}"
+
     def _table(self) -> Table:
+        lengths = {} if self.target_tokens is None else {"target_tokens": self.target_tokens[self.owner]}
+        by_token = {"tokens": self.tokens, "written": self.written}
         return Table(
             {
                 "request": [self.ids[row] for row in self.owner.tolist()],
+                **lengths,
                 "searched": self.searched[self.owner],
                 **by_probe(self.groups, self.wins, self.probabilities),
+                **{
+                    f"{name}_{state}": column
+                    for name, columns in by_token.items()
+                    if columns is not None
+                    for state, column in zip(STATES, columns, strict=True)
+                },
             }
         )
+
+    def _known(self, name: str) -> Tensor:
+        """The tensor with this name; a `ValueError` if an earlier version did not keep it."""
+        tensor: Tensor | None = getattr(self, name)
+        if tensor is None:
+            raise ValueError(
+                f"this study has no {name}: an earlier version made it or one of its files. Compute it again, in "
+                "another folder"
+            )
+        return tensor
 
     def _means(
         self, numbers: Float[Tensor, "state probe"], group: str
@@ -243,8 +353,8 @@ class EditStudy(StudyResult[EditOutcome]):
         rows = counts.nonzero().flatten()
         return rows.tolist(), sums[rows] / counts[rows, None]
 
-    def _score(self, group: str, level: float) -> GroupScore:
-        rows, wins = self._means(self.wins, group)
+    def _score(self, group: str, level: float, scored: Scored) -> GroupScore:
+        rows, wins = self._means(self._known(scored), group)
         _, probabilities = self._means(self.probabilities, group)
         before, after = wins.mean(dim=0).tolist()
         p_before, p_after = probabilities.mean(dim=0).tolist()
@@ -253,6 +363,13 @@ class EditStudy(StudyResult[EditOutcome]):
         return GroupScore(
             before, after, before_interval, after_interval, p_before, p_after, len(rows), self.groups.count(group)
         )
+
+
+_YLABELS: Mapping[str, str] = {
+    "wins": "share of probes won",
+    "tokens": "share of tokens right",
+    "written": "share of answers written",
+}
 
 
 def _by_state(
@@ -400,13 +517,12 @@ class _EachEdit:
         keys = compute_keys(model, queries, layer, self.settings.at)
         values = optimize_values(model, queries, layer, settings=self.settings.search)
         outcomes = []
-        for request, key, value in zip(requests.values(), keys, values, strict=True):
+        for request, plain, key, value in zip(requests.values(), queries, keys, values, strict=True):
             groups, probes = self.settings.probes(model, request)
-            before = judge(model, probes)
+            before = judge_by_token(model, probes)
             with RankOneEdit(model, layer, key, value, self.inverse):
-                after = judge(model, probes)
-            wins, probabilities = torch.stack([before, after], dim=1).float()
-            outcomes.append(EditOutcome(wins, probabilities, groups, value.probability_after))
+                after = judge_by_token(model, probes)
+            outcomes.append(EditOutcome.of(before, after, groups, plain[0], value.probability_after))
         return outcomes
 
 

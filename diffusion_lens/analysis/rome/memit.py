@@ -44,7 +44,7 @@ from diffusion_lens.analysis.rome.covariance import (
     matrix_of,
     require_covariance_of,
 )
-from diffusion_lens.analysis.rome.edit import judge
+from diffusion_lens.analysis.rome.edit import judge_by_token
 from diffusion_lens.analysis.rome.edit_study import EditOutcome, EditStudy, RequestSettings
 from diffusion_lens.analysis.rome.keys import compute_keys, pick_edited_layers, states_at
 from diffusion_lens.analysis.rome.values import search_together
@@ -246,20 +246,18 @@ def edit_together(
     covariances: Covariances | None,
 ) -> list[EditOutcome]:
     """Apply one edit of all requests, and score the probes of each."""
+    queries = [settings.queries(model, request) for request in requests.values()]
     edit = memit(
         model,
-        [settings.queries(model, request) for request in requests.values()],
+        queries,
         settings.layers,
         covariances=covariances,
         settings=settings.search,
         cov_weight=settings.cov_weight,
     )
     probes = [settings.probes(model, request) for request in requests.values()]
-    before = [judge(model, own) for _, own in probes]
+    before = [judge_by_token(model, own) for _, own in probes]
     with edit:
-        after = [judge(model, own) for _, own in probes]
-    outcomes = []
-    for (groups, _), *states, searched in zip(probes, before, after, edit.searched, strict=True):
-        wins, probabilities = torch.stack(states, dim=1).float()
-        outcomes.append(EditOutcome(wins, probabilities, groups, searched))
-    return outcomes
+        after = [judge_by_token(model, own) for _, own in probes]
+    parts = zip(before, after, probes, queries, edit.searched, strict=True)
+    return [EditOutcome.of(one, other, groups, own[0], p) for one, other, (groups, _), own, p in parts]
