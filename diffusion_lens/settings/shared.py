@@ -49,6 +49,7 @@ Number = int | float  # Type checks in tests would refuse the integer 4 for a fl
 KINDS = ("resid", "mlp", "attn")
 NOISE = ("gaussian", "uniform", "replace")
 CORRUPTIONS = (*NOISE, "mask", "swap")
+CONTROLS = ("random_site", "random_subject")
 
 # How an answer of several tokens is searched for on a masked diffusion model, and where an essence is read.
 STATES = ("masked", "partial")
@@ -208,6 +209,11 @@ def _refuse_positions(name: str, value: Any) -> None:
     )
 
 
+def _controls(name: str, value: Sequence[str]) -> tuple[str, ...] | None:
+    chosen = [one_of(*CONTROLS)(name, each) for each in text_tuple(name, value)]
+    return tuple(each for each in CONTROLS if each in chosen) or None
+
+
 @dataclass(frozen=True)
 class AverageFields(CanvasFields, TraceFields):
     """How every fact of an average is traced."""
@@ -226,6 +232,13 @@ class AverageFields(CanvasFields, TraceFields):
         'likeliest at all its positions at once; "all"; or in Python the ids of facts, such as those that both models '
         'of a pair recall (recalled_facts). Default: "recalled", but for the first token alone on one canvas, if no '
         'settings of the loop are given, "one_canvas", since one canvas answers that question.',
+    )
+    controls: Sequence[str] | None = setting(
+        None,
+        'Controls of every fact: "random_site", as many states restored at random other positions, and '
+        '"random_subject", the same trace of a random span of the prompt with as many tokens as the subject, which '
+        "takes as long as the trace itself. By default none.",
+        _controls,
     )
 
 

@@ -7,8 +7,10 @@ Causal tracing compares three runs of one query:
     restored   the corrupted run, with one state of one position put back to its clean value: the residual stream after
                one block ("resid"), or the MLP or attention outputs of a window of blocks ("mlp", "attn")
 
-The indirect effect of a state is p_restored - p_corrupted. With `severed`, the MLP or attention outputs of the restored
-position keep their corrupted values in the blocks above, which shows the path that the effect takes.
+The indirect effect of a state is p_restored - p_corrupted, and its normalized effect the share of the total effect
+p_clean - p_corrupted that it recovers (Zhang and Nanda 2023, arXiv 2309.16042, section 2). With `severed`, the MLP or
+attention outputs of the restored position keep their corrupted values in the blocks above, which shows the path that
+the effect takes.
 
 A cell restores the states of one position in a span of blocks. In the first block of the span only this position
 changes: attention mixes positions before the state is restored, and the rest of the block acts on each position alone.
@@ -39,6 +41,7 @@ from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import pick_indices, takes
 
 Scores = Float[Tensor, "sample selected"]
+LEAST_TOTAL_EFFECT = 0.01  # of which shares are given: the noise of ten samples may be as large as a smaller one
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,6 +96,12 @@ class CausalTrace(PicturedResult, Saved):
     def total_effect(self) -> float:
         """Fall of p(answer) under the corruption: clean - corrupted."""
         return self.clean - self.corrupted
+
+    @property
+    def normalized_effect(self) -> Float[Tensor, "pos layer"]:
+        """Share of the total effect that a restored state recovers: indirect_effect / total_effect. NaN where the total
+        effect is below 0.01: the corruption takes nothing away that could be recovered."""
+        return share_of_total(self.indirect_effect, torch.tensor(self.total_effect))
 
     def _table(self) -> Table:
         return Table.of_cells(
@@ -196,6 +205,11 @@ def record_of_trace(
     """Settings, answer and model, for the record of a trace."""
     answer = {"answer": model.words(query.answer_tokens)}
     return {**settings.describe(positions, layers), **answer, **provenance(model, model.cfg)}
+
+
+def share_of_total(effect: Float[Tensor, "*rest"], total: Float[Tensor, "*#rest"]) -> Float[Tensor, "*rest"]:
+    """Indirect effects as shares of total effects; NaN where these are below `LEAST_TOTAL_EFFECT`."""
+    return torch.where(total >= LEAST_TOTAL_EFFECT, effect / total, torch.nan).to(effect.dtype)
 
 
 class RestoredRuns:
