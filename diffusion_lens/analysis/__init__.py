@@ -40,7 +40,7 @@ from diffusion_lens.analysis.dictionaries import (
     dictionary_loss,
     splice,
 )
-from diffusion_lens.analysis.engine.layout import CanvasLayout
+from diffusion_lens.analysis.engine.layout import CanvasLayout, StateBank
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.over_facts.executor import LocalWorkers, Workers
@@ -121,6 +121,7 @@ __all__ = [
     "RidgeSettings",
     "SecondMoment",
     "SinkSpan",
+    "StateBank",
     "SteeringVectors",
     "TaughtCanvas",
     "TaughtPair",

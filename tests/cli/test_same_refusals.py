@@ -34,6 +34,7 @@ WRONG = {
     "--known": "foo",
     "--canvas": "foo",
     "--severed": "foo",
+    "--controls": "foo",
     "--layers": "foo",
     "--heads": "foo",
     "--steps": "foo",

@@ -377,8 +377,8 @@ def _trace_of_canvas(model: DiffusionTransformer, job: TraceJob, runs: "LoopRuns
     The grid of a fact that is not averaged has no row: one forward pass tells whether the model knows the answer.
     """
     query, study = job.queries[fact_id], job.settings
-    roles, controls = token_roles(query), dict[str, Any]()
-    settings = study.for_fact(fact_id, query, [roles])
+    settings = study.for_fact(fact_id, query, [token_roles(query)] if study.controls else ())
+    controls: dict[str, Any] = {}
     answer = Answer.of(model, query)
     logits = model(query.tokens.to(model.cfg.device)[None], logits_at=answer.rows)
     known = answer.is_likeliest(model, logits)
@@ -400,7 +400,7 @@ def _trace_of_canvas(model: DiffusionTransformer, job: TraceJob, runs: "LoopRuns
             layers=layers,
             record=record_of_trace(model, query, settings, [], layers),
         )
-    return replace(trace, record={**trace.record, "fact": fact_id, "roles": roles, **controls})
+    return replace(trace, record={**trace.record, "fact": fact_id, "roles": token_roles(query), **controls})
 
 
 @torch.no_grad()

@@ -51,13 +51,14 @@ class Answer:
             at = HeadAt.of(model, canvases.to(positions.device)[:, positions])
         return cls(tokens, model.readout.rows(positions), at)
 
-    def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "1 selected d_vocab_out"]) -> bool:
-        """Whether each of its tokens is the likeliest of those that the model can write; [MASK] does not count.
+    def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "batch selected d_vocab_out"]) -> bool:
+        """Whether each of its tokens is the likeliest of those that the model can write, in every row; [MASK] does not
+        count.
 
         Under guidance, by the guided logits.
         """
         writable = model.cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
-        logits = self._clean_logits(logits, 1)
+        logits = self._clean_logits(logits, len(logits))
         return bool((logits.masked_fill(~writable, float("-inf")).argmax(dim=-1) == self.tokens).all())
 
     def probabilities(
