@@ -184,6 +184,7 @@ def _studies() -> Iterator[Any]:
         AverageEffect,
         AverageTrajectoryEffect,
         KeyValueStudy,
+        RankStability,
         ReversalSignatures,
     )
     from diffusion_lens.evaluation import Recall
@@ -193,6 +194,11 @@ def _studies() -> Iterator[Any]:
     record = {**RECORD, "facts": facts, "set_aside": {}, "known": "all", "seed": 1, "roles": roles, "layers": layers}
     study = {"ids": ids, "roles": roles, "layers": layers, "unknown": {}, "record": record}
     yield AverageEffect(rand(100, 2, LAYERS), rand(100), rand(100), **study)
+    yield RankStability(
+        *(rand(3, 2, 2).double() for _ in range(3)),
+        ["16 masks", "<b>"],
+        {"top_k": 5, "sites": 54, "facts": ids, "results": {}},
+    )
     yield AverageTrajectoryEffect(rand(100, STEPS, 2, LAYERS), rand(100, STEPS), rand(100, STEPS), **study)
     yield KeyValueStudy(
         rand(100, LAYERS, 8),
