@@ -41,6 +41,7 @@ from diffusion_lens.settings import (
     setting,
     text_tuple,
     unique_indices,
+    whole_number,
     whole_numbers,
 )
 
@@ -364,6 +365,19 @@ class CompareSettings(Settings):
     )
 
 
+def _neurons(name: str, given: Iterable[Any]) -> tuple[int | tuple[int, ...], ...] | None:
+    """Neurons as plain numbers, those that are patched together as a tuple."""
+    groups = [isinstance(each, Iterable) for each in given] if isinstance(given, Iterable) else []
+    if not any(groups):
+        return unique_indices(name, given)
+    cells = tuple(
+        unique_indices(name, each) or () if isinstance(each, Iterable) else whole_number(name, each) for each in given
+    )
+    if len(set(cells)) < len(cells):
+        raise ValueError(f"{name}={list(cells)} contains duplicates; give each once")
+    return cells
+
+
 @dataclass(frozen=True)
 class PatchFields(Settings):
     """The cells that a sweep patches besides their positions, and how."""
@@ -373,6 +387,12 @@ class PatchFields(Settings):
     )
     heads: Iterable[Whole] | None = setting(
         None, "Heads to patch, negative ones from the end; by default all.", unique_indices
+    )
+    neurons: Iterable[Whole] | Any | None = setting(
+        None,
+        'Hidden neurons of the MLP to patch at the site "post", each alone, negative ones from the end; in Python a '
+        "list in the list are neurons that are patched together. By default all of a position, together.",
+        _neurons,
     )
     method: str = setting(
         "exact",
