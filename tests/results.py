@@ -94,7 +94,7 @@ def _traces() -> Iterator[Any]:
 
 
 def _circuits() -> Iterator[Any]:
-    from diffusion_lens.analysis import Circuit, EdgeScores, Faithfulness, NodeScores
+    from diffusion_lens.analysis import Circuit, EdgeScores, Faithfulness, NeuronScores, NodeScores
     from diffusion_lens.analysis.circuits.graph import Graph
 
     graph = Graph(LAYERS, HEADS, HEADS)
@@ -102,6 +102,9 @@ def _circuits() -> Iterator[Any]:
     ends = {"clean": torch.tensor([1.0, 1.0]), "corrupted": torch.tensor([0.0, 0.2])}
     yield Circuit(frozenset({("embed", "a0.h0<q>"), ("m1", "logits")}), graph)
     yield NodeScores(rand(2, len(graph.writers)), **ends, graph=graph, record=record)
+    cells = torch.tensor([[0, 1, 2, 7], [1, 2, 5, 3]])
+    words = [TEXTS, TEXTS]
+    yield NeuronScores(rand(2), cells, rand(2), rand(2), **ends, words=words, record={**record, "layers": [1, 2]})
     yield EdgeScores(rand(2, len(graph.writers), len(graph.readers)), **ends, graph=graph, record=record)
     yield Faithfulness((0, 10, 100), rand(2, 3), **ends, record=record)
 

@@ -29,9 +29,11 @@ from diffusion_lens.analysis.circuits import (
     Circuit,
     EdgeScores,
     Faithfulness,
+    NeuronScores,
     NodeScores,
     edge_attribution,
     faithfulness,
+    neuron_attribution,
     node_attribution,
 )
 from diffusion_lens.analysis.dictionaries import (
@@ -115,6 +117,7 @@ __all__ = [
     "LoopSettings",
     "MemitEdit",
     "MemitSettings",
+    "NeuronScores",
     "NodeScores",
     "NoiseRange",
     "PatchGrid",
@@ -163,6 +166,7 @@ __all__ = [
     "memit",
     "memit_study",
     "merge",
+    "neuron_attribution",
     "node_attribution",
     "noise_scale",
     "optimize_value",
