@@ -11,7 +11,8 @@ A site is a (role, layer) cell of an average, or a (position, layer) cell of a t
 their order is noise: a low ρ beside a high overlap says that only they changed places.
 
 Intervals are those of the percentile bootstrap over persons, with the same resamples for both results, since these have
-the same facts. So they contain what another choice of facts would change, and not what another seed would.
+the same facts. So they contain what another choice of facts would change, and not what another seed would. A resample
+moves the sites of both results together, and may make them more alike: the statistic is then near the lower end.
 """
 
 import math
