@@ -37,6 +37,7 @@ WRONG = {
     "--controls": "foo",
     "--layers": "foo",
     "--heads": "foo",
+    "--neurons": "foo",
     "--steps": "foo",
     "--positions": "foo",
     "--roles": "foo",

@@ -289,7 +289,10 @@ class FactAverage(StudyResult[FactEffect]):
         """The effects and p(answer) of the corrupted run in a control."""
         if name not in self.controls or self.control_effects is None or self.control_corrupted is None:
             has = f"has the controls {', '.join(self.controls)}" if self.controls else "was computed without controls"
-            raise ValueError(f"this average {has}; compute it with controls=[{name!r}], one of {', '.join(CONTROLS)}")
+            raise ValueError(
+                f"name={name!r}, and this average {has}; compute it with controls=[{name!r}], one of "
+                f"{', '.join(CONTROLS)}"
+            )
         index = self.controls.index(name)
         return self.control_effects[..., index, :, :], self.control_corrupted[..., index]
 

@@ -231,6 +231,7 @@ class StateBank:
         """The canvases in turn."""
         return iter(self.queries)
 
+    @checked_arguments
     def after(self, query: Query) -> "StateBank":
         """The same states behind the prompt of another query, such as the corrupted side of `patch_grid`.
 
