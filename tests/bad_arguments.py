@@ -140,6 +140,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "replace": dict(value=torch.zeros(64)),
     "restore": dict(value=torch.zeros(1, 1, 64), positions=torch.tensor([1])),
     "Query": dict(tokens=torch.tensor([5, 6, 7])),
+    "StateBank": dict(queries=(diffusion_lens.Query(torch.tensor([5, 6, 7]), (0, 1), (2,), (5,)),)),
     "TrainingConfig": dict(steps=1),
     "while_predicting": dict(readout="shifted"),
     "run_with_hooks": dict(input="the"),

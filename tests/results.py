@@ -95,7 +95,7 @@ def _traces() -> Iterator[Any]:
 
 
 def _circuits() -> Iterator[Any]:
-    from diffusion_lens.analysis import Circuit, EdgeScores, Faithfulness, NodeScores
+    from diffusion_lens.analysis import Circuit, EdgeScores, Faithfulness, NeuronScores, NodeScores
     from diffusion_lens.analysis.circuits.graph import Graph
 
     graph = Graph(LAYERS, HEADS, HEADS)
@@ -103,6 +103,9 @@ def _circuits() -> Iterator[Any]:
     ends = {"clean": torch.tensor([1.0, 1.0]), "corrupted": torch.tensor([0.0, 0.2])}
     yield Circuit(frozenset({("embed", "a0.h0<q>"), ("m1", "logits")}), graph)
     yield NodeScores(rand(2, len(graph.writers)), **ends, graph=graph, record=record)
+    cells = torch.tensor([[0, 1, 2, 7], [1, 2, 5, 3]])
+    words = [TEXTS, TEXTS]
+    yield NeuronScores(rand(2), cells, rand(2), rand(2), **ends, words=words, record={**record, "layers": [1, 2]})
     yield EdgeScores(rand(2, len(graph.writers), len(graph.readers)), **ends, graph=graph, record=record)
     yield Faithfulness((0, 10, 100), rand(2, 3), **ends, record=record)
 
@@ -222,6 +225,7 @@ def _studies() -> Iterator[Any]:
         AverageEffect,
         AverageTrajectoryEffect,
         KeyValueStudy,
+        RankStability,
         ReversalSignatures,
     )
     from diffusion_lens.evaluation import Recall
@@ -231,6 +235,11 @@ def _studies() -> Iterator[Any]:
     record = {**RECORD, "facts": facts, "set_aside": {}, "known": "all", "seed": 1, "roles": roles, "layers": layers}
     study = {"ids": ids, "roles": roles, "layers": layers, "unknown": {}, "record": record}
     yield AverageEffect(rand(100, 2, LAYERS), rand(100), rand(100), **study)
+    yield RankStability(
+        *(rand(3, 2, 2).double() for _ in range(3)),
+        ["16 masks", "<b>"],
+        {"top_k": 5, "sites": 54, "facts": ids, "results": {}},
+    )
     yield AverageTrajectoryEffect(rand(100, STEPS, 2, LAYERS), rand(100, STEPS), rand(100, STEPS), **study)
     yield KeyValueStudy(
         rand(100, LAYERS, 8),

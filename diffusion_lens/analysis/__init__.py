@@ -19,6 +19,7 @@ from diffusion_lens.analysis.causal_tracing import (
     AverageTrajectorySettings,
     CausalTrace,
     Known,
+    RankStability,
     TemporalEffect,
     TraceSettings,
     TrajectoryTrace,
@@ -27,6 +28,7 @@ from diffusion_lens.analysis.causal_tracing import (
     causal_trace,
     merge,
     noise_scale,
+    rank_stability,
     recalled_facts,
     temporal_effect,
     trace_trajectory,
@@ -35,9 +37,11 @@ from diffusion_lens.analysis.circuits import (
     Circuit,
     EdgeScores,
     Faithfulness,
+    NeuronScores,
     NodeScores,
     edge_attribution,
     faithfulness,
+    neuron_attribution,
     node_attribution,
 )
 from diffusion_lens.analysis.dictionaries import (
@@ -55,7 +59,7 @@ from diffusion_lens.analysis.directions import (
     projection,
     writes_to_stream,
 )
-from diffusion_lens.analysis.engine.layout import CanvasLayout
+from diffusion_lens.analysis.engine.layout import CanvasLayout, StateBank
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.over_facts.executor import LocalWorkers, Workers
@@ -139,6 +143,7 @@ __all__ = [
     "LoopSettings",
     "MemitEdit",
     "MemitSettings",
+    "NeuronScores",
     "NodeScores",
     "NoiseRange",
     "Orthogonalization",
@@ -146,11 +151,13 @@ __all__ = [
     "Projection",
     "QKDecomposition",
     "RankOneEdit",
+    "RankStability",
     "RetrievalHeads",
     "ReversalSignatures",
     "RidgeSettings",
     "SecondMoment",
     "SinkSpan",
+    "StateBank",
     "StateDrift",
     "SteeringVectors",
     "TaughtCanvas",
@@ -191,6 +198,7 @@ __all__ = [
     "memit",
     "memit_study",
     "merge",
+    "neuron_attribution",
     "node_attribution",
     "noise_scale",
     "optimize_value",
@@ -200,6 +208,7 @@ __all__ = [
     "probe_time",
     "projection",
     "qk_decomposition",
+    "rank_stability",
     "recalled_facts",
     "retrieval_heads",
     "reversal_signatures",

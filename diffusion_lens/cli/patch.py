@@ -42,8 +42,8 @@ def patch(
     ),
     site: list[str] | None = setting(
         None,
-        "Activation to patch: resid_pre, resid_mid, resid_post, attn_out, mlp_out, or by head q, k, v, z, pattern. "
-        "Repeat the option for several. Default: resid_pre.",
+        "Activation to patch: resid_pre, resid_mid, resid_post, attn_out, mlp_out, post (the MLP's hidden neurons), or "
+        "by head q, k, v, z, pattern. Repeat the option for several. Default: resid_pre.",
     ),
     position: list[int] | None = setting(None, "Position to patch. Repeat the option for several. Default: each one."),
     together: bool = setting(False, "Patch the positions together, as one cell for each layer (and head)."),
@@ -70,11 +70,11 @@ def patch(
     selected: Any = list(unique_indices("position", position) or ()) or None
     cells: Any = ([selected] if selected else "all") if together else selected
     settings = PatchSettings(**vars(given), positions=cells)
-    settings.check_heads(sites)
+    settings.check_units(sites)
     if (shape := chosen.known_shape()) is not None:
         pick_indices("layers", settings.layers, shape.n_layers)
         cfg = DiffusionConfig.from_architecture(shape, device="cpu", dtype=chosen.dtype)
-        _ = [one.pick_heads(settings.heads, cfg) for one in sites]
+        _ = [(one.pick_heads(settings.heads, cfg), one.pick_neurons(settings.neurons, cfg)) for one in sites]
     length = chosen.length(length)
     prompts = _Prompts(prompt, corrupted, answer, rival, CanvasLayout(length))
     report.note(site=[one.name for one in sites], length=length)
@@ -155,9 +155,9 @@ def _save(report: PictureReport, grids: "Mapping[str, PatchGrid]") -> None:
         report.save(site, grid)
         (cell,) = strongest(grid.effect, 1)
         chosen = {axis: grid.coordinates[axis][index] for axis, index in zip(grid.axes, cell, strict=True)}
-        drawn = {axis: chosen[axis] for axis in ("step", "head") if axis in chosen}
-        if "pos" not in chosen:
-            drawn.pop("head", None)  # The heads are the rows of the figure.
+        drawn = {axis: chosen[axis] for axis in ("step", "head", "neuron") if axis in chosen}
+        if "pos" not in chosen:  # The heads or neurons are the rows of the figure.
+            drawn = {axis: number for axis, number in drawn.items() if axis == "step"}
         title = ", ".join([shown_model(grid.record), *(f"{axis} {number}" for axis, number in drawn.items())])
         report.draw(f"{site}_picture", f"{site}.png", partial(grid.plot, **drawn, title=title))
 
@@ -170,7 +170,7 @@ def _cell(grid: "PatchGrid", cell: tuple[int, ...]) -> str:
     """A cell in words."""
     index = dict(zip(grid.axes, cell, strict=True))
     words = []
-    for axis in ("step", "layer", "head", "pos"):
+    for axis in ("step", "layer", "head", "neuron", "pos"):
         if axis in index:
             place = grid.coordinates[axis][index[axis]]
             several = f"positions {', '.join(str(clean) for clean, _ in place)}" if isinstance(place, list) else ""

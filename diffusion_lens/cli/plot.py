@@ -22,6 +22,7 @@ def plot(
     step: int | None = setting(None, "Step to draw, of a result with several.", partial(at_least, 0)),
     position: int | None = setting(None, "Position of a logit lens to draw at all its steps."),
     head: int | None = setting(None, "Head of a patch grid to draw.", partial(at_least, 0)),
+    neuron: int | None = setting(None, "Neuron of a patch grid to draw.", partial(at_least, 0)),
 ) -> None:
     """Draw a saved result: a trajectory, trace, average effect, patch grid, logit lens, ROME value, edit, comparison,
     recall curve, signatures of reversal or one-layer study.
@@ -35,7 +36,7 @@ def plot(
     kind = loaded.KIND
     if not hasattr(loaded, "plot"):
         raise ValueError(f"{result} contains a {kind}, which has no figure")
-    drawn = {"step": step, "position": position, "head": head}
+    drawn = {"step": step, "position": position, "head": head, "neuron": neuron}
     selected = {name: number for name, number in drawn.items() if number is not None}
     parameters = signature(loaded.plot).parameters
     if unknown := selected.keys() - parameters.keys():

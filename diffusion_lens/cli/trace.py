@@ -18,6 +18,8 @@ from diffusion_lens.settings import at_least, setting
 from diffusion_lens.settings.shared import AverageFields, CanvasFields, TraceFields
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from diffusion_lens.analysis import AverageEffect, AverageTrajectoryEffect, CausalTrace, TrajectoryTrace
     from diffusion_lens.denoising.trajectory import Trajectory
     from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
@@ -184,12 +186,18 @@ def aie(
                 when = f"{-offset} step{'s' * (offset < -1)} before it" if offset else "last token revealed"
                 total = _with_interval(average.ate[index].item(), lows[index].item(), highs[index].item())
                 report.say(f"{when}, n = {n_facts}: average total effect {total}", *_by_role(average, index))
+                report.say(*_largest_share(average.at(offset)), *_controls(average.at(offset)))
             results |= {"offsets": average.offsets, "n_facts": average.n_facts, "ate": average.ate.tolist()}
         else:
             report.say(f"average total effect {_with_interval(average.ate, lows, highs)}", *_by_role(average, ...))
+            report.say(*_largest_share(average), *_controls(average))
             results["ate"] = average.ate
-        by_role = average.aie.unbind(dim=-2)
-        results["aie"] = {role: effects.tolist() for role, effects in zip(average.roles, by_role, strict=True)}
+        results["aie"] = _of_roles(average, average.aie)
+        results["normalized_effect"] = _of_roles(average, average.normalized_effect)
+        for name in average.controls:
+            control = average.control(name)
+            ate = control.ate.tolist() if by_step else control.ate
+            results |= {name: {"facts": len(control.ids), "ate": ate, "aie": _of_roles(control, control.aie)}}
         report.draw("picture", "average.png", average.plot)
     report.finish(results, average.record)
 
@@ -259,6 +267,33 @@ def _by_role(average: "AverageEffect | AverageTrajectoryEffect", step: Any) -> I
     for role, effects in zip(average.roles, average.aie[step].tolist(), strict=True):
         if not any(map(math.isnan, effects)):
             yield f"  {role:15} {' '.join(f'{effect:6.3f}' for effect in effects)}"
+
+
+def _of_roles(average: "AverageEffect | AverageTrajectoryEffect", effects: "Tensor") -> dict[str, Any]:
+    """Effects by the name of their role."""
+    return {role: of_role.tolist() for role, of_role in zip(average.roles, effects.unbind(dim=-2), strict=True)}
+
+
+def _largest_share(average: "AverageEffect") -> Iterator[str]:
+    """The state that recovers the largest share of the total effect."""
+    shares = average.normalized_effect
+    for cell in strongest(shares, 1):
+        low, high = (end[cell].item() for end in average.normalized_interval())
+        share = _with_interval(shares[cell].item(), low, high)
+        yield f"  largest share of it: {share}, {average.roles[cell[0]]}, layer {average.layers[cell[1]]}"
+
+
+def _controls(average: "AverageEffect") -> Iterator[str]:
+    """The average effects in each control, with a line for each role that occurs."""
+    for name in average.controls:
+        control = average.control(name)
+        if not control.ids:
+            yield f"control {name}: no prompt has room for another span as long as its subject"
+            continue
+        lows, highs = control.ate_interval()
+        total = _with_interval(control.ate, lows, highs)
+        yield f"control {name}, {len(control.ids)} facts: average total effect {total}"
+        yield from _by_role(control, ...)
 
 
 def _with_interval(effect: float, low: float, high: float) -> str:

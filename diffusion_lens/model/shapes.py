@@ -34,6 +34,7 @@ canvas       canvases of a denoising run: one before each step, and the final on
 rest         any further axes, as in `*rest`
 role         roles of tokens in a fact: first token of the subject, last token of the prompt, ...
 fact         facts of a study
+control      controls of a study
 cluster      groups of facts that are not independent, such as those about one person
 request      facts for which values are optimised
 prompt       prompts of one request

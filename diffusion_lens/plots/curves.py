@@ -62,6 +62,7 @@ def effect_curves(
     kind: str,
     ax: Any = None,
     title: str | None = None,
+    controls: Mapping[str, Float[Tensor, "role layer"]] | None = None,
 ) -> Any:
     """Plot the average indirect effect by layer, one curve with a confidence band for each token role.
 
@@ -73,6 +74,7 @@ def effect_curves(
         roles: Name of each row.
         layers: Layer of each column.
         kind: Kind of state that was restored, as in `heat_map`.
+        controls: Average effect in each control, drawn as lines of the same colours, dotted or dashed.
 
     Raises:
         ValueError: No role occurs.
@@ -84,6 +86,10 @@ def effect_curves(
     ax.axhline(0, color="0.8", linewidth=0.8)
     for row in occurring:
         _band(ax, layers, mean[row], low[row], high[row], roles[row], f"C{row}")
+    for (name, control), style in zip((controls or {}).items(), (":", "--"), strict=False):
+        ax.plot([], [], color="0.4", linestyle=style, label=name)
+        for row in occurring:
+            ax.plot(layers, control[row].tolist(), color=f"C{row}", linestyle=style, linewidth=1)
     ax.set_xticks([layers[column] for column in spaced(len(layers))])
     return _labelled(ax, RESTORED[kind], "average indirect effect", title or "Average effect of restoring a state")
 

@@ -41,6 +41,7 @@ from diffusion_lens.settings import (
     setting,
     text_tuple,
     unique_indices,
+    whole_number,
     whole_numbers,
 )
 
@@ -49,6 +50,7 @@ Number = int | float  # Type checks in tests would refuse the integer 4 for a fl
 KINDS = ("resid", "mlp", "attn")
 NOISE = ("gaussian", "uniform", "replace")
 CORRUPTIONS = (*NOISE, "mask", "swap")
+CONTROLS = ("random_site", "random_subject")
 
 # How an answer of several tokens is searched for on a masked diffusion model, and where an essence is read.
 STATES = ("masked", "partial")
@@ -213,6 +215,11 @@ def _refuse_positions(name: str, value: Any) -> None:
     )
 
 
+def _controls(name: str, value: Sequence[str]) -> tuple[str, ...] | None:
+    chosen = [one_of(*CONTROLS)(name, each) for each in text_tuple(name, value)]
+    return tuple(each for each in CONTROLS if each in chosen) or None
+
+
 @dataclass(frozen=True)
 class AverageFields(CanvasFields, TraceFields):
     """How every fact of an average is traced."""
@@ -231,6 +238,13 @@ class AverageFields(CanvasFields, TraceFields):
         'likeliest at all its positions at once; "all"; or in Python the ids of facts, such as those that both models '
         'of a pair recall (recalled_facts). Default: "recalled", but for the first token alone on one canvas, if no '
         'settings of the loop are given, "one_canvas", since one canvas answers that question.',
+    )
+    controls: Sequence[str] | None = setting(
+        None,
+        'Controls of every fact: "random_site", as many states restored at random other positions, and '
+        '"random_subject", the same trace of a random span of the prompt with as many tokens as the subject, which '
+        "takes as long as the trace itself. By default none.",
+        _controls,
     )
 
 
@@ -356,6 +370,19 @@ class CompareSettings(Settings):
     )
 
 
+def _neurons(name: str, given: Iterable[Any]) -> tuple[int | tuple[int, ...], ...] | None:
+    """Neurons as plain numbers, those that are patched together as a tuple."""
+    groups = [isinstance(each, Iterable) for each in given] if isinstance(given, Iterable) else []
+    if not any(groups):
+        return unique_indices(name, given)
+    cells = tuple(
+        unique_indices(name, each) or () if isinstance(each, Iterable) else whole_number(name, each) for each in given
+    )
+    if len(set(cells)) < len(cells):
+        raise ValueError(f"{name}={list(cells)} contains duplicates; give each once")
+    return cells
+
+
 @dataclass(frozen=True)
 class PatchFields(Settings):
     """The cells that a sweep patches besides their positions, and how."""
@@ -365,6 +392,12 @@ class PatchFields(Settings):
     )
     heads: Iterable[Whole] | None = setting(
         None, "Heads to patch, negative ones from the end; by default all.", unique_indices
+    )
+    neurons: Iterable[Whole] | Any | None = setting(
+        None,
+        'Hidden neurons of the MLP to patch at the site "post", each alone, negative ones from the end; in Python a '
+        "list in the list are neurons that are patched together. By default all of a position, together.",
+        _neurons,
     )
     method: str = setting(
         "exact",

@@ -54,6 +54,47 @@ def test_skewed_clusters_have_the_interval_of_the_procedure_written_out():
     assert of_facts[1] - of_facts[0] < 0.8 * (ends[1] - ends[0])
 
 
+def test_the_ratio_of_means_has_the_interval_of_the_procedure_written_out():
+    rng = np.random.RandomState(3)
+    names = [f"person {i // 2}" for i in range(24)]
+    totals = np.repeat(rng.uniform(0.05, 1, size=12), 2)
+    effects = totals * np.repeat(rng.beta(3, 2, size=12), 2) + 0.05 * rng.randn(24)
+    given = torch.from_numpy(effects), names, 0.9, 0
+
+    def ratio_and_error(x, w, of):
+        ratio, without = x.sum() / w.sum(), []
+        for cluster in np.unique(of):
+            without.append(x[of != cluster].sum() / w[of != cluster].sum())
+        n = len(without)
+        return ratio, math.sqrt((n - 1) / n * sum((each - ratio) ** 2 for each in without))
+
+    ratio, error = ratio_and_error(effects, totals, np.arange(24) // 2)
+    draws = np.random.default_rng(5)
+    t = []
+    for _ in range(4000):
+        picked = draws.integers(12, size=12)
+        rows = np.concatenate([[2 * i, 2 * i + 1] for i in picked])
+        resampled, own = ratio_and_error(effects[rows], totals[rows], np.arange(24) // 2)
+        t.append((resampled - ratio) / own)
+    expected = ratio - error * np.quantile(t, [0.95, 0.05])
+    ends = mean_interval(*given, weights=torch.from_numpy(totals))
+    assert [end.item() for end in ends] == pytest.approx(expected, abs=0.03)
+    torch.testing.assert_close(mean_interval(*given, weights=torch.ones(24)), mean_interval(*given))
+    # Where a resample may have no denominator, nothing bounds the ratio.
+    wild = torch.from_numpy(totals - totals.mean() + 0.01)
+    assert torch.stack(mean_interval(*given, weights=wild)).isnan().all()
+
+
+def test_the_interval_of_a_ratio_of_means_covers():
+    rng = np.random.RandomState(4)
+    totals = rng.uniform(0.2, 1, size=12)
+    shares = rng.beta(2, 2, size=(12, 400))
+    ends = mean_interval(
+        torch.from_numpy(totals[:, None] * shares), alone(totals), 0.95, 0, weights=torch.tensor(totals)
+    )
+    assert 0.9 < covered(ends, 0.5) < 0.99
+
+
 @pytest.mark.parametrize("n_clusters", [4, 6, 12])
 def test_intervals_of_few_clusters_cover(n_clusters):
     """Three wordings of each person; most effects are near 1, some near 0."""

@@ -94,6 +94,8 @@ def test_the_predicted_bytes_are_those_that_both_runs_keep(every, runs, method, 
     monkeypatch.setattr(NetworkInput, "run", lambda *given: kept_runs.append(run(*given)) or kept_runs[-1])
     offenders = []
     for site in PATCH_SITES:
+        if site == "post" and every.model.cfg.experts is not None:  # its layer 2 has experts
+            continue
         options = dict(layers=[0, 2], logits_at=[2], method=method)
         predicted, _ = needed_bytes(every.model, *runs, metric, site, **options)
         patch_grid(every.model, *runs, metric, site, **options)

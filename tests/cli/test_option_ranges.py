@@ -52,6 +52,7 @@ NO_RANGE = {
     "--layer",
     "--position",
     "--head",
+    "--neuron",
 }  # negative ones count from the end; what the model has is known only with the model
 
 

@@ -1,4 +1,5 @@
-"""Causal tracing: of one canvas, at the steps of a denoising run, of the final text, and averaged over facts."""
+"""Causal tracing: of one canvas, at the steps of a denoising run, of the final text, and averaged over facts; and how
+alike averages rank their sites."""
 
 from diffusion_lens.analysis.causal_tracing.average import (
     AverageSettings,
@@ -9,6 +10,7 @@ from diffusion_lens.analysis.causal_tracing.average import (
     recalled_facts,
 )
 from diffusion_lens.analysis.causal_tracing.average_result import AverageEffect, AverageTrajectoryEffect, Known
+from diffusion_lens.analysis.causal_tracing.rank_stability import RankStability, rank_stability
 from diffusion_lens.analysis.causal_tracing.settings import TraceSettings, noise_scale
 from diffusion_lens.analysis.causal_tracing.temporal import TemporalEffect, temporal_effect
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace
@@ -21,6 +23,7 @@ __all__ = [
     "AverageTrajectorySettings",
     "CausalTrace",
     "Known",
+    "RankStability",
     "TemporalEffect",
     "TraceSettings",
     "TrajectoryTrace",
@@ -29,6 +32,7 @@ __all__ = [
     "causal_trace",
     "merge",
     "noise_scale",
+    "rank_stability",
     "recalled_facts",
     "temporal_effect",
     "trace_trajectory",

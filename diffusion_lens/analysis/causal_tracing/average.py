@@ -29,11 +29,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -44,7 +45,9 @@ from diffusion_lens.analysis.causal_tracing.average_result import (
     AverageEffect,
     AverageTrajectoryEffect,
     Known,
+    described_control,
     pick_roles,
+    random_sites,
     step_roles,
     token_roles,
 )
@@ -73,6 +76,7 @@ from diffusion_lens.settings import (
     checked_arguments,
     fields_of,
     one_of,
+    own_seed,
     pick_indices,
     setting,
     takes,
@@ -139,23 +143,29 @@ class AverageSettings(AverageFields, CanvasLayout, TraceSettings):
                 raise ValueError("swap= is the subject of this fact itself")
         return query
 
-    def for_fact(self, fact_id: str, query: Query) -> TraceSettings:
-        """The settings of one fact's trace: its own seed, and the positions of the selected roles.
+    def for_fact(self, fact_id: str, query: Query, steps: Iterable[Sequence[str]] = ()) -> TraceSettings:
+        """The settings of one fact's trace: its own seed, and the positions of the selected roles, with the random
+        sites of the canvases of these steps, given by the role of each position.
 
         A fact that has none of the roles still has its total effect.
         """
-        positions = list(range(len(query.tokens)))
+        positions, seed = list(range(len(query.tokens))), fact_seed(self.seed, fact_id)
         if self.roles is not None:
             roles = {"answer" if role == "answer_revealed" else role for role in self.roles}
             positions = [at for at, role in enumerate(token_roles(query)) if role in roles] or [query.subject[0]]
+            if "random_site" in (self.controls or ()):
+                drawn = (random_sites(row, role, query.subject, seed) for row in steps for role in self.roles)
+                positions = sorted({*positions, *chain.from_iterable(drawn)})
         shared = zip(_TRACED, attrgetter(*_TRACED)(self), strict=True)
-        return TraceSettings(**{**dict(shared), "seed": fact_seed(self.seed, fact_id), "positions": positions})
+        return TraceSettings(**{**dict(shared), "seed": seed, "positions": positions})
 
     def describe_on(self, shape: Architecture | DiffusionConfig | None) -> dict[str, Any]:
         """The settings for the record of a study; without an architecture, as before the model is loaded, those that
         depend on it are left out: the layers, the sampler, and what is measured."""
         described = self.describe() | {"roles": self.selected_roles} | self.rule.describe()
         del described["positions"], described["loop"]
+        if self.controls is None:
+            del described["controls"]
         if self.is_noisy and self.noise is None:
             del described["noise"]
         if shape is None:
@@ -366,13 +376,17 @@ def _trace_of_canvas(model: DiffusionTransformer, job: TraceJob, runs: "LoopRuns
 
     The grid of a fact that is not averaged has no row: one forward pass tells whether the model knows the answer.
     """
-    query = job.queries[fact_id]
-    settings = job.settings.for_fact(fact_id, query)
+    query, study = job.queries[fact_id], job.settings
+    settings = study.for_fact(fact_id, query, [token_roles(query)] if study.controls else ())
+    controls: dict[str, Any] = {}
     answer = Answer.of(model, query)
     logits = model(query.tokens.to(model.cfg.device)[None], logits_at=answer.rows)
     known = answer.is_likeliest(model, logits)
-    if _is_averaged(job.settings.rule, runs, fact_id, known):
+    if _is_averaged(study.rule, runs, fact_id, known):
         trace = causal_trace(model, query, settings, max_bytes=job.max_bytes)
+        if "random_subject" in (study.controls or ()) and (other := random_subject(model, query, settings.seed)):
+            at_other = causal_trace(model, other, study.for_fact(fact_id, other), max_bytes=job.max_bytes)
+            controls = described_control(at_other, [token_roles(other)], study.selected_roles)
     else:
         scores, layers = answer.probabilities(logits, 1)[0].cpu(), whole_numbers("layers", settings.layers or ())
         trace = CausalTrace(
@@ -386,7 +400,7 @@ def _trace_of_canvas(model: DiffusionTransformer, job: TraceJob, runs: "LoopRuns
             layers=layers,
             record=record_of_trace(model, query, settings, [], layers),
         )
-    return replace(trace, record={**trace.record, "fact": fact_id, "roles": token_roles(query)})
+    return replace(trace, record={**trace.record, "fact": fact_id, "roles": token_roles(query), **controls})
 
 
 @torch.no_grad()
@@ -401,18 +415,41 @@ def _trace_of_steps(
     assert runs is not None
     assert isinstance(job.settings, AverageTrajectorySettings)
     query, study = job.queries[fact_id], job.settings
-    settings, run = study.for_fact(fact_id, query), TracedTrajectory.of(model, query, runs[fact_id])
+    run, controls = TracedTrajectory.of(model, query, runs[fact_id]), dict[str, Any]()
     known = study.rule.rule == "one_canvas" and _knows(run)
-    if min(run.revealed_at) >= 0 and _is_averaged(study.rule, runs, fact_id, known):
-        trace = trace_trajectory(
-            model, query, None, study.canvas, trajectory=run.trajectory, settings=settings, max_bytes=job.max_bytes
-        )
+    is_averaged = min(run.revealed_at) >= 0 and _is_averaged(study.rule, runs, fact_id, known)
+    steps = range(run.answered_from, run.last_step + 1) if is_averaged else [run.trajectory.first_step]
+
+    def roles_of(query: Query) -> list[list[str]]:
+        canvases = [run.canvas(step) for step in steps]
+        return [step_roles(query, canvas, run.trajectory.is_open(canvas[None])[0]) for canvas in canvases]
+
+    def traced(query: Query) -> TrajectoryTrace:
+        settings = study.for_fact(fact_id, query, roles_of(query))
+        given = {"trajectory": run.trajectory, "settings": settings, "max_bytes": job.max_bytes}
+        return trace_trajectory(model, query, None, study.canvas, **given)
+
+    if is_averaged:
+        trace = traced(query)
+        if "random_subject" in (study.controls or ()) and (
+            other := random_subject(model, query, fact_seed(study.seed, fact_id))
+        ):
+            controls = described_control(traced(other), roles_of(other), study.selected_roles)
     else:
-        trace = _first_canvas(run, settings, study.canvas)
-    canvases = [run.canvas(step) for step in trace.steps]
-    is_open = [run.trajectory.is_open(canvas[None])[0] for canvas in canvases]
-    roles = [step_roles(query, *at_step) for at_step in zip(canvases, is_open, strict=True)]
-    return replace(trace, record={**trace.record, "fact": fact_id, "roles": roles})
+        trace = _first_canvas(run, study.for_fact(fact_id, query), study.canvas)
+    return replace(trace, record={**trace.record, "fact": fact_id, "roles": roles_of(query), **controls})
+
+
+def random_subject(model: DiffusionTransformer, query: Query, seed: int) -> Query | None:
+    """The query with another span of its prompt as the subject; `None` if there is no room for one."""
+    start, stop = query.subject
+    length, end = stop - start, min(query.answer_positions)
+    starts = range(len(model.encode("")), end - length + 1)  # behind a BOS
+    spans = [(first, first + length) for first in starts if first + length <= start or first >= stop]
+    if not spans:
+        return None
+    drawn = np.random.RandomState(own_seed(seed, "random_subject", bits=32)).randint(len(spans))
+    return replace(query, subject=spans[drawn])
 
 
 def _is_averaged(known: Known, runs: "LoopRuns | None", fact_id: str, known_on_canvas: bool) -> bool:

@@ -35,18 +35,31 @@ Rules that select the facts, by whether the model recalls them:
 On a masked diffusion model "recalled" and "one_canvas" select different facts: the loop reveals some positions before
 others, and each prediction depends on what is revealed. On a causal model that writes the likeliest token they select
 the same facts, because its sequence contains the answer's earlier tokens in both cases.
+
+Controls, which show what the same restoring gives where nothing is expected of it. Of each fact are drawn at random
+
+    random_site     for each role as many positions as it has, none of them in the subject or with this role. They are
+                    restored in the same corrupted run. If they give as much back, the role is no site.
+    random_subject  a span of the prompt with as many tokens as the subject and none in common with it. It is corrupted
+                    with the same noise and traced in the subject's place, and its tokens have the subject's roles. If
+                    its total effect is as large, the answer does not depend on the subject more than on other words.
+                    A fact whose prompt has no room for a span has none, and does not count in the control.
+
+The draws of a fact depend on its seed and, of sites, on the role. Another subject in the place of the subject is not a
+control but a corruption ("swap").
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
+from diffusion_lens.analysis.causal_tracing.trace import LEAST_TOTAL_EFFECT, CausalTrace, share_of_total
 from diffusion_lens.analysis.causal_tracing.trajectory import TrajectoryTrace
 from diffusion_lens.analysis.over_facts.intervals import mean_interval
 from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult
@@ -54,8 +67,9 @@ from diffusion_lens.facts.fact import Query
 from diffusion_lens.hooks.names import nearest
 from diffusion_lens.model.config import reached
 from diffusion_lens.records.results import Table, shown_model
-from diffusion_lens.settings import warn_user
+from diffusion_lens.settings import own_seed, warn_user
 from diffusion_lens.settings.arguments import check_type
+from diffusion_lens.settings.shared import CONTROLS
 
 ROLES = (
     "before_subject",
@@ -92,16 +106,23 @@ class FactEffect(FactResult):
         clean: Float[step], p(answer) of the clean run; for a fact that is not averaged, on its first canvas.
         corrupted: Float[step], p(answer) of the corrupted run.
         effect: Float[step role layer], indirect effect, mean over the positions of each role.
+        control_corrupted: Float[step control], p(answer) of the corrupted run of each control; NaN where the fact has
+            none. `None` in a study without controls.
+        control_effect: Float[step control role layer], indirect effect in each control.
     """
 
     averaged: bool
     clean: Float[Tensor, "step"]
     corrupted: Float[Tensor, "step"]
     effect: Float[Tensor, "step role layer"]
+    control_corrupted: Float[Tensor, "step control"] | None = None
+    control_effect: Float[Tensor, "step control role layer"] | None = None
 
     @classmethod
-    def of(cls, trace: CausalTrace | TrajectoryTrace, roles: Sequence[str]) -> "FactEffect":
-        """A trace averaged over the positions of each of these roles."""
+    def of(
+        cls, trace: CausalTrace | TrajectoryTrace, roles: Sequence[str], controls: Sequence[str] = ()
+    ) -> "FactEffect":
+        """A trace averaged over the positions of each of these roles, with the controls of its fact."""
         by_step = isinstance(trace, TrajectoryTrace)
         grids = trace.indirect_effect if by_step else trace.indirect_effect[None]
         role_rows = trace.record["roles"] if by_step else [trace.record["roles"]]
@@ -109,12 +130,33 @@ class FactEffect(FactResult):
             mean_by_role(grid, [role_row[position] for position in trace.positions], roles)
             for grid, role_row in zip(grids, role_rows, strict=True)
         ]
-        return cls(
+        fact = cls(
             averaged=bool(trace.positions),
             clean=torch.as_tensor(trace.clean, dtype=torch.float64).reshape(-1),
             corrupted=torch.as_tensor(trace.corrupted, dtype=torch.float64).reshape(-1),
             effect=torch.stack(effects),
         )
+        if not controls:
+            return fact
+        nothing = torch.full_like(fact.corrupted, torch.nan), torch.full_like(fact.effect, torch.nan)
+        of_control = dict.fromkeys(controls, nothing)
+        if "random_site" in controls and fact.averaged:
+            sites = [
+                [random_sites(role_row, role, trace.subject, trace.record["seed"]) for role in roles]
+                for role_row in role_rows
+            ]
+            means = [
+                torch.stack([grid[[trace.positions.index(at) for at in of_role]].mean(dim=0) for of_role in at_step])
+                for grid, at_step in zip(grids, sites, strict=True)
+            ]
+            of_control["random_site"] = fact.corrupted, torch.stack(means)
+        if "random_subject" in controls and (found := trace.record.get("random_subject")):
+            of_control["random_subject"] = (
+                torch.tensor(found["corrupted"], dtype=torch.float64),
+                torch.tensor(found["effect"], dtype=fact.effect.dtype).view_as(fact.effect),
+            )
+        corrupted, effect = (torch.stack(each, dim=1) for each in zip(*of_control.values(), strict=True))
+        return replace(fact, control_corrupted=corrupted, control_effect=effect)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,6 +183,8 @@ class FactAverage(StudyResult[FactEffect]):
     layers: list[int]
     unknown: dict[str, float]
     record: dict[str, Any]
+    control_effects: Float[Tensor, "fact ... control role layer"] | None = None
+    control_corrupted: Float[Tensor, "fact ... control"] | None = None
 
     @classmethod
     def of(cls: type[A], results: Mapping[str, FactEffect], record: dict[str, Any]) -> A:
@@ -149,9 +193,14 @@ class FactAverage(StudyResult[FactEffect]):
         shape = len(averaged), max((len(effect.clean) for effect in averaged.values()), default=1)
         effects = torch.full((*shape, len(record["roles"]), len(record["layers"])), torch.nan)
         clean, corrupted = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2))
+        n_controls = len(record.get("controls", ()))
+        control_corrupted = torch.full((*shape, n_controls), torch.nan, dtype=torch.float64)
+        control_effects = torch.full((*shape, n_controls, *effects.shape[2:]), torch.nan)
         for row, fact in enumerate(averaged.values()):
             steps = slice(shape[1] - len(fact.clean), None)
             effects[row, steps], clean[row, steps], corrupted[row, steps] = fact.effect, fact.clean, fact.corrupted
+            if fact.control_effect is not None and fact.control_corrupted is not None:
+                control_effects[row, steps], control_corrupted[row, steps] = fact.control_effect, fact.control_corrupted
         one = slice(None) if cls.BY_STEP else 0
         return cls(
             effects=effects[:, one],
@@ -162,27 +211,30 @@ class FactAverage(StudyResult[FactEffect]):
             layers=record["layers"],
             unknown={fact_id: each.clean[0].item() for fact_id, each in results.items() if not each.averaged},
             record=record,
+            control_effects=control_effects[:, one] if n_controls else None,
+            control_corrupted=control_corrupted[:, one] if n_controls else None,
         )
 
     def by_fact(self) -> dict[str, FactEffect]:
         """The inverse of `of`."""
-        by_step = self.clean, self.corrupted, self.effects
+        by_step = [self.clean, self.corrupted, self.effects]
+        if self.control_effects is not None and self.control_corrupted is not None:
+            by_step += [self.control_corrupted, self.control_effects]
         if not self.BY_STEP:
-            by_step = self.clean[:, None], self.corrupted[:, None], self.effects[:, None]
+            by_step = [each[:, None] for each in by_step]
         facts = {}
         for fact_id, clean, *rest in zip(self.ids, *by_step, strict=True):
             steps = ~clean.isnan()
             facts[fact_id] = FactEffect(True, clean[steps], *(each[steps] for each in rest))
-        no_effect = torch.full((1, len(self.roles), len(self.layers)), torch.nan)
-        nan = torch.full((1,), torch.nan, dtype=torch.float64)
+        _, *nothing = (torch.full((1, *each.shape[2:]), torch.nan, dtype=each.dtype) for each in by_step)
         for fact_id, probability in self.unknown.items():
-            facts[fact_id] = FactEffect(False, nan.new_tensor([probability]), nan, no_effect)
+            facts[fact_id] = FactEffect(False, torch.tensor([probability], dtype=torch.float64), *nothing)
         return facts
 
     @classmethod
     def from_file(cls, saved: Any, record: Mapping[str, Any]) -> FactEffect:
         """The effects in a fact, from its trace."""
-        return FactEffect.of(saved, record["roles"])
+        return FactEffect.of(saved, record["roles"], record.get("controls", ()))
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
         return (("fact", self.ids), ("role", self.roles), ("layer", self.layers))
@@ -200,10 +252,49 @@ class FactAverage(StudyResult[FactEffect]):
                 "effect": self.effects,
                 "clean": self.clean[..., None, None],
                 "corrupted": self.corrupted[..., None, None],
+                **{name: self._of_control(name)[0] for name in self.controls},
             },
             most="effect",
         )
         return table.where(~self.effects.isnan())
+
+    @property
+    def controls(self) -> list[str]:
+        """Names of the controls of the study."""
+        names: list[str] = self.record.get("controls", [])
+        return names
+
+    def control(self: A, name: str) -> A:
+        """A control as an average of its own, over the facts that have it: `control("random_subject").ate` is the
+        average total effect of corrupting random spans.
+
+        Raises:
+            ValueError: The study has no such control.
+        """
+        effects, corrupted = self._of_control(name)
+        has = ~corrupted.isnan().flatten(start_dim=1).all(dim=1) if corrupted.dim() > 1 else ~corrupted.isnan()
+        others = {key: value for key, value in self.record.items() if key != "controls"}
+        return replace(
+            self,
+            effects=effects[has],
+            clean=self.clean[has],
+            corrupted=corrupted[has],
+            ids=[fact_id for fact_id, has_control in zip(self.ids, has.tolist(), strict=True) if has_control],
+            record={**others, "control": name},
+            control_effects=None,
+            control_corrupted=None,
+        )
+
+    def _of_control(self, name: str) -> tuple[Float[Tensor, "fact ... role layer"], Float[Tensor, "fact ..."]]:
+        """The effects and p(answer) of the corrupted run in a control."""
+        if name not in self.controls or self.control_effects is None or self.control_corrupted is None:
+            has = f"has the controls {', '.join(self.controls)}" if self.controls else "was computed without controls"
+            raise ValueError(
+                f"name={name!r}, and this average {has}; compute it with controls=[{name!r}], one of "
+                f"{', '.join(CONTROLS)}"
+            )
+        index = self.controls.index(name)
+        return self.control_effects[..., index, :, :], self.control_corrupted[..., index]
 
     @property
     def rule(self) -> str:
@@ -216,7 +307,8 @@ class FactAverage(StudyResult[FactEffect]):
             "ids": "chosen by id",
         }
         averaged = f"{len(self.ids)} of {len(self.ids) + len(self.unknown)} facts, {rules[self.record['known']]}"
-        return averaged + (f" ({n_set_aside} set aside)" if n_set_aside else "")
+        of_control = f", control {self.record['control']}" if "control" in self.record else ""
+        return averaged + of_control + (f" ({n_set_aside} set aside)" if n_set_aside else "")
 
     def _require_facts(self) -> None:
         if not self.ids:
@@ -235,20 +327,37 @@ class FactAverage(StudyResult[FactEffect]):
         """Average indirect effect over the facts that have such a token, at that step; NaN where none has."""
         return self.effects.nanmean(dim=0)
 
+    @property
+    def normalized_effect(self) -> Float[Tensor, "... role layer"]:
+        """Share of the total effect that a restored state recovers: the mean indirect effect over the mean total effect
+        of the same facts. NaN where that mean is below 0.01.
+
+        It is the ratio of the means, as ROME compares the AIE with the ATE, and not the mean of the facts' ratios, in
+        which a fact whose answer the corruption hardly touches would count as much as any, with a share that is wild.
+        """
+        totals = self.total_effects[..., None, None].where(~self.effects.isnan(), torch.nan)
+        return share_of_total(self.aie, totals.nanmean(dim=0))
+
     def _interval(
-        self, effects: Float[Tensor, "fact *rest"], level: float
+        self, effects: Float[Tensor, "fact *rest"], level: float, of_total: bool = False
     ) -> tuple[Float[Tensor, "*rest"], Float[Tensor, "*rest"]]:
-        """Ends of the interval of the mean over the facts that have an effect."""
+        """Ends of the interval of the mean over the facts that have an effect, or of its share of their mean total
+        effect."""
         having = (~effects.isnan()).flatten(start_dim=1).all(dim=1) if effects.dim() > 1 else ~effects.isnan()
         clusters = [cluster for cluster, has in zip(self.clusters, having.tolist(), strict=True) if has]
-        return mean_interval(effects[having], clusters, level, self.record["seed"], within=(-1.0, 1.0))
+        seed, totals = self.record["seed"], self.total_effects[having]
+        if not of_total:
+            return mean_interval(effects[having], clusters, level, seed, within=(-1.0, 1.0))
+        low, high = mean_interval(effects[having], clusters, level, seed, weights=totals)
+        wanting = ~(totals.mean() >= LEAST_TOTAL_EFFECT)
+        return low.masked_fill(wanting, torch.nan), high.masked_fill(wanting, torch.nan)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AverageEffect(FactAverage):
     """Facts traced on one canvas each, and their average.
 
-    Columns of the data frame: fact, role, layer, effect, clean, corrupted.
+    Columns of the data frame: fact, role, layer, effect, clean, corrupted, and the effect in each control.
 
     Attributes:
         effects: Float[fact role layer], indirect effect, mean over the positions of each role; NaN where a fact has
@@ -261,6 +370,9 @@ class AverageEffect(FactAverage):
         unknown: p(answer) of the clean run, by id, of the facts that the rule of the study leaves out as not known.
         record: The settings, the rule (`known`, and `loop` where the loop writes the answers), all facts of the study
             by id, those `set_aside`, model, weights' hash, versions.
+        control_effects: Float[fact control role layer], indirect effect in each of the `controls`; `None` if there are
+            none. NaN where a fact has no such role, or no random subject.
+        control_corrupted: Float[fact control], p(answer) of the corrupted run of each control.
     """
 
     KIND: ClassVar[str] = "average effect"
@@ -270,6 +382,8 @@ class AverageEffect(FactAverage):
     effects: Float[Tensor, "fact role layer"]
     clean: Float[Tensor, "fact"]
     corrupted: Float[Tensor, "fact"]
+    control_effects: Float[Tensor, "fact control role layer"] | None = None
+    control_corrupted: Float[Tensor, "fact control"] | None = None
 
     @property
     def ate(self) -> float:
@@ -283,17 +397,28 @@ class AverageEffect(FactAverage):
 
     def aie_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "role layer"], Float[Tensor, "role layer"]]:
         """Ends of the confidence intervals of the AIE, by role and layer."""
-        ends = [self._interval(effect, level) for effect in self.effects.unbind(dim=1)]
+        return self._by_role(level, of_total=False)
+
+    def normalized_interval(
+        self, level: float = 0.95
+    ) -> tuple[Float[Tensor, "role layer"], Float[Tensor, "role layer"]]:
+        """Ends of the confidence intervals of `normalized_effect`, which resample persons, with the indirect and the
+        total effects of their facts; NaN where that is NaN, or where a resample has no total effect."""
+        return self._by_role(level, of_total=True)
+
+    def _by_role(self, level: float, of_total: bool) -> tuple[Float[Tensor, "role layer"], Float[Tensor, "role layer"]]:
+        ends = [self._interval(effect, level, of_total) for effect in self.effects.unbind(dim=1)]
         return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
 
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
-        """The AIE over layers, a curve with its interval for each role that occurs. Returns the matplotlib axes; a
-        `ValueError` if no fact is averaged."""
+        """The AIE over layers, a curve with its interval for each role that occurs, and dotted those of the controls.
+        Returns the matplotlib axes; a `ValueError` if no fact is averaged."""
         self._require_facts()
         title = title or f"{shown_model(self.record)}: {self.rule}\naverage total effect {self.ate:.2f}"
         low, high = self.aie_interval(level)
+        controls = {name: self.control(name).aie for name in self.controls}
         return plots.effect_curves(
-            self.aie, low, high, self.roles, self.layers, self.record["kind"], ax=ax, title=title
+            self.aie, low, high, self.roles, self.layers, self.record["kind"], ax=ax, title=title, controls=controls
         )
 
 
@@ -302,11 +427,12 @@ class AverageTrajectoryEffect(FactAverage):
     """Facts traced at the steps that write their answers, aligned at the step that reveals the last token.
 
     Columns of the data frame: fact, offset (the step, counted from the one that reveals the last token), role,
-    layer, effect, clean, corrupted.
+    layer, effect, clean, corrupted, and the effect in each control.
 
     Attributes:
-        effects, clean, corrupted, ids, roles, layers, record: Those of `AverageEffect`, with an axis for the steps; NaN
-            where a fact has no such step. p(answer) is the joint probability of the tokens masked at that step.
+        effects, clean, corrupted, ids, roles, layers, record, control_effects, control_corrupted: Those of
+            `AverageEffect`, with an axis for the steps; NaN where a fact has no such step. p(answer) is the joint
+            probability of the tokens masked at that step.
         unknown: p(answer) on the first canvas, by id, of the facts that the rule of the study leaves out as not known,
             or because some of their answer's positions are still masked at the end.
     """
@@ -318,6 +444,8 @@ class AverageTrajectoryEffect(FactAverage):
     effects: Float[Tensor, "fact step role layer"]
     clean: Float[Tensor, "fact step"]
     corrupted: Float[Tensor, "fact step"]
+    control_effects: Float[Tensor, "fact step control role layer"] | None = None
+    control_corrupted: Float[Tensor, "fact step control"] | None = None
 
     @property
     def offsets(self) -> list[int]:
@@ -347,6 +475,13 @@ class AverageTrajectoryEffect(FactAverage):
         ends = [self.at(offset).aie_interval(level) for offset in self.offsets]
         return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
 
+    def normalized_interval(
+        self, level: float = 0.95
+    ) -> tuple[Float[Tensor, "step role layer"], Float[Tensor, "step role layer"]]:
+        """Ends of the confidence intervals of `normalized_effect`, by step, role and layer."""
+        ends = [self.at(offset).normalized_interval(level) for offset in self.offsets]
+        return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
+
     def at(self, offset: int) -> AverageEffect:
         """The average of one step, over the facts that have it."""
         if offset not in self.offsets:
@@ -365,6 +500,8 @@ class AverageTrajectoryEffect(FactAverage):
             layers=self.layers,
             unknown=self.unknown,
             record={**self.record, "offset": offset},
+            control_effects=None if self.control_effects is None else self.control_effects[has_step, column],
+            control_corrupted=None if self.control_corrupted is None else self.control_corrupted[has_step, column],
         )
 
     def plot(self, role: str | None = None, ax: Any = None, title: str | None = None) -> Any:
@@ -468,6 +605,29 @@ def mean_by_role(
     """Mean over the rows of each of the selected roles, NaN where there is none; `roles` has that of each row."""
     by_role = [[row for row, role in enumerate(roles) if role == wanted] for wanted in selected]
     return torch.stack([values[rows].mean(dim=0) for rows in by_role])
+
+
+def random_sites(roles: Sequence[str], role: str, subject: tuple[int, int], seed: int) -> list[int]:
+    """As many random positions as have a role, none of which has it or is in the subject, or fewer if there are no
+    more; `roles` has that of each position."""
+    others = [at for at, own in enumerate(roles) if own not in (role, NOT_REACHED) and at not in range(*subject)]
+    order = np.random.RandomState(own_seed(seed, f"random_site {role}", bits=32)).permutation(others)
+    return sorted(order.tolist()[: roles.count(role)])
+
+
+def described_control(
+    trace: CausalTrace | TrajectoryTrace, roles: Sequence[Sequence[str]], selected: Sequence[str]
+) -> dict[str, Any]:
+    """The trace of a random subject, for the record of its fact's; `roles` are those of each step."""
+    roles_of = roles if isinstance(trace, TrajectoryTrace) else roles[0]
+    effect = FactEffect.of(replace(trace, record={**trace.record, "roles": roles_of}), selected)
+    return {
+        "random_subject": {
+            "subject": list(trace.subject),
+            "corrupted": effect.corrupted.tolist(),
+            "effect": effect.effect.tolist(),
+        }
+    }
 
 
 def pick_roles(roles: Sequence[str] | None, among: Sequence[str] = ROLES) -> list[str]:

@@ -30,7 +30,7 @@ from diffusion_lens.analysis.causal_tracing.shared_canvases import (
     run_canvases,
     run_together,
 )
-from diffusion_lens.analysis.causal_tracing.trace import RestoredRuns
+from diffusion_lens.analysis.causal_tracing.trace import RestoredRuns, share_of_total
 from diffusion_lens.analysis.causal_tracing.trajectory import (
     conditional_hooks,
     corrupted_run,
@@ -99,6 +99,12 @@ class TemporalEffect(Result, Saved):
     def indirect_effect(self) -> Float[Tensor, "step pos layer"]:
         """Rise of the share when a state is restored: scores - corrupted."""
         return self.scores - self.corrupted
+
+    @property
+    def normalized_effect(self) -> Float[Tensor, "step pos layer"]:
+        """Share of the total effect, clean - corrupted, that a state restored at one step recovers; NaN where that is
+        below 0.01."""
+        return share_of_total(self.indirect_effect, torch.tensor(self.clean - self.corrupted))
 
     def _table(self) -> Table:
         return Table.of_cells(

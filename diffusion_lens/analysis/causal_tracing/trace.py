@@ -7,8 +7,10 @@ Causal tracing compares three runs of one query:
     restored   the corrupted run, with one state of one position put back to its clean value: the residual stream after
                one block ("resid"), or the MLP or attention outputs of a window of blocks ("mlp", "attn")
 
-The indirect effect of a state is p_restored - p_corrupted. With `severed`, the MLP or attention outputs of the restored
-position keep their corrupted values in the blocks above, which shows the path that the effect takes.
+The indirect effect of a state is p_restored - p_corrupted, and its normalized effect the share of the total effect
+p_clean - p_corrupted that it recovers (Zhang and Nanda 2023, arXiv 2309.16042, section 2). With `severed`, the MLP or
+attention outputs of the restored position keep their corrupted values in the blocks above, which shows the path that
+the effect takes.
 
 A cell restores the states of one position in a span of blocks. In the first block of the span only this position
 changes: attention mixes positions before the state is restored, and the rest of the block acts on each position alone.
@@ -30,7 +32,7 @@ from diffusion_lens.analysis.causal_tracing.settings import TraceSettings, point
 from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.cells import Cell, CellBudget, CellRuns, Measure, Patch
 from diffusion_lens.analysis.engine.kept_run import NetworkInput, stream_entering
-from diffusion_lens.analysis.engine.layout import as_query
+from diffusion_lens.analysis.engine.layout import StateBank, as_query
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.model.shapes import Resid
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -39,6 +41,7 @@ from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import pick_indices, takes
 
 Scores = Float[Tensor, "sample selected"]
+LEAST_TOTAL_EFFECT = 0.01  # of which shares are given: the noise of ten samples may be as large as a smaller one
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,9 +55,10 @@ class CausalTrace(PicturedResult, Saved):
         token_scores: Float[pos layer selected], probability of each token of the answer, mean over the samples.
         clean_token_scores, corrupted_token_scores: Float[selected], probability of each token in these runs.
         clean, corrupted: p(answer) in the clean run, and in the corrupted one, mean over the samples.
-        known: Whether the clean run's likeliest token is the answer's at every position, all read from this one canvas;
-            [MASK], which the loop never writes, does not count. The loop reveals some positions before others and may
-            write something else: `average_indirect_effect(known="recalled")` tests what the loop writes.
+        known: Whether the clean run's likeliest token is the answer's at every position, all read from this one canvas
+            (of a bank, from each); [MASK], which the loop never writes, does not count. The loop reveals some positions
+            before others and may write something else: `average_indirect_effect(known="recalled")` tests what the loop
+            writes.
         str_tokens: Text at each position of the canvas.
         subject: First position of the subject and one past the last.
         positions: Position of each row of the grid.
@@ -93,6 +97,12 @@ class CausalTrace(PicturedResult, Saved):
     def total_effect(self) -> float:
         """Fall of p(answer) under the corruption: clean - corrupted."""
         return self.clean - self.corrupted
+
+    @property
+    def normalized_effect(self) -> Float[Tensor, "pos layer"]:
+        """Share of the total effect that a restored state recovers: indirect_effect / total_effect. NaN where the total
+        effect is below 0.01: the corruption takes nothing away that could be recovered."""
+        return share_of_total(self.indirect_effect, torch.tensor(self.total_effect))
 
     def _table(self) -> Table:
         return Table.of_cells(
@@ -137,7 +147,7 @@ class CausalTrace(PicturedResult, Saved):
 @torch.no_grad()
 def causal_trace(
     model: DiffusionTransformer,
-    query: Query | Fact,
+    query: Query | Fact | StateBank,
     settings: TraceSettings,
     *,
     max_bytes: int = 2**30,
@@ -148,28 +158,42 @@ def causal_trace(
     Args:
         model: Masked diffusion model or causal model.
         query: Canvas, subject and answer; or a fact, which is laid out as in `average_indirect_effect`. The probability
-            of an answer of several tokens is the product of the tokens' probabilities.
+            of an answer of several tokens is the product of the tokens' probabilities. Of a `StateBank`, all numbers
+            are means over its canvases, which have the same noise; positions at which they differ have the text "…".
         settings: What is corrupted and restored.
         max_bytes: Memory to use in addition to the weights.
 
     Raises:
         ValueError: A setting out of range, a query without an answer, a budget too small for one cell.
     """
-    # 1. Lay out the inputs of the clean and the corrupted run.
-    if not isinstance(query, Query):
+    # 1. Lay out the inputs of the clean and the corrupted run: a row for each sample, and in both for each of a bank.
+    bank: StateBank | None = None
+    if isinstance(query, StateBank):
+        bank, query = query, query.queries[0]
+    elif not isinstance(query, Query):
         query = as_query(model, query)
     settings = settings.with_noise(model, [query])
-    answer, canvas = Answer.of(model, query), query.tokens.to(model.cfg.device)[None]
+    canvas, n_rows, n_canvases = query.tokens.to(model.cfg.device)[None], settings.rows, 1
+    if bank is not None and len(bank) > 1:
+        canvas, n_canvases = bank.tokens.to(model.cfg.device).repeat_interleave(settings.rows, dim=0), len(bank)
+        n_rows = len(canvas)
+    answer = Answer.of(model, query, canvas)
     real = model.padding.real(canvas)
     positions = pick_indices("positions", settings.positions, len(query.tokens))
     layers = pick_indices("layers", settings.layers, model.cfg.n_layers)
-    n_rows, rows = settings.rows, answer.rows.tolist()
+    rows = answer.rows.tolist()
     clean = NetworkInput(model, canvas, rows, real)
     real = None if real is None else real.expand(n_rows, -1)
-    corrupted = NetworkInput(model, canvas.expand(n_rows, -1), rows, real, hooks=settings.hooks(model, query))
+    hooks = settings.hooks(model, query, n_canvases)
+    corrupted = NetworkInput(model, canvas.expand(n_rows, -1), rows, real, hooks=hooks)
 
     # 2. Run both, and score every cell.
-    restored = RestoredRuns(clean, corrupted, query.subject, settings, layers, max_bytes)
+    try:
+        restored = RestoredRuns(clean, corrupted, query.subject, settings, layers, max_bytes)
+    except ValueError:
+        if bank is None or n_canvases == 1:
+            raise
+        return _of_parts(model, bank, settings, max_bytes, progress)
     runs = AnswerRuns(restored, clean_answer=answer, answer=answer)
     by_sample = runs.grid(positions, "trace" if progress else None)
 
@@ -177,17 +201,48 @@ def causal_trace(
     return CausalTrace(
         scores=by_sample.prod(dim=3).mean(dim=2),
         token_scores=by_sample.mean(dim=2),
-        clean_token_scores=runs.clean_scores[0].cpu(),
+        clean_token_scores=runs.clean_scores.mean(dim=0).cpu(),
         corrupted_token_scores=runs.corrupted_scores.mean(dim=0).cpu(),
-        clean=runs.clean_scores.prod(dim=1).item(),
+        clean=runs.clean_scores.prod(dim=1).mean().item(),
         corrupted=runs.corrupted_scores.prod(dim=1).mean().item(),
         known=answer.is_likeliest(model, restored.clean.logits),
-        str_tokens=model.words(query.tokens.tolist()),
+        str_tokens=model.words(query.tokens.tolist()) if bank is None else _common_words(model, bank),
         subject=query.subject,
         positions=positions,
         layers=layers,
-        record={**record_of_trace(model, query, settings, positions, layers), "query": query.describe()},
+        record={
+            **record_of_trace(model, query, settings, positions, layers),
+            **({"query": query.describe()} if bank is None else {"bank": bank.describe()}),
+        },
     )
+
+
+def _of_parts(
+    model: DiffusionTransformer, bank: StateBank, settings: TraceSettings, max_bytes: int, progress: bool
+) -> CausalTrace:
+    """The trace of a bank whose canvases do not fit into the memory together: the mean of those of its halves."""
+    half, shared = len(bank) // 2, {"settings": settings, "max_bytes": max_bytes, "progress": progress}
+    parts = StateBank(bank.queries[:half], bank.origin), StateBank(bank.queries[half:], bank.origin)
+    one, other = (causal_trace(model, part, **shared) for part in parts)
+    shares = len(parts[0]) / len(bank), len(parts[1]) / len(bank)
+    means: dict[str, Any] = {
+        name: shares[0] * getattr(one, name) + shares[1] * getattr(other, name)
+        for name in ("scores", "token_scores", "clean_token_scores", "corrupted_token_scores", "clean", "corrupted")
+    }
+    return replace(
+        one,
+        **means,
+        known=one.known and other.known,
+        str_tokens=_common_words(model, bank),
+        record={**one.record, "bank": bank.describe()},
+    )
+
+
+def _common_words(model: DiffusionTransformer, bank: StateBank) -> list[str]:
+    """The text at each position of a bank's canvases."""
+    tokens = bank.tokens
+    is_common = (tokens == tokens[0]).all(dim=0).tolist()
+    return [word if same else "…" for word, same in zip(model.words(tokens[0].tolist()), is_common, strict=True)]
 
 
 def record_of_trace(
@@ -196,6 +251,11 @@ def record_of_trace(
     """Settings, answer and model, for the record of a trace."""
     answer = {"answer": model.words(query.answer_tokens)}
     return {**settings.describe(positions, layers), **answer, **provenance(model, model.cfg)}
+
+
+def share_of_total(effect: Float[Tensor, "*rest"], total: Float[Tensor, "*#rest"]) -> Float[Tensor, "*rest"]:
+    """Indirect effects as shares of total effects; NaN where these are below `LEAST_TOTAL_EFFECT`."""
+    return torch.where(total >= LEAST_TOTAL_EFFECT, effect / total, torch.nan).to(effect.dtype)
 
 
 class RestoredRuns:
@@ -303,7 +363,7 @@ class AnswerRuns:
 
     def __init__(self, restored: RestoredRuns, clean_answer: Answer, answer: Answer) -> None:
         self.restored, self.clean_answer, self.answer, self.samples = restored, clean_answer, answer, restored.samples
-        self.clean_scores: Scores = clean_answer.probabilities(restored.clean.logits, 1)[0]
+        self.clean_scores: Scores = clean_answer.probabilities(restored.clean.logits, len(restored.clean.logits))[0]
         self.corrupted_scores: Scores = answer.probabilities(restored.corrupted.logits, self.samples)[0]
 
     def grid(self, positions: Sequence[int], progress: str | None = None) -> Float[Tensor, "pos layer sample selected"]:

@@ -35,7 +35,7 @@ from diffusion_lens.analysis.causal_tracing.shared_canvases import (
     run_canvases,
     run_together,
 )
-from diffusion_lens.analysis.causal_tracing.trace import AnswerRuns, CausalTrace, record_of_trace
+from diffusion_lens.analysis.causal_tracing.trace import AnswerRuns, CausalTrace, record_of_trace, share_of_total
 from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, check_steps
@@ -116,6 +116,12 @@ class TrajectoryTrace(PicturedResult, Saved):
     def indirect_effect(self) -> Float[Tensor, "step pos layer"]:
         """Rise of p(answer) when a state is restored: scores - corrupted."""
         return self.scores - self.corrupted[:, None, None]
+
+    @property
+    def normalized_effect(self) -> Float[Tensor, "step pos layer"]:
+        """Share of the step's total effect, clean - corrupted, that a restored state recovers; NaN where that is below
+        0.01, as in `CausalTrace`."""
+        return share_of_total(self.indirect_effect, (self.clean - self.corrupted)[:, None, None])
 
     @property
     def order(self) -> list[int]:

@@ -27,7 +27,7 @@ gradients are multiplied and added in float32 whatever the model's precision.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -265,7 +265,9 @@ def edge_attribution(
     """
     require_plain_stream(model)
     inputs, averaged = PatchInputs(model, clean, model, corrupted, plain_steps(steps)), IntegrationPath(ig_steps, path)
-    return EdgeScores(*_attribute(_EdgePasses, inputs, Reading.of(metric, logits_at), averaged, max_bytes, progress))
+    scored, graph, record = attribute(_EdgePasses, inputs, Reading.of(metric, logits_at), averaged, max_bytes, progress)
+    scores, clean_scores, corrupted_scores = joined(scored, inputs.steps)
+    return EdgeScores(scores, clean_scores, corrupted_scores, graph, record)
 
 
 @begins_run
@@ -290,18 +292,20 @@ def node_attribution(
     the residual stream too. With `path="nodes"`, a score approaches the effect of patching the writer alone.
     """
     inputs, averaged = PatchInputs(model, clean, model, corrupted, plain_steps(steps)), IntegrationPath(ig_steps, path)
-    return NodeScores(*_attribute(_NodePasses, inputs, Reading.of(metric, logits_at), averaged, max_bytes, progress))
+    scored, graph, record = attribute(_NodePasses, inputs, Reading.of(metric, logits_at), averaged, max_bytes, progress)
+    scores, clean_scores, corrupted_scores = joined(scored, inputs.steps)
+    return NodeScores(scores, clean_scores, corrupted_scores, graph, record)
 
 
-def _attribute(
-    kind: "type[_Passes]",
+def attribute(
+    kind: "Callable[..., Passes]",
     inputs: PatchInputs,
     reading: Reading,
     path: "IntegrationPath",
     max_bytes: int,
     progress: bool,
-) -> tuple[Tensor, Tensor, Tensor, Graph, dict[str, Any]]:
-    """The fields of a result: scores, metrics of both runs, graph, record."""
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Graph, dict[str, Any]]:
+    """The scores and the metrics of both runs at each step, or of the only pair of inputs; the graph; the record."""
     model = inputs.model
     graph, written_by = Graph.of(model.cfg), inputs.canvas_provenances()
     sides = inputs.sides(reading)
@@ -310,9 +314,9 @@ def _attribute(
         for side in (side for pair in sides for side in pair if side.step is None):
             warn_unless_masked(side.tokens, model.cfg.blank, model.cfg)
     passes = [kind(graph, *pair, max_bytes) for pair in sides]
-    with model.optional_hooks(**kind.optional) if kind.optional else nullcontext():
+    optional = passes[0].optional
+    with model.optional_hooks(**optional) if optional else nullcontext():
         scored = [of_pair.scores(path, progress) for of_pair in passes]
-    scores, clean_scores, corrupted_scores = joined(scored, inputs.steps)
     record = {
         "ig_steps": path.n_runs,
         "path": path.kind,
@@ -320,7 +324,7 @@ def _attribute(
         **inputs.describe(reading, sides, written_by),
         **provenance(model, model.cfg),
     }
-    return scores, clean_scores, corrupted_scores, graph, record
+    return scored, graph, record
 
 
 @dataclass(frozen=True)
@@ -358,7 +362,7 @@ class MovedRun(NamedTuple):
     share: float
 
 
-class _Passes(ABC):
+class Passes(ABC):
     """The passes of one pair of inputs: runs on a path between them, and the metric's gradients."""
 
     optional: ClassVar[Mapping[str, bool]] = {}  # the flags under which the hook points pass
@@ -464,7 +468,7 @@ class _Passes(ABC):
         return dict(zip(self.gradient_points, gradients, strict=True))
 
 
-class _EdgePasses(_Passes):
+class _EdgePasses(Passes):
     """Gradients at the readers, each of which reads a copy of the stream of its own."""
 
     optional = OPTIONAL
@@ -494,7 +498,7 @@ class _EdgePasses(_Passes):
         return scores
 
 
-class _NodePasses(_Passes):
+class _NodePasses(Passes):
     """Gradients at what the writers wrote; of a head, before the output projection."""
 
     def _choose_points(self) -> None:

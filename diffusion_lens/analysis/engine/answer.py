@@ -51,19 +51,20 @@ class Answer:
             at = HeadAt.of(model, canvases.to(positions.device)[:, positions])
         return cls(tokens, model.readout.rows(positions), at)
 
-    def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "1 selected d_vocab_out"]) -> bool:
-        """Whether each of its tokens is the likeliest of those that the model can write; [MASK] does not count.
+    def is_likeliest(self, model: DiffusionTransformer, logits: Float[Tensor, "batch selected d_vocab_out"]) -> bool:
+        """Whether each of its tokens is the likeliest of those that the model can write, in every row; [MASK] does not
+        count.
 
         Under guidance, by the guided logits.
         """
-        return bool((self.writable_logits(model, logits)[0].argmax(dim=-1) == self.tokens).all())
+        return bool((self.writable_logits(model, logits).argmax(dim=-1) == self.tokens).all())
 
     def writable_logits(
-        self, model: DiffusionTransformer, logits: Float[Tensor, "1 selected d_vocab_out"]
-    ) -> Float[Tensor, "1 selected d_vocab_out"]:
+        self, model: DiffusionTransformer, logits: Float[Tensor, "batch selected d_vocab_out"]
+    ) -> Float[Tensor, "batch selected d_vocab_out"]:
         """Logits of p(x_0), guided where there is guidance, with -inf at tokens that the model cannot write."""
         writable = model.cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
-        return self._clean_logits(logits, 1).masked_fill(~writable, float("-inf"))
+        return self._clean_logits(logits, len(logits)).masked_fill(~writable, float("-inf"))
 
     def probabilities(
         self,

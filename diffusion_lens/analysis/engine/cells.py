@@ -17,6 +17,7 @@ If the caller has hooks inside the network, which may mix positions, every block
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from jaxtyping import Float, Int
@@ -84,7 +85,7 @@ class Patch:
         states: Source of the states; a single row is used for all rows of the pass.
         source: Positions in `states`.
         target: Positions in the pass, one for each of `source`.
-        head: Head that is patched, if the activation has heads.
+        units: Head or neuron that is patched at each of `target`; `None` for whole states.
         heads_first: Whether the activation is [row head query key] instead of [row pos ...].
         is_local: Whether the rest of the block reads the state at its own position only.
     """
@@ -94,7 +95,7 @@ class Patch:
     states: Float[Tensor, "#batch pos ..."]
     source: tuple[int, ...]
     target: tuple[int, ...]
-    head: int | None = None
+    units: tuple[int, ...] | None = None
     heads_first: bool = False
     is_local: bool = True
 
@@ -252,18 +253,18 @@ def _write(activation: Tensor, patches: Iterable[tuple[int, Patch]], n_cells: in
     """Write patches, each with the index of its copy, into an activation of whole copies from position `offset` on."""
     by_source: dict[tuple[int, bool], list[tuple[int, Patch]]] = {}
     for index, patch in patches:
-        by_source.setdefault((id(patch.states), patch.head is None), []).append((index, patch))
+        by_source.setdefault((id(patch.states), patch.units is None), []).append((index, patch))
     for members in by_source.values():
         first = members[0][1]
         by_cell = activation.unflatten(0, (n_cells, -1))
         if first.heads_first:
             by_cell = by_cell.transpose(2, 3)
         table = [
-            (index, source, target - offset, patch.head or 0)
+            (index, source, target - offset, unit)
             for index, patch in members
-            for source, target in zip(patch.source, patch.target, strict=True)
+            for source, target, unit in zip(patch.source, patch.target, patch.units or repeat(0), strict=False)
         ]
-        cell, source, target, head = torch.tensor(table, device=activation.device).unbind(1)
-        heads = () if first.head is None else (head,)
-        states = first.states.to(activation.device)[(slice(None), source, *heads)].transpose(0, 1)
-        by_cell[(cell, slice(None), target, *heads)] = states.to(activation.dtype)
+        cell, source, target, unit = torch.tensor(table, device=activation.device).unbind(1)
+        units = () if first.units is None else (unit,)
+        states = first.states.to(activation.device)[(slice(None), source, *units)].transpose(0, 1)
+        by_cell[(cell, slice(None), target, *units)] = states.to(activation.dtype)

@@ -6,6 +6,9 @@ with m_-c the mean without cluster c:
 
     se² = (G - 1) / G · Σ_c (m - m_-c)²,    m - m_-c = (S_c - n_c m) / (n - n_c)
 
+A ratio of means Σ x / Σ w, such as the share of the total effects that a restored state recovers, is such a mean too:
+S_c is then the sum of the x of a cluster, and n_c and n are the sums of the w of the cluster and of all facts.
+
 Two methods use it. Neither takes the interval of few clusters from the spread of resampled means, as the percentile and
 the BCa interval do, which are much too short then. `benchmarks/coverage.py` measures the coverage.
 
@@ -37,36 +40,44 @@ Ends = tuple[Float[Tensor, "*rest"], Float[Tensor, "*rest"]]
 class _Sums:
     """Means over facts and their residuals by cluster; the axes of the values after the first are joined in one."""
 
-    n_facts: int
+    weight: Float[Tensor, ""]  # number of facts, or sum of their weights
     mean: Float[Tensor, "entry"]
     residuals: Float[Tensor, "cluster entry"]
-    sizes: Float[Tensor, "cluster"]
+    sizes: Float[Tensor, "cluster"]  # weight of each cluster
     error: Float[Tensor, "entry"]  # standard error of the mean by the jackknife over clusters
     variance: Float[Tensor, "entry"]  # mean square of the differences from the mean
     agree: Tensor  # Bool[entry]: whether all facts have the same value
 
     @classmethod
-    def of(cls, values: Float[Tensor, "fact *rest"], clusters: Sequence[str], level: float) -> "_Sums":
+    def of(
+        cls,
+        values: Float[Tensor, "fact *rest"],
+        clusters: Sequence[str],
+        level: float,
+        weights: Float[Tensor, "fact"] | None = None,
+    ) -> "_Sums":
         if not 0 < level < 1:
             raise ValueError(f"level={level}; it must be between 0 and 1, e.g. 0.95")
         numbers = values.double().reshape(len(values), math.prod(values.shape[1:]))
         rows = {name: row for row, name in enumerate(sorted(set(clusters)))}
         owner = torch.tensor([rows[name] for name in clusters], dtype=torch.long)
-        mean, n_clusters = numbers.mean(dim=0), len(rows)
-        differences = numbers - mean
+        each = numbers.new_ones(len(numbers)) if weights is None else weights.double()
+        weight, n_clusters = each.sum(), len(rows)
+        mean = numbers.sum(dim=0) / weight
+        differences = numbers - mean * each[:, None]
         residuals = numbers.new_zeros(n_clusters, numbers.shape[1]).index_add_(0, owner, differences)
-        sizes = torch.bincount(owner, minlength=n_clusters).double()
-        squares = (residuals / (len(numbers) - sizes)[:, None]).square().sum(dim=0)
+        sizes = each.new_zeros(n_clusters).index_add_(0, owner, each)
+        squares = (residuals / (weight - sizes)[:, None]).square().sum(dim=0)
         # People who agree, each about facts that differ, give 0, or what rounding leaves of it.
-        squares = torch.where(squares * len(numbers) ** 2 > _ROUNDING * differences.square().sum(dim=0), squares, 0.0)
+        squares = torch.where(squares * weight**2 > _ROUNDING * differences.square().sum(dim=0), squares, 0.0)
         return cls(
-            n_facts=len(numbers),
+            weight=weight,
             mean=mean,
             residuals=residuals,
             sizes=sizes,
             error=(squares * (n_clusters - 1) / max(n_clusters, 1)).sqrt(),
             variance=differences.square().mean(dim=0),
-            agree=(numbers == numbers[:1]).all(dim=0),
+            agree=(numbers * each[:1, None] == numbers[:1] * each[:, None]).all(dim=0),
         )
 
 
@@ -76,11 +87,15 @@ def mean_interval(
     level: float,
     seed: int,
     within: tuple[float, float] = (-math.inf, math.inf),
+    weights: Float[Tensor, "fact"] | None = None,
 ) -> Ends:
     """Ends of the percentile-t interval of the mean over facts.
 
     Where all facts agree, both ends are their value. Both are NaN where a fact is NaN, where the resamples do not bound
     the mean, where the clusters have one mean although their facts differ, and for fewer than `FEWEST` clusters.
+
+    With weights, the interval is that of the ratio of means Σ values / Σ weights. A resample whose weights have a sum
+    of 0 or less does not bound it.
 
     Args:
         values: Values of the facts. All axes after the first share the resamples.
@@ -88,27 +103,28 @@ def mean_interval(
         level: Probability that such an interval covers the mean.
         seed: Seed of the resamples.
         within: Range of the values, at which the ends are cut.
+        weights: Denominator of each fact in a ratio of means.
     """
-    sums = _Sums.of(values, clusters, level)
+    sums = _Sums.of(values, clusters, level, weights)
     n_clusters = len(sums.sizes)
     if n_clusters < FEWEST:
         return _no_interval(values)
     # How often each resample contains each cluster
     chances = [1 / n_clusters] * n_clusters
     counts = torch.from_numpy(np.random.default_rng(seed).multinomial(n_clusters, chances, size=RESAMPLES)).double()
-    n_facts = (counts @ sums.sizes)[:, None]
-    shift = counts @ sums.residuals / n_facts  # m* - m
+    weight = (counts @ sums.sizes)[:, None]  # n*, the number of facts or the sum of their weights
+    shift = counts @ sums.residuals / weight  # m* - m
     # Squared errors of the resamples without the factor (G - 1) / G: Σ r*² / (n* - n_c)² with r* = r - n_c (m* - m),
     # expanded for matrix products.
-    weights = torch.where(counts > 0, counts / (n_facts - sums.sizes).square(), 0.0)
-    squares, crossed = weights @ sums.residuals.square(), weights @ (sums.residuals * sums.sizes[:, None])
-    spread = squares - 2 * shift * crossed + shift.square() * (weights @ sums.sizes.square())[:, None]
+    factors = torch.where(counts > 0, counts / (weight - sums.sizes).square(), 0.0)
+    squares, crossed = factors @ sums.residuals.square(), factors @ (sums.residuals * sums.sizes[:, None])
+    spread = squares - 2 * shift * crossed + shift.square() * (factors @ sums.sizes.square())[:, None]
     # Clusters that agree give 0, or what rounding leaves of it.
     error = torch.where(spread > _ROUNDING * squares, spread, 0.0).mul((n_clusters - 1) / n_clusters).sqrt()
     ratios = (shift / error).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     tail = (1 - level) / 2
     ratios = ratios.sort(dim=0).values[[math.ceil((1 - tail) * (RESAMPLES - 1)), math.floor(tail * (RESAMPLES - 1))]]
-    bounded = ratios.isfinite().all(dim=0) & (sums.error > 0)
+    bounded = ratios.isfinite().all(dim=0) & (sums.error > 0) & bool((weight > 0).all())
     ends = torch.where(bounded, (sums.mean - ratios * sums.error).clamp(*within), math.nan)
     return _shaped(torch.where(sums.agree, sums.mean, ends), values)
 

@@ -42,6 +42,7 @@ from diffusion_lens.analysis.patching.runs import (
 )
 from diffusion_lens.analysis.patching.sites import (
     CellPositions,
+    Neurons,
     PositionPairs,
     Site,
     Sweep,
@@ -54,7 +55,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import Whole, checked_arguments, pick_indices, setting, takes, whole_numbers
+from diffusion_lens.settings import INHERITED, Whole, checked_arguments, pick_indices, setting, takes, whole_numbers
 from diffusion_lens.settings.shared import PatchFields
 
 
@@ -70,10 +71,15 @@ class PatchSettings(PatchFields):
         option=False,
     )
 
-    def check_heads(self, sites: Sequence[Site]) -> None:
-        """Raise a `ValueError` if heads are selected and no site has any."""
+    neurons: Neurons = INHERITED
+
+    def check_units(self, sites: Sequence[Site]) -> None:
+        """Raise a `ValueError` if heads or neurons are selected and no site has any."""
+        names = ", ".join(site.name for site in sites)
         if self.heads is not None and not any(site.heads for site in sites):
-            raise ValueError(f"heads={list(self.heads)}, but {', '.join(site.name for site in sites)} has no heads")
+            raise ValueError(f"heads={list(self.heads)}, but {names} has no heads")
+        if self.neurons is not None and not any(site.has_neurons for site in sites):
+            raise ValueError(f"neurons={list(self.neurons)}, but {names} has no neurons: their site is 'post'")
 
 
 Patchable = Given | Trajectory
@@ -217,8 +223,8 @@ def patch_grid(
             TransformerLens. Their softmax is p(x_0), whatever the head's output means. The logits are guided if the
             corrupted trajectory is. `answer_probability(model, query)`
             has its own rows and, with `steps`, reads the tokens that are still masked on each canvas.
-        sites: "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out" [layer pos]; "q", "k", "v", "z",
-            "pattern" [layer pos head].
+        sites: "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "post" [layer pos]; "q", "k", "v", "z",
+            "pattern" [layer pos head]. With `neurons`, "post" is [layer pos neuron].
         steps: Steps of the trajectories; the grid gets a step axis. On a causal model the canvas of a step ends with
             the last position reached. Under guidance, states are patched in the conditional branch.
         settings: The cells, and how they are computed.
@@ -247,13 +253,26 @@ def patch_grid(
     reading = Reading.of(metric, logits_at)
     inputs = PatchInputs(source, clean, model, corrupted, plain_steps(steps))
     swept_sites, layers = resolve_sites(sites), inputs.pick_layers(settings.layers)
-    settings.check_heads(swept_sites)
+    settings.check_units(swept_sites)
+    if any(site.has_neurons for site in swept_sites):
+        require_neurons(source, layers)
+        require_neurons(model, layers)
 
     # 1. Lay out the two sides of the grid, or of each step's grid, and the cells of each site.
     written_by, pairs = inputs.canvas_provenances(), inputs.sides(reading)
     n_clean, n_corrupted = (max(side.n_canvas for side in by_step) for by_step in zip(*pairs, strict=True))
     groups, together = resolve_groups(settings.positions, n_clean, n_corrupted), isinstance(settings.positions, str)
-    sweeps = [Sweep(site, layers, groups, together, site.pick_heads(settings.heads, model.cfg)) for site in swept_sites]
+    sweeps = [
+        Sweep(
+            site,
+            layers,
+            groups,
+            together,
+            site.pick_heads(settings.heads, model.cfg),
+            site.pick_neurons(settings.neurons, model.cfg),
+        )
+        for site in swept_sites
+    ]
 
     # 2. Refuse a budget that is too small, before anything is run.
     budgets = [cell_budgets(*pair, sweeps, settings.method, max_bytes) for pair in pairs]
@@ -271,6 +290,19 @@ def patch_grid(
     }
     grids = {sweep.site.name: _grid(sweep, i, swept, inputs.steps, record, model.cfg) for i, sweep in enumerate(sweeps)}
     return grids[sites] if isinstance(sites, str) else grids
+
+
+def require_neurons(model: DiffusionTransformer, layers: Iterable[int]) -> None:
+    """Raise a `ValueError` unless each of these blocks has one MLP, whose neurons pass `mlp.hook_post`."""
+    experts = model.cfg.experts
+    has_experts = [False] * model.cfg.n_layers if experts is None else experts.layers
+    if wrong := [layer for layer in layers if has_experts[layer]]:
+        dense = [layer for layer, has in enumerate(has_experts) if not has]
+        cure = f"choose among layers={dense}" if dense else "patch mlp_out, what they write together"
+        raise ValueError(
+            f"layer {wrong[0]} of {model.cfg.model_name!r} has experts in place of one MLP, and neurons of different "
+            f"experts at different positions, which cannot be compared: {cure}"
+        )
 
 
 class _Swept(NamedTuple):

@@ -64,21 +64,21 @@ class EstimateError:
 class PatchGrid(PicturedResult, Saved):
     """The scores of one site.
 
-    Columns of the data frame: those of step, layer, pos and head that are axes of the grid, score, effect; with pos
-    also corrupted_pos (the position that is patched, where it differs from pos in the clean run) and token. Where cells
-    have several positions that are patched together, both columns of positions have texts, such as "1, 2".
+    Columns of the data frame: those of step, layer, pos, head and neuron that are axes of the grid, score, effect; with
+    pos also corrupted_pos (the position that is patched, where it differs from pos in the clean run) and token. Where
+    cells have several positions or neurons that are patched together, their columns have texts, such as "1, 2".
 
     Attributes:
         scores: Float[*rest], metric of the corrupted run with one cell patched; `axes` names its axes. NaN at positions
             that are not reached yet in a step.
-        axes: Those of "step", "layer", "pos" and "head" that apply. The heads of k and v are key/value heads; "pos" of
-            the pattern is the query.
+        axes: Those of "step", "layer", "pos", "head" and "neuron" that apply. The heads of k and v are key/value heads;
+            "pos" of the pattern is the query.
         site: Activation that was patched.
         clean: Float[*step], metric of the clean run (of each step); NaN where that run is laid out differently, so that
             the metric's rows mean something else there.
         corrupted: Float[*step], metric of the corrupted run (of each step).
-        coordinates: Coordinates along each axis: indices of steps, layers and heads; for "pos" a position, or the
-            [clean, corrupted] pairs that are patched together.
+        coordinates: Coordinates along each axis: indices of steps, layers, heads and neurons; for "pos" a position, or
+            the [clean, corrupted] pairs that are patched together.
         labels: Text at each entry of "pos" in the first row of the batch, for each step.
         error: Comparison of the estimates with exact patching; `None` for the exact method.
         record: Method, metric, rows, guidance, tokens of both runs (of each step), models, hashes of the weights,
@@ -105,10 +105,12 @@ class PatchGrid(PicturedResult, Saved):
         shape, n_steps = [len(self.coordinates[axis]) for axis in self.axes], len(self.coordinates.get("step", [0]))
         if list(self.scores.shape) != shape or "step" in self.axes[1:]:
             raise ValueError(f"the scores are {list(self.scores.shape)}, and the coordinates of their axes {shape}")
-        others = [each for axis in self.axes if axis != "pos" for each in self.coordinates[axis]]
+        others = [each for axis in self.axes if axis not in ("pos", "neuron") for each in self.coordinates[axis]]
+        groups = [each if isinstance(each, list) else [each] for each in self.coordinates.get("neuron", ())]
+        others += [neuron for group in groups for neuron in group]
         _both_sides(self.coordinates.get("pos", ()))
         if not all(isinstance(each, int) for each in others):
-            raise ValueError("the coordinates of steps, layers and heads are whole numbers")
+            raise ValueError("the coordinates of steps, layers, heads and neurons are whole numbers")
         n_pos = len(self.coordinates.get("pos", ()))
         if len(self.labels) < n_steps or ("pos" in self.axes and any(len(row) != n_pos for row in self.labels)):
             raise ValueError("labels needs a text for each position of each step")
@@ -126,25 +128,29 @@ class PatchGrid(PicturedResult, Saved):
         ax: Any = None,
         title: str | None = None,
         limits: tuple[float, float] | None = None,
+        *,
+        neuron: int | Sequence[int] | None = None,
     ) -> Any:
-        """Heat map of the effect: positions down (or heads, where all positions are patched together), layers across.
-        Returns the matplotlib axes.
+        """Heat map of the effect: positions down (or heads or neurons, where all positions are patched together),
+        layers across. Returns the matplotlib axes.
 
         Args:
-            step, head: Step and head to draw, where the grid has several.
+            step, head, neuron: Step and head, or neuron or neurons patched together, to draw, where the grid has
+                several.
             limits: Effects at the ends of the colour scale; by default minus and plus the largest absolute effect.
         """
-        down = "pos" if "pos" in self.axes else "head" if "head" in self.axes and head is None else None
+        unit, chosen = ("neuron", neuron) if "neuron" in self.axes else ("head", head)
+        down = "pos" if "pos" in self.axes else unit if unit in self.axes and chosen is None else None
         effect, labels = self.effect, self.labels[0]
-        for axis, number in (("head", head), ("step", step)):
+        for axis, number in (("head", head), ("neuron", neuron), ("step", step)):
             index = None if axis == down else self._index(axis, number)
             if index is not None:
                 effect = effect.select(self.axes.index(axis), index)
                 labels = self.labels[index] if axis == "step" else labels
         if down is None:
             effect, labels = effect[:, None], ["all positions"]
-        elif down == "head":
-            labels = [f"head {number}" for number in self.coordinates["head"]]
+        elif down == unit:
+            labels = [f"{unit} {number}" for number in self.coordinates[unit]]
         bound = float(effect.nan_to_num().abs().max())
         return plots.labelled_map(
             effect.T,
@@ -160,6 +166,8 @@ class PatchGrid(PicturedResult, Saved):
 
     def _table(self) -> Table:
         axes: dict[str, Any] = {axis: self.coordinates[axis] for axis in self.axes}
+        if any(isinstance(each, list) for each in axes.get("neuron", ())):
+            axes["neuron"] = [str(each).strip("[]") for each in axes["neuron"]]
         values: dict[str, Any] = {"score": self.scores, "effect": self.effect}
         if "pos" in axes:
             axes["pos"], corrupted = _both_sides(axes["pos"])
@@ -175,13 +183,14 @@ class PatchGrid(PicturedResult, Saved):
         sizes = self.effect.abs().nan_to_num()
         chosen = {}
         for i, axis in enumerate(self.axes):
-            if axis == "step" or (axis == "head" and "pos" in self.axes):
+            if axis == "step" or (axis in ("head", "neuron") and "pos" in self.axes):
                 chosen[axis] = self.coordinates[axis][int(sizes.movedim(i, 0).flatten(1).amax(dim=1).argmax())]
         said = ", ".join(f"{axis} {number}" for axis, number in chosen.items())
         return self.plot(**chosen, title=f"{_TITLE}\n{said}".rstrip())
 
-    def _index(self, axis: str, number: int | None) -> int | None:
-        """Index of a step or head along its axis; `None` if the grid has no such axis."""
+    def _index(self, axis: str, number: int | Sequence[int] | None) -> int | None:
+        """Index of a step, head or neuron along its axis; `None` if the grid has no such axis."""
+        number = number if number is None or isinstance(number, int) else list(number)
         if axis not in self.axes:
             if number is not None:
                 raise ValueError(f"this grid of {self.site!r} has no {axis} axis; its axes are {', '.join(self.axes)}")

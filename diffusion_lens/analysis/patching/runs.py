@@ -244,28 +244,28 @@ class SidePair:
         clean, corrupted = self.states(site, layer)
         differs = (cells.from_clean(clean) != cells.from_corrupted(corrupted)).flatten(1).any(dim=1)
         changed = cells.cell[differs].unique()
-        heads = torch.zeros_like(cells.cell) if cells.head is None else cells.head
+        units = torch.zeros_like(cells.cell) if cells.unit is None else cells.unit
         entries: dict[int, list[tuple[int, int, int]]] = {}
-        table = torch.stack([cells.cell, cells.source, cells.target, heads], dim=1)
+        table = torch.stack([cells.cell, cells.source, cells.target, units], dim=1)
         for index, *entry in table[torch.isin(cells.cell, changed)].tolist():
             entries.setdefault(index, []).append(tuple(entry))
 
         def patch(index: int) -> Patch:
-            source, target, (head, *_) = zip(*entries[index], strict=True)
+            source, target, of_cell = zip(*entries[index], strict=True)
             return Patch(
                 block=layer,
                 point=site.hook_point(layer),
                 states=clean,
                 source=source,
                 target=target,
-                head=None if cells.head is None else head,
+                units=None if cells.unit is None else of_cell,
                 heads_first=site.heads_first,
                 is_local=site.is_local,
             )
 
         enters = layer + site.ends_block
         at_site = [Cell(enters, (patch(index),) if index in entries else ()) for index in range(cells.n)]
-        moves = site.moves_to_block_end and not self.corrupted.input.is_hooked
+        moves = site.moves_to_block_end and cells.unit is None and not self.corrupted.input.is_hooked
         return _moved_to_block_end(self.corrupted, layer, at_site) if moves else at_site
 
     def _measure(

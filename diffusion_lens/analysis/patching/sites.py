@@ -14,6 +14,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.settings import Whole, one_of, pick_indices
 
 PositionOrPair = Whole | tuple[Whole, Whole]
+Neurons = Iterable[Whole | Sequence[Whole]] | None
 CellPositions = str | Iterable[PositionOrPair | list[Whole] | list[tuple[Whole, Whole]]] | None
 PositionPairs = list[tuple[int, int]]
 
@@ -28,6 +29,7 @@ class Site:
     heads_first: bool = False  # whether the activation is [batch head query key] and not [batch pos ...]
     ends_block: bool = False  # whether nothing of its block is left to run after it
     is_local: bool = True  # whether what follows in its block reads a position's state at that position only
+    has_neurons: bool = False  # whether the entries of a position's state are neurons, which can be patched alone
 
     @property
     def moves_to_block_end(self) -> bool:
@@ -44,6 +46,14 @@ class Site:
             return None
         n_heads = cfg.n_heads if self.heads == "query" else cfg.n_key_value_heads or cfg.n_heads
         return pick_indices(f"{self.name} heads", heads, n_heads)
+
+    def pick_neurons(self, neurons: Neurons, cfg: DiffusionConfig) -> list[list[int]] | None:
+        """The neurons of each cell; `None` for a site without neurons, and where whole states are patched."""
+        if neurons is None or not self.has_neurons:
+            return None
+        assert cfg.d_mlp is not None
+        groups = [list(each) if isinstance(each, Sequence) else [each] for each in neurons]
+        return [pick_indices(f"{self.name} neurons", group, cfg.d_mlp) for group in groups]
 
     def with_positions_first(self, activation: Tensor) -> Tensor:
         """A view with the axes [batch pos ...] or [batch pos head ...]."""
@@ -62,6 +72,7 @@ PATCH_SITES = {
         Site("k", "attn.hook_k", "key/value", is_local=False),
         Site("v", "attn.hook_v", "key/value", is_local=False),
         Site("z", "attn.hook_z", "query"),
+        Site("post", "mlp.hook_post", has_neurons=True),
         Site("pattern", "attn.hook_pattern", "query", heads_first=True),
     )
 }
@@ -74,11 +85,11 @@ class Cells:
     The entries of a cell are patched together. A cell without entries has no position in this run.
     """
 
-    shape: tuple[int, ...]  # number of cells along each axis within a layer: positions, if they are swept, and heads
+    shape: tuple[int, ...]  # number of cells along each axis within a layer: positions, if they are swept, and units
     cell: Int[Tensor, "entry"]  # flat index into `shape`; ascending
     source: Int[Tensor, "entry"]  # position in the clean run
     target: Int[Tensor, "entry"]  # position in the corrupted run
-    head: Int[Tensor, "entry"] | None  # `None` for a site without heads
+    unit: Int[Tensor, "entry"] | None  # head or neuron; `None` where the whole state of a position is patched
 
     @property
     def n(self) -> int:
@@ -94,8 +105,8 @@ class Cells:
         """The selected cells (ascending), renumbered from 0."""
         entries = torch.isin(self.cell, selected)
         source, target = self.source[entries], self.target[entries]
-        head = None if self.head is None else self.head[entries]
-        return Cells((len(selected),), torch.searchsorted(selected, self.cell[entries]), source, target, head)
+        unit = None if self.unit is None else self.unit[entries]
+        return Cells((len(selected),), torch.searchsorted(selected, self.cell[entries]), source, target, unit)
 
     def from_clean(self, activation: Float[Tensor, "batch pos ..."]) -> Float[Tensor, "entry batch ..."]:
         """The state that each entry takes from the clean run."""
@@ -106,20 +117,21 @@ class Cells:
         return self._states(activation, self.target)
 
     def _states(self, activation: Tensor, positions: Int[Tensor, "entry"]) -> Tensor:
-        at = (positions,) if self.head is None else (positions, self.head)
+        at = (positions,) if self.unit is None else (positions, self.unit)
         # Blocks may be on several devices.
         return activation.to(positions.device)[(slice(None), *at)].transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One site over layers, positions and heads."""
+    """One site over layers, positions, and heads or neurons."""
 
     site: Site
     layers: list[int]
     groups: list[PositionPairs]  # one for each cell
     all_together: bool  # whether the only group has all positions, so that the grid has no axis of positions
     heads: list[int] | None  # `None` for a site without heads
+    neurons: list[list[int]] | None = None  # those of each cell; `None` where whole states are patched
 
     @property
     def coordinates(self) -> dict[str, list[Any]]:
@@ -129,20 +141,28 @@ class Sweep:
             group[0][0] if len(group) == 1 and group[0][0] == group[0][1] else [list(pair) for pair in group]
             for group in self.groups
         ]
-        by_axis = {"layer": self.layers, "pos": None if self.all_together else positions, "head": self.heads}
+        by_axis: dict[str, list[Any] | None] = {
+            "layer": self.layers,
+            "pos": None if self.all_together else positions,
+            "head": self.heads,
+        }
+        if self.neurons is not None:
+            by_axis["neuron"] = [group[0] if len(group) == 1 else group for group in self.neurons]
         return {axis: coordinates for axis, coordinates in by_axis.items() if coordinates is not None}
 
     def cells(self, n_clean: int, n_corrupted: int, device: str | torch.device | None) -> Cells:
-        """The cells of a layer, with heads as the last axis, without positions beyond those of the two runs."""
+        """The cells of a layer, with heads or neurons as the last axis, without positions beyond those of both runs."""
+        units = self.neurons or [[head] for head in self.heads or [0]]
         table = [
-            (cell, source, target, head)
-            for cell, (group, head) in enumerate(product(self.groups, self.heads or [0]))
+            (cell, source, target, unit)
+            for cell, (group, of_cell) in enumerate(product(self.groups, units))
             for source, target in group
             if source < n_clean and target < n_corrupted
+            for unit in of_cell
         ]
-        cell, source, target, head = torch.tensor(table, dtype=torch.long, device=device).view(-1, 4).unbind(1)
+        cell, source, target, unit = torch.tensor(table, dtype=torch.long, device=device).view(-1, 4).unbind(1)
         shape = tuple(len(coordinates) for axis, coordinates in self.coordinates.items() if axis != "layer")
-        return Cells(shape, cell, source, target, None if self.heads is None else head)
+        return Cells(shape, cell, source, target, None if self.heads is None and self.neurons is None else unit)
 
 
 def resolve_sites(sites: str | Sequence[str]) -> list[Site]:
