@@ -47,8 +47,8 @@ class Predictions(PicturedResult, Saved):
     `tokens`, `probabilities`, `entropy` and `masked` are whole tables with named axes, made of the entries when they
     are first read. Tables of numbers are NaN, and those of tokens -1, where nothing is predicted.
 
-    Columns of the data frame: step, batch, pos, likeliest, probability, entropy, margin (of two or more tokens),
-    written, right; a row for each prediction.
+    Columns of the data frame: step, batch, pos, entropy, margin (of two or more tokens), written, and where the tokens
+    are known, likeliest, probability, right; a row for each prediction.
 
     Attributes:
         steps: Index of each step.
@@ -83,7 +83,7 @@ class Predictions(PicturedResult, Saved):
     def _check(self) -> None:
         if self.flags.shape[2] != -(-self.written.shape[1] // 8) or int(self.masked.sum()) != len(self.entry_entropy):
             raise ValueError(f"the flags are not those of {len(self.entry_entropy)} predictions on this canvas")
-        if len(self.entry_tokens) and int(self.entry_tokens.long().max()) >= len(self.ids):
+        if self.entry_tokens.numel() and int(self.entry_tokens.long().max()) >= len(self.ids):
             raise ValueError("an index of a token is outside ids")
         if unknown := {*self.ids.tolist(), *self.written.unique().tolist()} - self.words.keys():
             raise ValueError(f"words lacks the token {min(unknown)}")
@@ -134,7 +134,12 @@ class Predictions(PicturedResult, Saved):
 
     @property
     def likeliest(self) -> Int[Tensor, "step batch pos"]:
-        """x̂0, the likeliest token at each position."""
+        """x̂0, the likeliest token at each position; a `ValueError` if only the steps are known that wrote the text."""
+        if not self.top_k:
+            raise ValueError(
+                "the likeliest tokens are not known: what was read says only which step wrote each token, as step maps "
+                "do. Take predictions of a run, model.denoise(..., predictions=5)"
+            )
         return self.tokens[..., 0]
 
     @property
@@ -143,6 +148,16 @@ class Predictions(PicturedResult, Saved):
         if self.top_k < 2:
             raise ValueError("the margin needs the two likeliest tokens, and one was recorded: predictions=2 or more")
         return self.probabilities[..., 0] - self.probabilities[..., 1]
+
+    @property
+    def remaining_entropy(self) -> Float[Tensor, "step batch"]:
+        """Sum of the entropies of all predictions of a step, in nats: what the canvas still leaves open, as far as the
+        network sees each position alone. It is 0 where nothing is predicted."""
+        n_steps, n_rows, _ = self.masked.shape
+        steps, rows, _ = self.masked.nonzero(as_tuple=True)
+        total = torch.zeros(n_steps * n_rows, dtype=torch.float64)
+        total.index_add_(0, steps * n_rows + rows, self.entry_entropy.double())
+        return total.reshape(n_steps, n_rows).float()
 
     @property
     def top_k(self) -> int:
@@ -225,18 +240,20 @@ class Predictions(PicturedResult, Saved):
 
     def _table(self) -> Table:
         steps, rows, positions = self.masked.nonzero(as_tuple=True)
-        likeliest, written = self.likeliest[self.masked], self.written[rows, positions]
+        written = self.written[rows, positions]
         columns = {
             "step": torch.tensor(self.steps)[steps],
             "batch": rows,
             "pos": positions,
-            "likeliest": texts_of(likeliest, self.words),
-            "probability": self.entry_probabilities[:, 0],
             "entropy": self.entry_entropy,
             **({"margin": self.margin[self.masked]} if self.top_k > 1 else {}),
             "written": texts_of(written, self.words),
-            "right": likeliest == written,
         }
+        if self.top_k:
+            likeliest = self.likeliest[self.masked]
+            columns["likeliest"] = texts_of(likeliest, self.words)
+            columns["probability"] = self.entry_probabilities[:, 0]
+            columns["right"] = likeliest == written
         return Table(columns)
 
     def __repr__(self) -> str:
