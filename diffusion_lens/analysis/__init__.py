@@ -3,6 +3,17 @@
 from typing import Any
 
 from diffusion_lens.analysis.attention_sinks import AttentionSinks, SinkSpan, attention_sinks
+from diffusion_lens.analysis.beliefs import (
+    Calibration,
+    Commitment,
+    EarlyCommit,
+    RemaskEffect,
+    RevealOrder,
+    calibration,
+    commitment,
+    remask_effect,
+    reveal_order,
+)
 from diffusion_lens.analysis.cache_drift import CacheDrift, cache_drift
 from diffusion_lens.analysis.causal_tracing import (
     AverageEffect,
@@ -92,12 +103,15 @@ __all__ = [
     "AverageTrajectoryEffect",
     "AverageTrajectorySettings",
     "CacheDrift",
+    "Calibration",
     "CanvasLayout",
     "CausalTrace",
     "Circuit",
+    "Commitment",
     "Comparison",
     "Comparisons",
     "DictionaryLoss",
+    "EarlyCommit",
     "EdgeScores",
     "EditSettings",
     "EditStudy",
@@ -117,6 +131,8 @@ __all__ = [
     "NoiseRange",
     "PatchGrid",
     "RankOneEdit",
+    "RemaskEffect",
+    "RevealOrder",
     "ReversalSignatures",
     "RidgeSettings",
     "SecondMoment",
@@ -139,7 +155,9 @@ __all__ = [
     "average_indirect_effect",
     "average_trajectory_effect",
     "cache_drift",
+    "calibration",
     "causal_trace",
+    "commitment",
     "compare",
     "compare_along",
     "compute_key",
@@ -166,6 +184,8 @@ __all__ = [
     "probe",
     "probe_time",
     "recalled_facts",
+    "remask_effect",
+    "reveal_order",
     "reversal_signatures",
     "routes",
     "second_moment",

@@ -11,7 +11,8 @@ that is, without [MASK], as in the logit lens. Only entries that were predicted 
 those that occur, in two bytes where these are at most 65,536.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +23,12 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer, UInt8
 from torch import Tensor
 
+from diffusion_lens.denoising.recorded_elsewhere import joined, read_rows
 from diffusion_lens.denoising.sampler import Prediction
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model, texts_of
 from diffusion_lens.settings import Whole, at_least, one_of, pick_indices
 
@@ -168,6 +171,85 @@ class Predictions(PicturedResult, Saved):
         """Number of rows of the batch."""
         return len(self.written)
 
+    @classmethod
+    def read(
+        cls,
+        source: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        model: DiffusionTransformer | None = None,
+        block_length: Whole | None = None,
+    ) -> "Predictions":
+        """Predictions that another program recorded; what it did not record is NaN.
+
+        A file of JSON lines has one run on each line (here in two), which becomes one row:
+
+            {"written": [7, 2, 9],
+             "steps": [{"pos": [1, 2], "tokens": [[5, 2], [9, 4]]}, {"pos": [1], "tokens": [[2, 5]]}]}
+
+        `written` is the final canvas, and `steps` has an entry for each step with the positions that it predicted, and
+        at each the ids of the likeliest tokens, the likeliest first, as many at all positions of the file. A step may
+        also have "probabilities", as nested as the tokens, and "entropy", in nats, one for each position. A run may
+        also have "revealed_at", the step that wrote each position or -1, by default the last that predicted it;
+        "first_step", the index of the first step; "words", texts by id; and "model", a name. `to_jsonl` writes this.
+
+        Other sources are the .pt files of Prophet (`save_question_histories`) and responses of sglang with
+        `return_step_maps`, as JSON lines too. Of step maps, no predicted token is known.
+
+        Args:
+            source: A file, or what it contains.
+            model: The model that wrote the runs, for the texts of the tokens and the name in the record; by default
+                texts are the ids.
+            block_length: Of step maps, number of positions in a block.
+
+        Raises:
+            ValueError: A line or a field that does not fit, which the message names; an id that the model lacks.
+        """
+        rows = read_rows(source, block_length)
+        fields = joined(rows)
+        ids = sorted({*fields["written"].unique().tolist(), *fields["tokens"].unique().tolist()} - {NOTHING})
+        if model is not None and ids and ids[-1] >= model.cfg.d_vocab:
+            raise ValueError(
+                f"the runs contain the id {ids[-1]}, and {model.cfg.model_name!r} has ids below {model.cfg.d_vocab}: "
+                "give the model that wrote them"
+            )
+        texts = map(str, ids) if model is None else model.words(ids)
+        words = {
+            NOTHING: "",
+            **dict(zip(ids, texts, strict=True)),
+            **{k: v for row in rows for k, v in row.words.items()},
+        }
+        named = next((row.model for row in rows if row.model is not None), "unnamed")
+        record = {"model": named if model is None else model.cfg.model_name}
+        if isinstance(source, str | Path):
+            record["source"] = str(source)
+        return cls.of(**fields, words=words, record=record)
+
+    def to_jsonl(self, path: str | Path) -> Path:
+        """Write JSON lines, one for each row, in the format that `read` describes."""
+        tables = {"tokens": self.tokens, "probabilities": self.probabilities, "entropy": self.entropy}
+        words = {str(each): text for each, text in self.words.items()}
+        lines = []
+        for row in range(len(self)):
+            steps = [
+                {
+                    "pos": masked.nonzero()[:, 0].tolist(),
+                    **{name: _with_null(table[place, row][masked]) for name, table in tables.items()},
+                }
+                for place, masked in enumerate(self.masked[:, row])
+            ]
+            whole = {"written": self.written[row].tolist(), "revealed_at": self.revealed_at[row].tolist()}
+            run = {
+                "model": shown_model(self.record),
+                "first_step": self.steps[0],
+                **whole,
+                "steps": steps,
+                "words": words,
+            }
+            lines.append(json.dumps(run))
+        target = Path(path)
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return target
+
     def half(self) -> "Predictions":
         """The same with numbers in float16, for files of half the size: probabilities are then right to 5e-4 of each,
         and those below 6e-8 are 0."""
@@ -259,6 +341,13 @@ class Predictions(PicturedResult, Saved):
     def __repr__(self) -> str:
         shape = f"{len(self.steps)} steps, {len(self)} x {self.written.shape[1]} positions"
         return f"Predictions({shown_model(self.record)}, {shape}, top {self.top_k})"
+
+
+def _with_null(values: Tensor) -> Any:
+    """Nested lists for JSON, which has no NaN."""
+    numbers = values.numpy().astype(object)
+    numbers[values.isnan().numpy()] = None
+    return numbers.tolist()
 
 
 class Ranked(NamedTuple):

@@ -13,7 +13,8 @@ from diffusion_lens.denoising.predictions import Predictions
 from diffusion_lens.denoising.trajectory import RunPredictions, Trajectory
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.records.results import network_of, shown_model
-from diffusion_lens.settings import Whole, kind_of, pick_indices
+from diffusion_lens.settings import Whole, pick_indices
+from diffusion_lens.settings.arguments import kind_of
 
 Run = Trajectory | RunPredictions | Predictions
 Runs = Run | Iterable[Run]
