@@ -111,19 +111,18 @@ class _Fields:
 
     def table(self, field: str, value: Any, shape: tuple[int | None, ...], whole: bool) -> Any:
         """Numbers as an array of this shape, with `None` for any size; `null` is NaN where they need not be whole."""
-        said = " by ".join("any number" if size is None else str(size) for size in shape)
-        kind = "whole numbers" if whole else "numbers"
         try:
             array = np.asarray(value, None if whole else np.float64)
         except (ValueError, TypeError):
-            self.fail(field, f"must be {kind}, {said}, in nested lists of one length")
-        if array.size == 0 and not all(shape):  # an empty list has no type, and no second axis
+            array = np.empty(0, object)
+        if array.size == 0 and (0 in shape or shape == (None,)):  # an empty list has no type, and no second axis
             array = np.zeros([size or 0 for size in shape], np.int64 if whole else np.float64)
-        if whole and array.dtype.kind not in "iu":
-            self.fail(field, f"must be whole numbers, {said}")
-        fits = len(shape) == array.ndim and all(size in (None, n) for n, size in zip(array.shape, shape, strict=True))
-        if not fits:
-            self.fail(field, f"is of shape {list(array.shape)}, and must be {kind}, {said}")
+        of_shape = len(shape) == array.ndim and all(a in (None, b) for a, b in zip(shape, array.shape, strict=True))
+        if not of_shape or array.dtype.kind not in ("iu" if whole else "f"):
+            first, second = (["", ""] + ["" if size is None else f"{size} " for size in shape])[-2:]
+            kind = "whole number" if whole else "number"
+            words = (f"a {kind}", f"a list of {second}{kind}s", f"{first}lists of {second}{kind}s, as many in each")
+            self.fail(field, f"must be {words[len(shape)]}")
         return array
 
     def known(self, field: str, given: Iterable[str], names: Sequence[str]) -> None:

@@ -49,8 +49,8 @@ def test_the_smallest_run_of_the_format(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"written": None}, "line 2: written is of shape"),
-        ({"written": [[1, 2]]}, "line 2: written is of shape"),
+        ({"written": None}, "line 2: written must be a list of whole numbers"),
+        ({"written": [[1, 2]]}, "line 2: written must be a list of whole numbers"),
         ({"steps": []}, "line 2: steps must be a list with an entry for each step"),
         ({"steps": [{"pos": [1]}]}, r"line 2: steps\[0\]\.tokens is missing"),
         (
@@ -58,10 +58,13 @@ def test_the_smallest_run_of_the_format(tmp_path):
             r"steps\[0\]\.pos must be different positions from 0 to 2",
         ),
         ({"steps": [{"pos": [3], "tokens": [[2]]}]}, r"steps\[0\]\.pos must be different positions from 0 to 2"),
-        ({"steps": [{"pos": [1], "tokens": [2]}]}, r"steps\[0\]\.tokens is of shape \[1\]"),
-        ({"steps": [{"pos": [1], "tokens": [[2.5]]}]}, r"steps\[0\]\.tokens must be whole numbers"),
-        ({"steps": [{"pos": [1, 2], "tokens": [[2], [2, 3]]}]}, r"steps\[0\]\.tokens must be whole numbers"),
-        ({"steps": [{"pos": [1], "tokens": []}]}, r"steps\[0\]\.tokens is of shape \[0\]"),
+        ({"steps": [{"pos": [1], "tokens": [2]}]}, r"steps\[0\]\.tokens must be 1 lists of whole numbers"),
+        ({"steps": [{"pos": [1], "tokens": [[2.5]]}]}, r"steps\[0\]\.tokens must be 1 lists of whole numbers"),
+        (
+            {"steps": [{"pos": [1, 2], "tokens": [[2], [2, 3]]}]},
+            r"tokens must be 2 lists of whole numbers, as many in each",
+        ),
+        ({"steps": [{"pos": [1], "tokens": []}]}, r"steps\[0\]\.tokens must be 1 lists of whole"),
         ({"steps": [{"pos": [1], "tokens": [[2]], "probabilities": [[2.0]]}]}, "probabilities must be from 0 to 1"),
         (
             {"steps": [{"pos": [1], "tokens": [[2, 3]], "probabilities": [[0.2, 0.4]]}]},
@@ -69,7 +72,7 @@ def test_the_smallest_run_of_the_format(tmp_path):
         ),
         ({"steps": [{"pos": [1], "tokens": [[2]], "probs": [[1]]}]}, r"steps\[0\]\.probs is no field of the format"),
         ({"reveal": [1]}, "line 2: reveal is no field of the format"),
-        ({"revealed_at": [1]}, r"line 2: revealed_at is of shape \[1\]"),
+        ({"revealed_at": [1]}, "line 2: revealed_at must be a list of 3 whole numbers"),
         ({"words": {"the": 1}}, "line 2: words must map ids to texts"),
         ({"steps": [{"pos": [1], "tokens": [[2]]}]}, "tokens: the number of tokens at a position differs"),
     ],
@@ -115,9 +118,15 @@ def test_a_file_of_prophet():
             assert read.revealed_at[0, pos] == step
     assert read.revealed_at[0, constrained] == -1
     assert read.probabilities[read.masked].isnan().all()
-    # Their analysis asks from which step on the answer stands.
+    # From which step on is each position of the answer the predicted one, until it is written?
     answer = range(data["ans_posidx"], data["ans_posidx"] + len(data["pred_token_id"]))
-    assert commitment(read, answer=answer).answer_committed_at.tolist() == [14]
+    wrong = [
+        step
+        for step in range(len(x0))
+        for pos, token in zip(answer, data["pred_token_id"], strict=True)
+        if read.masked[step, 0, pos] and x0[step, pos] != token
+    ]
+    assert commitment(read, answer=answer).answer_committed_at.tolist() == [max(wrong) + 1]
     with pytest.raises(ValueError, match="x0_history must have a tensor"):
         Predictions.read({**data, "x0_history": [3]})
     with pytest.raises(ValueError, match=r"true_indices_history must have a tensor \[index, 2\] for each of the 16"):
@@ -152,9 +161,9 @@ def test_step_maps_of_sglang():
     with pytest.raises(ValueError, match="pass block_length="):
         Predictions.read(response)
     for change, message in [
-        ({"step_maps": [1]}, r"meta_info: step_maps is of shape \[1\]"),
+        ({"step_maps": [1]}, "meta_info: step_maps must be a list of 7 whole numbers"),
         ({"step_maps": [0] * 7}, "step_maps must have a step, from 1"),
-        ({"prompt_tokens": None}, "prompt_tokens"),
+        ({"prompt_tokens": None}, "prompt_tokens must be a whole number"),
     ]:
         with pytest.raises(ValueError, match=message):
             Predictions.read({**response, "meta_info": {**response["meta_info"], **change}}, block_length=4)
