@@ -189,7 +189,7 @@ def calibration(
     )
 
 
-def auroc(scores: Float[Tensor, "example"], is_right: Bool[Tensor, "example"]) -> Float[Tensor, ""]:
+def auroc(scores: Float[Tensor, "entry"], is_right: Bool[Tensor, "entry"]) -> Float[Tensor, ""]:
     """The probability that a right example has a larger score than a wrong one, ties counted half.
 
     Examples without a score (NaN) are left out. It is NaN if all of the others are right, or none.
@@ -241,9 +241,7 @@ def _measured(predictions: Predictions, chosen: Bool[Tensor, "batch pos"]) -> Fl
     return measures.masked_fill(~where, torch.nan)
 
 
-def _on(
-    steps: list[int], own: list[int], values: Float[Tensor, "measure some example"]
-) -> Float[Tensor, "measure step example"]:
+def _on(steps: list[int], own: list[int], values: Tensor) -> Float[Tensor, "measure step entry"]:
     """The measures on the steps of all runs, NaN at steps that a run does not have."""
     whole = values.new_full((len(values), len(steps), values.shape[2]), torch.nan)
     whole[:, [steps.index(step) for step in own]] = values
@@ -251,8 +249,8 @@ def _on(
 
 
 def _courses(
-    values: Float[Tensor, "measure step example"], steps: Int[Tensor, "step"]
-) -> Float[Tensor, "measure course example"]:
+    values: Float[Tensor, "measure step entry"], steps: Int[Tensor, "step"]
+) -> Float[Tensor, "measure reading entry"]:
     """The course of each example over its steps, in the order of `COURSES`; the slope of a single step is NaN."""
     known = ~values.isnan()
     place = torch.arange(values.shape[1])[:, None]
@@ -267,7 +265,7 @@ def _courses(
 
 
 def _bins(
-    confidence: Float[Tensor, "example"], is_right: Bool[Tensor, "example"], n_bins: int
+    confidence: Float[Tensor, "entry"], is_right: Bool[Tensor, "entry"], n_bins: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Number of examples in each bin of equal width, their mean confidence and the share that is right."""
     known = ~confidence.isnan()

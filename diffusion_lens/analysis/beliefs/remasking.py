@@ -42,10 +42,10 @@ class RemaskEffect(PicturedResult, Saved):
     Columns of the data frame: masked, read, masked_token, read_token, kl, change, a row for each pair of positions.
 
     Attributes:
-        own: Float[masked], log p of the token at the position that is masked.
-        kl: Float[masked read] in nats, of the prediction before from that after; NaN at the masked position itself.
-        change: Float[masked read] in nats, of log p of the token at the position that is read, or if it is masked, of
-            the one that the run writes there; NaN at the masked position itself, and if the run never writes one.
+        own: Float[selected], log p of the token at the position that is masked.
+        kl: Float[selected target] in nats, of the prediction before from that after; NaN at the masked position itself.
+        change: Float[selected target] in nats, of log p of the token at the position that is read, or if that is
+            masked, of the one that the run writes there; NaN at the masked position itself, and if there is no token.
         masked: Positions that are masked again.
         read: Positions that are read: all that were not given.
         str_tokens: Text of these tokens at each position of the canvas.
@@ -54,23 +54,23 @@ class RemaskEffect(PicturedResult, Saved):
 
     KIND: ClassVar[str] = "effect of masking again"
 
-    own: Float[Tensor, "masked"]
-    kl: Float[Tensor, "masked read"]
-    change: Float[Tensor, "masked read"]
+    own: Float[Tensor, "selected"]
+    kl: Float[Tensor, "selected target"]
+    change: Float[Tensor, "selected target"]
     masked: list[int]
     read: list[int]
     str_tokens: list[str]
     record: dict[str, Any]
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("masked", self.masked), ("read", self.read))
+        return (("selected", self.masked), ("target", self.read))
 
     def _check(self) -> None:
         if outside := [each for each in (*self.masked, *self.read) if not 0 <= each < len(self.str_tokens)]:
             raise ValueError(f"position {outside[0]} is outside the {len(self.str_tokens)} tokens")
 
     @property
-    def collateral(self) -> Float[Tensor, "masked"]:
+    def collateral(self) -> Float[Tensor, "selected"]:
         """Sum of the KL over all other positions, in nats."""
         return self.kl.nansum(dim=1)
 
