@@ -30,7 +30,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model, texts_of
-from diffusion_lens.settings import Whole, at_least, one_of, pick_indices
+from diffusion_lens.settings import Whole, at_least, checked_arguments, one_of, pick_indices
 
 NOTHING = -1
 MAX_BYTES = 2**31
@@ -172,6 +172,7 @@ class Predictions(PicturedResult, Saved):
         return len(self.written)
 
     @classmethod
+    @checked_arguments
     def read(
         cls,
         source: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]],
@@ -203,6 +204,7 @@ class Predictions(PicturedResult, Saved):
 
         Raises:
             ValueError: A line or a field that does not fit, which the message names; an id that the model lacks.
+            FileNotFoundError: There is no such file.
         """
         rows = read_rows(source, block_length)
         fields = joined(rows)

@@ -137,6 +137,8 @@ def _entries(source: Any) -> Iterable[tuple[str, Any]]:
         yield "the run", source
     elif not isinstance(source, str | Path):
         yield from ((f"run {i}", each) for i, each in enumerate(source))
+    elif not Path(source).is_file():
+        raise FileNotFoundError(f"source={str(source)!r}: there is no such file")
     elif Path(source).suffix == ".pt":
         yield str(source), torch.load(source, map_location="cpu", weights_only=True)
     else:

@@ -10,9 +10,9 @@ ECE     The expected calibration error of the confidence, the probability of the
         mean confidence| over bins b of equal width (Guo et al. 2017, arXiv 1706.04599). The reliability diagram shows
         the two by bin.
 
-What is right is the text that was finally written, at all steps. Entropies of earlier steps are better predictors of
-hallucination than those of the last (Chang et al. 2025, TraceDet, arXiv 2510.01274; Qian et al. 2026, DynHD, arXiv
-2603.16459), and so are other signals of the trajectory (Vazhentsev et al. 2026, arXiv 2605.14570).
+What is right is the text that was finally written, at all steps. TraceDet (Chang et al. 2025, arXiv 2510.01274) and
+DynHD (Qian et al. 2026, arXiv 2603.16459) detect hallucinations by the course of such numbers rather than by the last
+step, and Vazhentsev et al. 2026 (arXiv 2605.14570) compare signals of the trajectory by how well they predict errors.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,6 +32,7 @@ from diffusion_lens.settings.arguments import kind_of
 
 MEASURES = ("confidence", "entropy", "margin")
 COURSES = ("first", "last", "mean", "slope", "variance")
+MOST_BINS = 1000
 _PROBABILITIES = ("first", "last", "mean")  # courses of the confidence that are probabilities
 Labels = Bool[Tensor, "batch *pos"] | Callable[[Predictions], Tensor]
 
@@ -134,6 +135,8 @@ def calibration(
             is known of the probabilities; or the numbers exceed `max_bytes`.
     """
     n_bins, limit = at_least(1, "bins", bins), whole_number("max_bytes", max_bytes)
+    if n_bins > MOST_BINS:
+        raise ValueError(f"bins={n_bins}; give at most {MOST_BINS}, so that bins contain examples")
     if (right is None) == (reference is None):
         raise ValueError(
             "say what is right, once: right=, labels of rows or positions, or reference=, the right canvases"

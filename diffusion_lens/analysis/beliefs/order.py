@@ -27,7 +27,7 @@ from diffusion_lens.analysis.over_facts.intervals import mean_interval
 from diffusion_lens.denoising.predictions import NOTHING, Predictions
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shaped, shown_model, texts_of
-from diffusion_lens.settings import Real, Whole, at_least, check_seed, checked_arguments
+from diffusion_lens.settings import Real, Whole, at_least, check_seed, checked_arguments, positive
 
 Tagger = Callable[[str], str | None] | Sequence[Sequence[str | None]]
 Frequencies = Mapping[int, Real] | Tensor
@@ -151,6 +151,9 @@ def reveal_order(
         ValueError: A label at a position that was given, an empty class or none at all, or lists of wrong lengths.
     """
     n_orders, seed = at_least(1, "permutations", permutations), check_seed("seed", seed)
+    share = positive("level", level)
+    if share >= 1:
+        raise ValueError(f"level={share}; it must be between 0 and 1, e.g. 0.95")
     read, parts = Read(runs), list[dict[str, Tensor]]()
     names: dict[str, int] = {}
     for predictions in read:
@@ -182,7 +185,7 @@ def reveal_order(
             (of_rows, ("mean", "low", "high"), (0.0, 1.0)),
             (later, ("later_than_in_text", "later_low", "later_high"), (-1.0, 1.0)),
         ):
-            ends = mean_interval(values, own, float(level), seed, within)
+            ends = mean_interval(values, own, share, seed, within)
             intervals[mean].append(values.mean())
             intervals[low].append(ends[0])
             intervals[high].append(ends[1])
@@ -195,7 +198,7 @@ def reveal_order(
         p_random=_p_random(rank, class_of, of_classes["mean"], n_orders, seed),
         classes=list(names),
         words=read.words,
-        record=read.record(level=float(level), seed=seed, permutations=n_orders),
+        record=read.record(level=share, seed=seed, permutations=n_orders),
     )
 
 
