@@ -160,6 +160,9 @@ def calibration(
                 "instead of positions, read fewer positions (answer=), or raise max_bytes"
             )
         kept.append((predictions.steps, values, labels))
+    if isinstance(answer, Tensor) and answer.dtype == torch.bool:
+        read.require_rows("answer", answer)
+    read.require_rows("reference" if right is None else "right", reference if right is None else right)
     if len(kinds) > 1:
         raise ValueError("right: some labels are of rows, others of positions; label all runs in one way")
     steps = sorted({step for own, _, _ in kept for step in own})

@@ -200,6 +200,8 @@ def commitment(runs: Runs, *, answer: Answer | None = None) -> Commitment:
         answers = answer_of(answer, predictions, read.n_rows)
         parts.append(_by_position(predictions))
         by_step.append((predictions.steps, _by_step(predictions, answers)))
+    if isinstance(answer, Tensor) and answer.dtype == torch.bool:
+        read.require_rows("answer", answer)
     fills: dict[str, Any] = {"predicted": False, "flips": 0, "stability": torch.nan}
     tables = {name: stacked([part[name] for part in parts], fills.get(name, NOTHING)) for name in parts[0]}
     steps = sorted({step for own, _ in by_step for step in own})

@@ -25,14 +25,14 @@ class Read:
     """The predictions of runs, and what a result says about these.
 
     Attributes:
-        n_rows: Number of rows of the runs so far.
+        n_rows, n_pos: Number of rows of the runs so far, and of positions of the longest.
         words: Text of every id in the runs so far.
         networks: What the records say about the network, which all runs share.
     """
 
     def __init__(self, runs: Runs) -> None:
         self._runs: Iterable[Any] = [runs] if isinstance(runs, Trajectory | RunPredictions | Predictions) else runs
-        self.n_runs = self.n_rows = 0
+        self.n_runs = self.n_rows = self.n_pos = 0
         self.words: dict[int, str] = {}
         self._network: dict[str, Any] = {}
 
@@ -56,9 +56,20 @@ class Read:
             yield predictions
             self.n_runs += 1
             self.n_rows += len(predictions)
+            self.n_pos = max(self.n_pos, predictions.written.shape[1])
             self.words |= predictions.words
         if not self.n_runs:
             raise ValueError("there is no run; give a trajectory with predictions, model.denoise(..., predictions=5)")
+
+    def require_rows(self, name: str, given: Any) -> None:
+        """Raise a `ValueError` if a tensor that was given has other rows or positions than the runs."""
+        if not isinstance(given, Tensor) or given.dim() not in (1, 2):
+            return
+        fitting = (self.n_rows, self.n_pos)[: given.dim()]
+        if tuple(given.shape) != fitting:
+            raise ValueError(
+                f"{name} is of shape {list(given.shape)}, but the runs need {list(fitting)}: a row for each row"
+            )
 
     def record(self, **settings: Any) -> dict[str, Any]:
         """The settings of a question, the number of runs, and the network that wrote them."""

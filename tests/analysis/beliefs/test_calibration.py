@@ -155,6 +155,11 @@ def test_what_cannot_be_asked_is_said(predictions, right):
         ({"right": torch.zeros(N_ROWS, N_POS, dtype=torch.bool)}, "all 240 examples are wrong"),
         ({"right": right[:3]}, r"right is of shape \[3, 6\], but the runs have 40 rows or more"),
         ({"reference": predictions.written[:, :2]}, r"reference is of shape \[40, 2\]"),
+        ({"right": right.repeat(2, 1)}, r"right is of shape \[80, 6\], but the runs need \[40, 6\]"),
+        (
+            {"right": right, "answer": torch.ones(40, 7, dtype=torch.bool)},
+            r"answer is of shape \[40, 7\], but the runs",
+        ),
         ({"right": lambda run: run.written}, "right is of torch.int64; it must be true or false"),
         ({"right": lambda run: 3}, "right is an int; it must be a tensor"),
         ({"right": right, "bins": 0}, "bins=0"),
