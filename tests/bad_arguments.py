@@ -110,6 +110,8 @@ METHODS = {
     "lens": "plot at_step first_layer",
     "average": "plot ate_interval aie_interval",
     "comparison": "interval chance table plot",
+    "predictions": "read to_jsonl plot",
+    "mind": "early_commit plot",
 }
 _FACT = toy_facts.load().facts("p2d", "p2d")[0]
 _REQUESTS = [EditRequest(_FACT, replace(_FACT, answer=" the"), (), ())]
@@ -151,6 +153,9 @@ QUICK: dict[str, dict[str, Any]] = {
         for name in ("bake", "counterfact", "known_1000", "parent_child", "poem_pairs", "read_facts")
     },
     "save": dict(path="saved.safetensors"),
+    "calibration": dict(right=lambda predictions: torch.arange(predictions.written.shape[1])[None] % 2 == 0),
+    "reveal_order": dict(permutations=10),
+    "read": dict(source={"written": [1, 2], "steps": [{"pos": [1], "tokens": [[2]]}]}),
     "monte_carlo_nll": dict(samples=2),
     "nll_by_order": dict(n_orders=2),
     "fit_translators": dict(iterations=2),
@@ -171,6 +176,7 @@ def build() -> dict[str, Any]:
     trajectory, cache = model.denoise_with_cache(
         fact.prompt, names_filter="ln_final.hook_normalized", max_new_tokens=2, steps=2
     )
+    predictions = trajectory.predictions(model, 2)
     tokens, metric = model.to_tokens(fact.prompt), analysis.answer_probability(model, query)
     noisy, p_mask = model.hide(tokens)
     rows = torch.randn(2, 24, 6)
@@ -181,6 +187,7 @@ def build() -> dict[str, Any]:
 
     return dict(
         **dict(model=model, fact=fact, facts=facts, query=query, queries=query, fact_or_query=fact, inputs=facts),
+        **dict(runs=predictions, predictions=predictions, mind=analysis.commitment(predictions)),
         **dict(
             trajectory=trajectory, cache=cache, metric=metric, clean=query, corrupted=corrupted, layer=1, layers=[1]
         ),

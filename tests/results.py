@@ -24,6 +24,7 @@ def every_result(folder: Path) -> Iterator[Any]:
     yield from _traces()
     yield from _circuits()
     yield from _by_step()
+    yield from _beliefs()
     yield from _edits()
     yield from _studies()
     yield from _measures()
@@ -201,6 +202,50 @@ def _by_step() -> Iterator[Any]:
     weights = {name: rand(8) for name in NAMES}
     yield LinearProbe(weights, rand(2), rand(2), rand(2), rand(2), rand(2), torch.nan, {**RECORD, **settings})
     yield Projection(rand(STEPS, 2, 1, POS), rand(STEPS, 1, POS) > 0.5, rand(8), {**RECORD, **settings})
+
+
+def _beliefs() -> Iterator[Any]:
+    from diffusion_lens.analysis import Calibration, Commitment, RemaskEffect, RevealOrder
+
+    written, step = (torch.arange(POS) % 5)[None], (torch.arange(POS) % STEPS)[None]
+    settled = torch.arange(STEPS)[:, None] > 1
+    yield Commitment(
+        committed_at=step // 2,
+        first_at=step // 2,
+        revealed_at=step,
+        flips=torch.zeros_like(step),
+        stability=rand(1, POS),
+        predicted=torch.ones(1, POS, dtype=torch.bool),
+        written=written,
+        settled=settled,
+        answer_settled=settled,
+        gap=rand(STEPS, 1),
+        remaining_entropy=rand(STEPS, 1),
+        n_steps=torch.tensor([STEPS]),
+        steps=list(range(STEPS)),
+        words=WORDS,
+        record=RECORD,
+    )
+    names = ("mean", "low", "high", "p_random", "later_than_in_text", "later_low", "later_high")
+    yield RevealOrder(
+        rank=rand(1, POS),
+        revealed_at=step,
+        written=written,
+        class_of=written % 2,
+        left_to_right=rand(1),
+        by_frequency=rand(1),
+        **{name: rand(2) for name in names},
+        classes=["<b>", "$x$"],
+        words=WORDS,
+        record=RECORD,
+    )
+    readings = ["0", "1", "first", "last", "mean", "slope", "variance"]
+    n, counts = torch.full((7,), 9), torch.full((7, 3), 3)
+    bins = {"bin_counts": counts, "bin_confidence": rand(7, 3), "bin_right": rand(7, 3)}
+    record = {**RECORD, "examples": "rows"}
+    yield Calibration(rand(3, 7), rand(7), n, n // 2, **bins, readings=readings, record=record)
+    positions = list(range(POS))
+    yield RemaskEffect(rand(3), rand(3, POS), rand(3, POS), positions[:3], positions, TEXTS, RECORD)
 
 
 def _edits() -> Iterator[Any]:

@@ -11,7 +11,8 @@ that is, without [MASK], as in the logit lens. Only entries that were predicted 
 those that occur, in two bytes where these are at most 65,536.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,12 +23,14 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer, UInt8
 from torch import Tensor
 
+from diffusion_lens.denoising.recorded_elsewhere import joined, read_rows
 from diffusion_lens.denoising.sampler import Prediction
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model, texts_of
-from diffusion_lens.settings import Whole, at_least, one_of, pick_indices
+from diffusion_lens.settings import Whole, at_least, checked_arguments, one_of, pick_indices
 
 NOTHING = -1
 MAX_BYTES = 2**31
@@ -47,8 +50,8 @@ class Predictions(PicturedResult, Saved):
     `tokens`, `probabilities`, `entropy` and `masked` are whole tables with named axes, made of the entries when they
     are first read. Tables of numbers are NaN, and those of tokens -1, where nothing is predicted.
 
-    Columns of the data frame: step, batch, pos, likeliest, probability, entropy, margin (of two or more tokens),
-    written, right; a row for each prediction.
+    Columns of the data frame: step, batch, pos, entropy, margin (of two or more tokens), written, and where the tokens
+    are known, likeliest, probability, right; a row for each prediction.
 
     Attributes:
         steps: Index of each step.
@@ -83,7 +86,7 @@ class Predictions(PicturedResult, Saved):
     def _check(self) -> None:
         if self.flags.shape[2] != -(-self.written.shape[1] // 8) or int(self.masked.sum()) != len(self.entry_entropy):
             raise ValueError(f"the flags are not those of {len(self.entry_entropy)} predictions on this canvas")
-        if len(self.entry_tokens) and int(self.entry_tokens.long().max()) >= len(self.ids):
+        if self.entry_tokens.numel() and int(self.entry_tokens.long().max()) >= len(self.ids):
             raise ValueError("an index of a token is outside ids")
         if unknown := {*self.ids.tolist(), *self.written.unique().tolist()} - self.words.keys():
             raise ValueError(f"words lacks the token {min(unknown)}")
@@ -134,7 +137,12 @@ class Predictions(PicturedResult, Saved):
 
     @property
     def likeliest(self) -> Int[Tensor, "step batch pos"]:
-        """x̂0, the likeliest token at each position."""
+        """x̂0, the likeliest token at each position; a `ValueError` if only the steps are known that wrote the text."""
+        if not self.top_k:
+            raise ValueError(
+                "the likeliest tokens are not known: what was read says only which step wrote each token, as step maps "
+                "do. Take predictions of a run, model.denoise(..., predictions=5)"
+            )
         return self.tokens[..., 0]
 
     @property
@@ -145,6 +153,16 @@ class Predictions(PicturedResult, Saved):
         return self.probabilities[..., 0] - self.probabilities[..., 1]
 
     @property
+    def remaining_entropy(self) -> Float[Tensor, "step batch"]:
+        """Sum of the entropies of all predictions of a step, in nats: what the canvas still leaves open, as far as the
+        network sees each position alone. It is 0 where nothing is predicted."""
+        n_steps, n_rows, _ = self.masked.shape
+        steps, rows, _ = self.masked.nonzero(as_tuple=True)
+        total = torch.zeros(n_steps * n_rows, dtype=torch.float64)
+        total.index_add_(0, steps * n_rows + rows, self.entry_entropy.double())
+        return total.reshape(n_steps, n_rows).float()
+
+    @property
     def top_k(self) -> int:
         """Number of tokens that are recorded at each position."""
         return self.entry_tokens.shape[1]
@@ -152,6 +170,87 @@ class Predictions(PicturedResult, Saved):
     def __len__(self) -> int:
         """Number of rows of the batch."""
         return len(self.written)
+
+    @classmethod
+    @checked_arguments
+    def read(
+        cls,
+        source: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        model: DiffusionTransformer | None = None,
+        block_length: Whole | None = None,
+    ) -> "Predictions":
+        """Predictions that another program recorded; what it did not record is NaN.
+
+        A file of JSON lines has one run on each line (here in two), which becomes one row:
+
+            {"written": [7, 2, 9],
+             "steps": [{"pos": [1, 2], "tokens": [[5, 2], [9, 4]]}, {"pos": [1], "tokens": [[2, 5]]}]}
+
+        `written` is the final canvas, and `steps` has an entry for each step with the positions that it predicted, and
+        at each the ids of the likeliest tokens, the likeliest first, as many at all positions of the file. A step may
+        also have "probabilities", as nested as the tokens, and "entropy", in nats, one for each position. A run may
+        also have "revealed_at", the step that wrote each position or -1, by default the last that predicted it;
+        "first_step", the index of the first step; "words", texts by id; and "model", a name. `to_jsonl` writes this.
+
+        Other sources are the .pt files of Prophet (`save_question_histories`) and responses of sglang with
+        `return_step_maps`, as JSON lines too. Of step maps, no predicted token is known.
+
+        Args:
+            source: A file, or what it contains.
+            model: The model that wrote the runs, for the texts of the tokens and the name in the record; by default
+                texts are the ids.
+            block_length: Of step maps, number of positions in a block.
+
+        Raises:
+            ValueError: A line or a field that does not fit, which the message names; an id that the model lacks.
+            FileNotFoundError: There is no such file.
+        """
+        rows = read_rows(source, block_length)
+        fields = joined(rows)
+        ids = sorted({*fields["written"].unique().tolist(), *fields["tokens"].unique().tolist()} - {NOTHING})
+        if model is not None and ids and ids[-1] >= model.cfg.d_vocab:
+            raise ValueError(
+                f"the runs contain the id {ids[-1]}, and {model.cfg.model_name!r} has ids below {model.cfg.d_vocab}: "
+                "give the model that wrote them"
+            )
+        texts = map(str, ids) if model is None else model.words(ids)
+        words = {
+            NOTHING: "",
+            **dict(zip(ids, texts, strict=True)),
+            **{k: v for row in rows for k, v in row.words.items()},
+        }
+        named = next((row.model for row in rows if row.model is not None), "unnamed")
+        record = {"model": named if model is None else model.cfg.model_name}
+        if isinstance(source, str | Path):
+            record["source"] = str(source)
+        return cls.of(**fields, words=words, record=record)
+
+    def to_jsonl(self, path: str | Path) -> Path:
+        """Write JSON lines, one for each row, in the format that `read` describes."""
+        tables = {"tokens": self.tokens, "probabilities": self.probabilities, "entropy": self.entropy}
+        words = {str(each): text for each, text in self.words.items()}
+        lines = []
+        for row in range(len(self)):
+            steps = [
+                {
+                    "pos": masked.nonzero()[:, 0].tolist(),
+                    **{name: _with_null(table[place, row][masked]) for name, table in tables.items()},
+                }
+                for place, masked in enumerate(self.masked[:, row])
+            ]
+            whole = {"written": self.written[row].tolist(), "revealed_at": self.revealed_at[row].tolist()}
+            run = {
+                "model": shown_model(self.record),
+                "first_step": self.steps[0],
+                **whole,
+                "steps": steps,
+                "words": words,
+            }
+            lines.append(json.dumps(run))
+        target = Path(path)
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return target
 
     def half(self) -> "Predictions":
         """The same with numbers in float16, for files of half the size: probabilities are then right to 5e-4 of each,
@@ -225,23 +324,32 @@ class Predictions(PicturedResult, Saved):
 
     def _table(self) -> Table:
         steps, rows, positions = self.masked.nonzero(as_tuple=True)
-        likeliest, written = self.likeliest[self.masked], self.written[rows, positions]
+        written = self.written[rows, positions]
         columns = {
             "step": torch.tensor(self.steps)[steps],
             "batch": rows,
             "pos": positions,
-            "likeliest": texts_of(likeliest, self.words),
-            "probability": self.entry_probabilities[:, 0],
             "entropy": self.entry_entropy,
             **({"margin": self.margin[self.masked]} if self.top_k > 1 else {}),
             "written": texts_of(written, self.words),
-            "right": likeliest == written,
         }
+        if self.top_k:
+            likeliest = self.likeliest[self.masked]
+            columns["likeliest"] = texts_of(likeliest, self.words)
+            columns["probability"] = self.entry_probabilities[:, 0]
+            columns["right"] = likeliest == written
         return Table(columns)
 
     def __repr__(self) -> str:
         shape = f"{len(self.steps)} steps, {len(self)} x {self.written.shape[1]} positions"
         return f"Predictions({shown_model(self.record)}, {shape}, top {self.top_k})"
+
+
+def _with_null(values: Tensor) -> Any:
+    """Nested lists for JSON, which has no NaN."""
+    numbers = values.numpy().astype(object)
+    numbers[values.isnan().numpy()] = None
+    return numbers.tolist()
 
 
 class Ranked(NamedTuple):

@@ -616,7 +616,7 @@ class RunPredictions:
     """`Trajectory.predictions`: what was recorded with the run or, by a call, what a forced replay predicts."""
 
     def __init__(self, trajectory: Trajectory) -> None:
-        self._trajectory = trajectory
+        self.trajectory = trajectory
 
     @checked_arguments
     def __call__(
@@ -641,20 +641,20 @@ class RunPredictions:
             ValueError: Another model, more tokens than it can write, or predictions that exceed `max_bytes`.
         """
         limit = whole_number("max_bytes", max_bytes)
-        return self._trajectory.replayed_predictions(model, whole_number("top_k", top_k), fwd_hooks, limit, progress)
+        return self.trajectory.replayed_predictions(model, whole_number("top_k", top_k), fwd_hooks, limit, progress)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._trajectory.recorded is None:
+        if self.trajectory.recorded is None:
             raise AttributeError(
                 f"predictions.{name}: this run recorded none. Call trajectory.predictions(model, top_k=5), which takes "
                 "its steps again, or denoise(..., predictions=5)"
             )
-        return getattr(self._trajectory.recorded, name)
+        return getattr(self.trajectory.recorded, name)
 
     def __repr__(self) -> str:
-        recorded = self._trajectory.recorded
+        recorded = self.trajectory.recorded
         return "predictions: none recorded" if recorded is None else repr(recorded)
 
 

@@ -48,6 +48,10 @@ d, d_other   widths of two sets of vectors that are compared
 rank         leading principal components, or products of a low-rank update
 component    singular values or principal components
 statistic    measures of similarity
+measure      measures of how sure a prediction is: confidence, entropy, margin
+reading      steps, and summaries of the course of a measure over them
+bin          bins of confidence
+class        classes of words
 resample     random pairings, subsets or samples of facts
 target       tokens whose rank and probability are read
 top          likeliest tokens, the likeliest first

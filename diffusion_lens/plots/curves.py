@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.plots.axes import RESTORED, one_axes, panels, spaced
@@ -200,6 +200,52 @@ def shares_by_number(
     ax.set_xticks(numbers)
     ax.set_ylim(-0.02, 1.02)
     return _labelled(ax, xlabel, ylabel, title or "", parse_math=False)
+
+
+def reliability(
+    confidence: Float[Tensor, "bin"],
+    right: Float[Tensor, "bin"],
+    counts: Int[Tensor, "bin"],
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """A reliability diagram: the share that is right by confidence, with a dotted line where the two are equal.
+
+    Args:
+        confidence: Mean confidence of each bin.
+        right: Share of each bin that is right.
+        counts: Number of examples in each bin, as the area of its dot.
+    """
+    ax = one_axes(ax, 3.8, 3.4)
+    ax.plot([0, 1], [0, 1], color="0.6", linestyle=":", linewidth=1)
+    ax.plot(confidence.tolist(), right.tolist(), linewidth=1)
+    ax.scatter(confidence.tolist(), right.tolist(), s=(12 + 120 * counts / counts.sum()).tolist())
+    ax.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+    return _labelled(ax, "confidence", "share that is right", title or "", legend=None, parse_math=False)
+
+
+def ranked_means(
+    means: Float[Tensor, "entry"],
+    intervals: Float[Tensor, "entry 2"],
+    labels: Sequence[str],
+    expected: float,
+    xlabel: str,
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """Means as dots with their intervals, one below the other, and a dotted line where they are expected.
+
+    Args:
+        intervals: Ends of the interval of each mean; NaN draws none.
+        labels: Name of each mean, the first at the top.
+    """
+    ax = one_axes(ax, width=5.2, height=1.0 + 0.26 * len(labels))
+    lengths = (intervals - means[:, None]).abs().nan_to_num(0.0).T.tolist()
+    ax.axvline(expected, color="0.6", linestyle=":", linewidth=1)
+    ax.errorbar(means.tolist(), range(len(labels)), xerr=lengths, fmt="o", markersize=4, capsize=2, elinewidth=1)
+    ax.set_yticks(range(len(labels)), labels, parse_math=False)
+    ax.set_ylim(len(labels) - 0.5, -0.5)
+    return _labelled(ax, xlabel, "", title or "", legend=None, parse_math=False)
 
 
 def paired_scatter(
