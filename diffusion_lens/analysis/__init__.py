@@ -23,7 +23,6 @@ from diffusion_lens.analysis.beliefs import (
     remask_effect,
     reveal_order,
 )
-from diffusion_lens.analysis.cache_drift import CacheDrift, cache_drift
 from diffusion_lens.analysis.causal_tracing import (
     AverageEffect,
     AverageSettings,
