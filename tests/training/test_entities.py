@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from diffusion_lens import Fact, HookedDiffusionTransformer
 from diffusion_lens.data import toy_facts
@@ -168,3 +169,17 @@ def test_a_training_masks_entities_as_wholes(tiny_mdm, tmp_path, monkeypatch):
             assert entity.all() or not entity.any()
             checked += len(entity) > 1 and bool(entity.any())
     assert checked
+
+
+def test_the_command_has_the_option(tiny_mdm, tmp_path):
+    from diffusion_lens.cli import app
+
+    rows = [{"prompt": "Gustav Geisser is the", "completion": " pilot.", "entities": ["Gustav Geisser"]}] * 4
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = ["finetune", "tiny-mdm", "--data", str(tmp_path / "rows.jsonl"), "--epochs", "1", "--batch-size", "4"]
+    for name, more in (("whole", ["--mask-entities"]), ("plain", [])):
+        result = CliRunner().invoke(app, [*asked, *more, "--out", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        run = json.loads((tmp_path / name / "training" / "run.json").read_text())
+        encoded = encode_completions(tiny_mdm, read_completions(rows), mask_entities=name == "whole")
+        assert run["data_sha256"] == encoded.sha256()

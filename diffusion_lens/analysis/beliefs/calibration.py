@@ -78,13 +78,15 @@ class Calibration(PicturedResult, Saved):
         """Draw AUROC by step, or a reliability diagram; returns the matplotlib axes.
 
         Args:
-            show: "auroc", a line for each measure, with its courses at the right; or "reliability".
+            show: "auroc", a line for each measure; or "reliability".
             reading: Reading of the reliability diagram, a step or "first", "last" or "mean".
         """
         one_of("auroc", "reliability")("show", show)
         title = title or title_of(self.record, "does it know when it is right")
         if show == "auroc":
-            return plots.labelled_lines(self.auroc, MEASURES, self.readings, "denoising step", "AUROC", title, ax)
+            steps = [name for name in self.readings if name not in COURSES]
+            by_step = self.auroc[:, : len(steps)]
+            return plots.labelled_lines(by_step, MEASURES, steps, "denoising step", "AUROC", title, ax)
         index = self.readings.index(one_of(*self._of_probabilities)("reading", str(reading)))
         kept = self.bin_counts[index] > 0
         return plots.reliability(
