@@ -68,8 +68,8 @@ class StateDrift(ByStep):
 
     KIND: ClassVar[str] = "state drift"
 
-    cosines: dict[str, Tensor]
-    distances: dict[str, Tensor]
+    cosines: dict[str, Float[Tensor, "transition layer batch pos"]]
+    distances: dict[str, Float[Tensor, "transition layer batch pos"]]
     canvases: ReadCanvases
     record: dict[str, Any]
 

@@ -57,7 +57,7 @@ class ReadCanvases:
 class ByStep(PicturedResult, Saved):
     """Base of results with an axis for steps, which those of a single pass lack, and one for layers."""
 
-    ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "layers": list[int]}
+    ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "layers": list[int], "n_steps": int | None}
 
     record: dict[str, Any]
 
