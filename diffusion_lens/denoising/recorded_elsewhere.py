@@ -1,15 +1,15 @@
 """Predictions that other programs recorded, as rows of which `Predictions.read` makes one batch.
 
-json lines      The plain format that `Predictions.read` describes.
-Prophet         The .pt files of `save_question_histories` in pixeli99/Prophet (commit 460afe41,
-                `analysis/collect_decoding_traj_gsm8k.py`), as in the data set YefanZhou98/DLM-Decoding-Analysis. For
-                each block, `x0_history` has the likeliest token at every position of the canvas, also where a token is
-                written already, and `true_indices_history` the positions that each step wrote. Probabilities are not
-                kept, nor the tokens of the prompt.
-step maps       Responses of sglang with `return_step_maps` (sgl-project/sglang, pull request 27943): beside the tokens
-                of the response, `meta_info.step_maps` has the step that wrote each, from 1, counted anew in every
-                block. Blocks begin at multiples of their length on the whole text, prompt included. What the network
-                predicted at other steps is not kept.
+JSON lines: the plain format that `Predictions.read` describes.
+
+Prophet: the .pt files of `save_question_histories` in pixeli99/Prophet (commit 460afe41,
+`analysis/collect_decoding_traj_gsm8k.py`), as in the data set YefanZhou98/DLM-Decoding-Analysis. For each block,
+`x0_history` has the likeliest token at every position of the canvas, also where a token is written already, and
+`true_indices_history` the positions that each step wrote. Probabilities are not kept, nor the tokens of the prompt.
+
+Step maps: responses of sglang with `return_step_maps` (sgl-project/sglang, pull request 27943). Beside the tokens of a
+response, `meta_info.step_maps` has the step that wrote each, from 1, counted anew in every block. Blocks begin at
+multiples of their length on the whole text, prompt included. What the network predicted at other steps is not kept.
 """
 
 import json

@@ -92,8 +92,11 @@ def test_other_bad_files(model, tmp_path):
     file.write_text("\n")
     with pytest.raises(ValueError, match="contains no run"):
         Predictions.read(file)
-    with pytest.raises(ValueError, match="run 0: a run is a mapping of its fields, and this is an int"):
-        Predictions.read([1])
+    file.write_text("3\n")
+    with pytest.raises(ValueError, match="line 1: a run is a mapping of its fields, and this is an int"):
+        Predictions.read(file)
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        Predictions.read(tmp_path / "missing.jsonl")
     with pytest.raises(ValueError, match="the runs contain the id 100000000, and 'site-mdm' has ids below"):
         Predictions.read({**RUN, "written": [7, 2, 10**8]}, model=model)
     with pytest.raises(ValueError, match="the runs are of different models"):

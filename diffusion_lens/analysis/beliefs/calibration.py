@@ -3,12 +3,14 @@
 Each measure is read at every step, and its course is summed up over the steps that predict a position: first, last and
 mean value, slope (least squares, per step) and variance. Two questions are asked of each reading.
 
-AUROC   The probability that the measure is larger for something right than for something wrong, ties counted half. This
-        is Mann and Whitney's U divided by the number of pairs. It is 1/2 for a measure that knows nothing, and below
-        where larger values speak against being right, as of entropy.
-ECE     The expected calibration error of the confidence, the probability of the likeliest token: Σ n_b/n |right share -
-        mean confidence| over bins b of equal width (Guo et al. 2017, arXiv 1706.04599). The reliability diagram shows
-        the two by bin.
+The AUROC is the probability that the measure is larger for something right than for something wrong, ties counted half:
+Mann and Whitney's U divided by the number of pairs. It is 1/2 for a measure that knows nothing, and below where larger
+values speak against being right, as those of entropy do.
+
+The ECE is the expected calibration error of the confidence, the probability of the likeliest token (Guo et al. 2017,
+arXiv 1706.04599), over bins b of equal width. The reliability diagram shows the two by bin.
+
+    ECE = Σ_b n_b / n · |share of bin b that is right - mean confidence of bin b|
 
 What is right is the text that was finally written, at all steps. TraceDet (Chang et al. 2025, arXiv 2510.01274) and
 DynHD (Qian et al. 2026, arXiv 2603.16459) detect hallucinations by the course of such numbers rather than by the last
