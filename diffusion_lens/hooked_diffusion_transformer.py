@@ -617,6 +617,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         attention_mask: Tensor | None = None,
         prepend_bos: bool | None = None,
         fwd_hooks: FwdHooks = (),
+        predictions: SupportsIndex | None = None,
         progress: bool = False,
     ) -> tuple[Trajectory, TrajectoryCache]:
         """`denoise`, and cache activations by step. Canvases are those of `denoise` (confidences to about 1e-6).
@@ -633,7 +634,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
             max_bytes: Largest estimated size of the cache in bytes; a larger one is refused before the loop starts.
             length, max_new_tokens: Arguments of `denoise`.
             settings: Settings of the loop.
-            attention_mask, prepend_bos, fwd_hooks, progress: Arguments of `denoise`.
+            attention_mask, prepend_bos, fwd_hooks, predictions, progress: Arguments of `denoise`.
 
         Raises:
             ValueError: The filter selects nothing, a step does not exist, or the cache exceeds `max_bytes` (the message
@@ -641,7 +642,9 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         """
         cache_filter = CacheFilter(names_filter, steps_filter, pos_slice, branch, device, dtype, max_bytes)
         canvas = lay_out(self, prompt, length, max_new_tokens, attention_mask, prepend_bos)
-        return denoise_with_cache(self, canvas, settings, cache_filter, fwd_hooks=fwd_hooks, progress=progress)
+        return denoise_with_cache(
+            self, canvas, settings, cache_filter, fwd_hooks=fwd_hooks, predictions=predictions, progress=progress
+        )
 
     @checked_arguments
     def generate(

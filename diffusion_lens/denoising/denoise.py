@@ -52,6 +52,7 @@ def denoise_with_cache(
     cache_filter: CacheFilter,
     *,
     fwd_hooks: FwdHooks = (),
+    predictions: Whole | None = None,
     progress: bool = False,
 ) -> tuple[Trajectory, TrajectoryCache]:
     """Run the loop and cache activations; `HookedDiffusionTransformer.denoise_with_cache` lists the errors."""
@@ -67,6 +68,8 @@ def denoise_with_cache(
         return model.hooks(fwd_hooks=request.hooks(cached)) if step in request.steps else nullcontext()
 
     with run_of(model, fwd_hooks, edits=False):
+        if predictions is not None:
+            run.record_predictions(predictions)
         record = run_loop(run, fwd_hooks=fwd_hooks, around=around, progress=progress)
         trajectory = Trajectory.of(run, {**run.describe(), **record})
         return trajectory, TrajectoryCache(cached, n_steps, model, trajectory.canvases)

@@ -39,7 +39,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.denoising.canvas import Canvas
-from diffusion_lens.denoising.predictions import MAX_BYTES, PredictionRecorder, Predictions
+from diffusion_lens.denoising.predictions import PredictionRecorder, Predictions
 from diffusion_lens.denoising.predictor import Repeating, predictor_for
 from diffusion_lens.denoising.sampler import (
     Plan,
@@ -208,10 +208,16 @@ class Run:
         of_rows = sigma if isinstance(sigma, tuple) else (sigma,) * len(self.seeds)
         self.kept = torch.tensor(of_rows, dtype=torch.float64)
 
-    def record_predictions(self, top_k: Whole, first_step: int = 0, max_bytes: int = MAX_BYTES) -> None:
-        """Keep what the steps predict, from the first one on."""
-        steps, masked = range(first_step, len(self.times) - 1), self.canvas.masked(self.tokens)
-        self.recorder = PredictionRecorder(self.model.cfg, top_k, masked, steps, max_bytes)
+    def record_predictions(self, top_k: Whole, first_step: int = 0, **limits: Any) -> None:
+        """Keep what the steps predict, from the first one on; `limits` are those of `PredictionRecorder`."""
+        cfg, canvas, steps = self.model.cfg, self.canvas, range(first_step, len(self.times) - 1)
+        inside = torch.ones_like(canvas.given) if canvas.real is None else canvas.real
+        n_open = (inside & ~canvas.given).sum(dim=1)  # of each row
+        if canvas.reach is not None and not cfg.is_autoregressive:
+            n_open = n_open.clamp(max=canvas.reach.size)
+        n_entries = int(n_open.sum()) * (1 if cfg.is_autoregressive else len(steps))
+        shape = (self.tokens.shape[0], self.tokens.shape[1])
+        self.recorder = PredictionRecorder(cfg, top_k, steps, n_entries, shape, **limits)
         if not (self.sampler.hands_on or self.sampler.approximate_cache):
             self.predictor = Repeating(self.model, self.predictor)  # many steps leave the canvas as it is
 
@@ -219,7 +225,7 @@ class Run:
         """What the steps predicted, if this was recorded, with the words of the canvases and those of other tokens."""
         if self.recorder is None:
             return None
-        ids = [token for token in self.recorder.entries.tokens.unique().tolist() if token not in words]
+        ids = [token for token in self.recorder.ids.tolist() if token not in words]
         return self.recorder.result(
             written=self.tokens.cpu(),
             revealed_at=self.revealed_at.cpu(),

@@ -5,15 +5,15 @@ the network believed and did not say: with them a run shows when it made up its 
 recorded during the run, `model.denoise(..., predictions=k)`, or by a forced replay of a run without them,
 `trajectory.predictions(model, top_k=k)`, with the same numbers.
 
-The distribution is that of the network after guidance and after hooks at `denoise.hook_logits`, at temperature 1.
-Probabilities and entropy are those of all logits, and the likeliest tokens are among those that the model can write,
-that is, without [MASK], as in the logit lens. Only entries that were predicted are kept, and a token as an index among
-those that occur, in two bytes where these are at most 65,536.
+The distribution is p(x_0) of the network's head after guidance and after hooks at `denoise.hook_logits`, at
+temperature 1. The likeliest tokens are among those that the model can write, that is, without [MASK], as in the logit
+lens; of equally likely ones the lowest id comes first, as where the loop chooses. Only entries that were predicted are
+kept, and a token as an index among those that occur, in two bytes where these are at most 65,536.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -102,12 +102,10 @@ class Predictions(PicturedResult, Saved):
     ) -> "Predictions":
         """Predictions from the entries where `masked` is true, in reading order, and the other fields."""
         ids, indices = tokens.unique(return_inverse=True)
-        small = torch.uint16 if len(ids) <= 2**16 else torch.int32
-        flags = torch.from_numpy(np.packbits(masked.numpy(), axis=2))
         return cls(
-            flags=flags,
+            flags=_flags(masked),
             ids=ids.long(),
-            entry_tokens=indices.to(small),
+            entry_tokens=indices.to(_smallest(len(ids))),
             entry_probabilities=probabilities,
             entry_entropy=entropy,
             **others,
@@ -255,11 +253,8 @@ class Predictions(PicturedResult, Saved):
     def half(self) -> "Predictions":
         """The same with numbers in float16, for files of half the size: probabilities are then right to 5e-4 of each,
         and those below 6e-8 are 0."""
-        return replace(
-            self,
-            entry_probabilities=self.entry_probabilities.half(),
-            entry_entropy=self.entry_entropy.half(),
-        )
+        numbers = {"entry_probabilities": self.entry_probabilities.half(), "entry_entropy": self.entry_entropy.half()}
+        return Predictions(**{each.name: getattr(self, each.name) for each in fields(self)} | numbers)
 
     def part(self, rows: Sequence[int], first: int = 0) -> "Predictions":
         """Some rows of the batch, in this order, from an entry of `steps` on."""
@@ -367,38 +362,66 @@ def ranked(logits: Float[Tensor, "entry d_vocab_out"], top_k: int, cfg: Diffusio
     parts = []
     for some in logits.split(n_at_once):
         wide = some.to(torch.promote_types(some.dtype, torch.float32))
-        p = wide.softmax(dim=-1)
-        top = wide.masked_fill(~writable, float("-inf")).topk(top_k, dim=-1).indices
+        p, top = wide.softmax(dim=-1), likeliest_of(wide, top_k, writable)
         parts.append(Ranked(top, p.gather(-1, top), torch.special.entr(p).sum(dim=-1)))
     return Ranked(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def likeliest_of(
+    logits: Float[Tensor, "entry d_vocab_out"], top_k: int, writable: Bool[Tensor, "d_vocab_out"]
+) -> Int[Tensor, "entry top"]:
+    """The tokens with the largest logits among those that can be written, the largest first.
+
+    Of equal logits, which are common in bfloat16, the one with the lowest id comes first, as `argmax` has it, by which
+    the loop chooses; `topk` takes any of them.
+    """
+    lowest = torch.finfo(logits.dtype).min  # A token that a hook forbids comes after all others, but before [MASK].
+    left = logits.clamp(min=lowest).masked_fill_(~writable, -torch.inf)
+    chosen = []
+    for _ in range(top_k):
+        chosen.append(left.argmax(dim=-1, keepdim=True))
+        left.scatter_(-1, chosen[-1], -torch.inf)
+    return torch.cat(chosen, dim=-1)
 
 
 class PredictionRecorder:
     """Keeps the predictions of a run while it takes its steps.
 
     Args:
-        masked: Bool[batch pos], the open positions of the first canvas.
+        n_entries: The most predictions that the run makes.
+        shape: Number of rows and of positions.
+        name: Name of the argument `top_k` in errors.
 
     Raises:
         ValueError: The model cannot write so many tokens, or the predictions would exceed `max_bytes`.
     """
 
-    def __init__(self, cfg: DiffusionConfig, top_k: Whole, masked: PosMask, steps: range, max_bytes: int) -> None:
-        self.cfg, self.steps, self.top_k = cfg, steps, at_least(1, "predictions", top_k)
+    def __init__(
+        self,
+        cfg: DiffusionConfig,
+        top_k: Whole,
+        steps: range,
+        n_entries: int,
+        shape: tuple[int, int],
+        max_bytes: int = MAX_BYTES,
+        name: str = "predictions",
+    ) -> None:
+        self.cfg, self.steps, self.top_k = cfg, steps, at_least(1, name, top_k)
         n_writable = int(cfg.writable(torch.arange(cfg.d_vocab_out)).sum())
         if self.top_k > n_writable:
-            raise ValueError(f"predictions={self.top_k}, but {cfg.model_name!r} can write {n_writable} tokens")
-        n_steps, n_open = len(steps), int(masked.sum())
-        # A text that grows predicts one token of a row in a step; elsewhere a step has at most all open positions.
-        n_entries = n_open if cfg.is_autoregressive else n_steps * n_open
-        if (needed := n_entries * (8 * self.top_k + 4) + n_steps * masked.numel()) > max_bytes:
+            raise ValueError(f"{name}={self.top_k}, but {cfg.model_name!r} can write {n_writable} tokens")
+        # Once as they are recorded, and once in the result.
+        needed = 2 * (n_entries * (8 * self.top_k + 4) + len(steps) * shape[0] * shape[1])
+        if needed > max_bytes:
             raise ValueError(
-                f"the {self.top_k} likeliest tokens at up to {n_open:,} positions in {n_steps} steps take {needed:,} "
-                f"bytes, and {max_bytes:,} are allowed: denoise fewer rows at once, and save the predictions of each "
-                "batch (`Predictions.stream` reads them one after the other), or record fewer tokens"
+                f"{name}={self.top_k} tokens at up to {n_entries:,} positions of {len(steps)} steps take {needed:,} "
+                f"bytes, and {max_bytes:,} are allowed: denoise fewer rows at once and save the predictions of each "
+                "batch, which `Predictions.stream` reads one after the other, record fewer tokens, or give "
+                "trajectory.predictions(model, max_bytes=...) more"
             )
-        self._masked = [torch.zeros(masked.shape, dtype=torch.bool)] * n_steps
+        self._masked = [torch.zeros(shape, dtype=torch.bool)] * len(steps)
         self._parts: list[Ranked] = []
+        self._occurs = torch.zeros(cfg.d_vocab_out, dtype=torch.bool)
 
     def add(self, state: StepState, positions: PosMask, prediction: Prediction) -> None:
         """Keep what a step predicts at these positions, except in rows that have finished."""
@@ -412,14 +435,35 @@ class PredictionRecorder:
             return
         top, p, entropy = (each.cpu() for each in ranked(logits, self.top_k, self.cfg))
         self._masked[state.index - self.steps.start] = positions.cpu()
+        self._occurs[top] = True
         self._parts.append(Ranked(top.int(), p.float(), entropy.float()))
 
     @property
-    def entries(self) -> Ranked:
-        """The predictions of all steps so far."""
-        none = Ranked(torch.empty(0, self.top_k, dtype=torch.int), torch.empty(0, self.top_k), torch.empty(0))
-        return Ranked(*map(torch.cat, zip(none, *self._parts, strict=True)))
+    def ids(self) -> Int[Tensor, "token"]:
+        """The tokens that occur so far."""
+        return self._occurs.nonzero()[:, 0]
 
     def result(self, **others: Any) -> Predictions:
         """The predictions with the other fields: the final canvas, the words of all tokens, and the record."""
-        return Predictions.of(*self.entries, torch.stack(self._masked), steps=list(self.steps), **others)
+        ids, k = self.ids, self.top_k
+        index = torch.zeros(len(self._occurs), dtype=torch.int32)
+        index[ids] = torch.arange(len(ids), dtype=torch.int32)
+        index = index.to(_smallest(len(ids)))
+        return Predictions(
+            flags=_flags(torch.stack(self._masked)),
+            ids=ids,
+            entry_tokens=torch.cat([index.new_empty(0, k), *(index[part.tokens.long()] for part in self._parts)]),
+            entry_probabilities=torch.cat([torch.empty(0, k), *(part.probabilities for part in self._parts)]),
+            entry_entropy=torch.cat([torch.empty(0), *(part.entropy for part in self._parts)]),
+            steps=list(self.steps),
+            **others,
+        )
+
+
+def _flags(masked: Bool[Tensor, "step batch pos"]) -> UInt8[Tensor, "step batch _"]:
+    return torch.from_numpy(np.packbits(masked.numpy(), axis=2))
+
+
+def _smallest(n: int) -> torch.dtype:
+    """The smallest type of indices of `n` tokens."""
+    return torch.uint16 if n <= 2**16 else torch.int32

@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, SupportsIndex
 
@@ -36,7 +37,7 @@ from diffusion_lens.records.results import (
     texts_of,
 )
 from diffusion_lens.records.schema import built, require_indices
-from diffusion_lens.settings import Whole, at_least, checked_arguments, one_of, whole_number
+from diffusion_lens.settings import at_least, checked_arguments, one_of, whole_number
 from weight_conversion import Architecture, NoiseSchedule, Variant
 
 _TENSORS = ("tokens", "canvases", "prompt", "revealed_at", "revealed_before", "confidence", "given", "real")
@@ -444,11 +445,11 @@ class Trajectory(Saved, Result):
         run.kept = rows.kept
         return run
 
-    @property
-    def predictions(self) -> "RunPredictions":
+    @cached_property
+    def predictions(self) -> "RunPredictions | NoPredictions":
         """What each step predicted: attributes are those of `Predictions`, as `denoise(..., predictions=k)` recorded
         it, and a call, `trajectory.predictions(model, top_k=k)`, takes a forced replay, with the same numbers."""
-        return RunPredictions(self)
+        return NoPredictions(self) if self.recorded is None else RunPredictions.of_run(self, self.recorded)
 
     def diff(self, other: "Trajectory") -> TrajectoryDiff:
         """The differences from another run of the same prompt.
@@ -480,7 +481,7 @@ class Trajectory(Saved, Result):
         trace: Any = None,
         attention: TrajectoryCache | None = None,
         logits: TrajectoryCache | None = None,
-        predictions: "Predictions | RunPredictions | None" = None,
+        predictions: Any = None,
         row: SupportsIndex = 0,
         max_bytes: SupportsIndex = 16 * 2**20,
     ) -> Any:
@@ -517,16 +518,6 @@ class Trajectory(Saved, Result):
         traces = () if trace is None else tuple(trace) if isinstance(trace, Sequence) else (trace,)
         page = page_of(self, lens, traces, attention, logits, predictions, whole_number("row", row))
         return page if path is None else write_page(page, path, whole_number("max_bytes", max_bytes))
-
-    def replayed_predictions(
-        self, model: DiffusionTransformer, top_k: Whole, fwd_hooks: FwdHooks, max_bytes: int, progress: bool
-    ) -> Predictions:
-        """What each step predicts in a forced replay."""
-        run = self.started(model, forced=True)
-        run.record_predictions(top_k, self.first_step, max_bytes)
-        recorded = self._finish(run, "forced", fwd_hooks, progress).recorded
-        assert recorded is not None
-        return replace(recorded, revealed_at=self.revealed_at.cpu())
 
     def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":
         """Take the steps of a replay, and record what it replays."""
@@ -612,11 +603,10 @@ class Trajectory(Saved, Result):
         return f"{type(self).__name__}({size})"
 
 
-class RunPredictions:
-    """`Trajectory.predictions`: what was recorded with the run or, by a call, what a forced replay predicts."""
+class _Replayed:
+    """A run whose predictions a call gives, by a forced replay."""
 
-    def __init__(self, trajectory: Trajectory) -> None:
-        self.trajectory = trajectory
+    trajectory: Trajectory
 
     @checked_arguments
     def __call__(
@@ -640,22 +630,42 @@ class RunPredictions:
         Raises:
             ValueError: Another model, more tokens than it can write, or predictions that exceed `max_bytes`.
         """
+        own = self.trajectory
+        run = own.started(model, forced=True)
         limit = whole_number("max_bytes", max_bytes)
-        return self.trajectory.replayed_predictions(model, whole_number("top_k", top_k), fwd_hooks, limit, progress)
+        run.record_predictions(whole_number("top_k", top_k), own.first_step, max_bytes=limit, name="top_k")
+        recorded = own._finish(run, "forced", fwd_hooks, progress).recorded
+        assert recorded is not None
+        return replace(recorded, revealed_at=own.revealed_at.cpu())
+
+
+class RunPredictions(_Replayed, Predictions):
+    """`Trajectory.predictions` of a run that recorded them; a call gives those of a forced replay."""
+
+    @classmethod
+    def of_run(cls, trajectory: Trajectory, recorded: Predictions) -> "RunPredictions":
+        """The predictions that a run recorded."""
+        own = cls(**{each.name: getattr(recorded, each.name) for each in fields(recorded)})
+        vars(own)["trajectory"] = trajectory
+        return own
+
+
+class NoPredictions(_Replayed):
+    """`Trajectory.predictions` of a run that recorded none; a call gives those of a forced replay."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.trajectory = trajectory
+
+    def __bool__(self) -> bool:
+        return False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
-        if self.trajectory.recorded is None:
-            raise AttributeError(
-                f"predictions.{name}: this run recorded none. Call trajectory.predictions(model, top_k=5), which takes "
-                "its steps again, or denoise(..., predictions=5)"
-            )
-        return getattr(self.trajectory.recorded, name)
-
-    def __repr__(self) -> str:
-        recorded = self.trajectory.recorded
-        return "predictions: none recorded" if recorded is None else repr(recorded)
+        raise AttributeError(
+            f"predictions.{name}: this run recorded none. Call trajectory.predictions(model, top_k=5), which takes its "
+            "steps again, or denoise(..., predictions=5)"
+        )
 
 
 def _plain(sigma: float | Sequence[float]) -> float | tuple[float, ...]:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from recorded_runs import record, same
+from recorded_runs import PROMPT, record, same
 
 import diffusion_lens
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import logit_lens
-from diffusion_lens.denoising.predictions import Predictions
+from diffusion_lens.denoising.predictions import PredictionRecorder, Predictions, likeliest_of
 from diffusion_lens.denoising.samplers import ReMDM, threshold
 
 TOP, LENGTH = 4, 11
@@ -66,6 +66,46 @@ def test_they_are_the_likeliest_of_all_logits(every):
             torch.testing.assert_close(
                 run.predictions.entropy[place, row, pos], torch.distributions.Categorical(probs=p).entropy()
             )
+
+
+def test_the_likeliest_is_what_a_greedy_step_writes(several):
+    """In bfloat16, where logits tie, the loop takes the lowest of the likeliest ids, and so do these."""
+    model = several.model
+    coarse = lambda logits, hook: (logits * 2).round() / 2  # noqa: E731
+    options = dict(length=10, steps=10, fwd_hooks=[("denoise.hook_logits", coarse)])
+    run = model.denoise(PROMPT, **options, predictions=3)
+    other = model.denoise(PROMPT, **options, predictions=1)
+    assert (run.predictions.margin == 0).any()
+    assert torch.equal(run.predictions.likeliest, other.predictions.likeliest)
+    for row, pos in (run.revealed_at >= 0).nonzero().tolist():
+        assert run.predictions.likeliest[run.revealed_at[row, pos], row, pos] == run.tokens[row, pos]
+
+
+def test_a_forbidden_token_comes_after_all_others_and_before_none_that_cannot_be_written():
+    logits = torch.tensor([[0.0, -torch.inf, 2.0, 2.0, 9.0], [-torch.inf, -torch.inf, 1.0, -torch.inf, 9.0]])
+    writable = torch.tensor([True, True, True, True, False])
+    assert likeliest_of(logits, 4, writable).tolist() == [[2, 3, 0, 1], [2, 0, 1, 3]]
+
+
+@pytest.mark.parametrize("every", ["sdar", "bd3lm", "nemotron-block", "llada2", "llama", "uniform"], indirect=True)
+def test_the_plan_of_memory_is_a_bound(every, monkeypatch):
+    planned = []
+    make = PredictionRecorder.__init__
+
+    def plan(self, cfg, top_k, steps, n_entries, *others, **more):
+        planned.append(n_entries)
+        make(self, cfg, top_k, steps, n_entries, *others, **more)
+
+    monkeypatch.setattr(PredictionRecorder, "__init__", plan)
+    run = run_of(every)
+    assert len(run.predictions.entry_entropy) <= planned[0]
+
+
+def test_a_run_with_a_cache_records_them_too(several):
+    run, _ = several.model.denoise_with_cache(PROMPT, "blocks.1.hook_resid_post", length=10, steps=6, predictions=3)
+    plain = several.model.denoise(PROMPT, length=10, steps=6, predictions=3)
+    assert torch.equal(run.predictions.tokens, plain.predictions.tokens)
+    torch.testing.assert_close(run.predictions.entropy, plain.predictions.entropy, equal_nan=True)
 
 
 def test_every_open_position_of_every_step_is_predicted(every):
@@ -185,6 +225,11 @@ def test_what_cannot_be_recorded_is_said(trained, long_run, tmp_path):
     plain = trained.denoise("Plerrick Baupling is the", max_new_tokens=2)
     with pytest.raises(AttributeError, match=r"trajectory\.predictions\(model, top_k=5\)"):
         plain.predictions.tokens  # noqa: B018
+    assert not plain.predictions
+    assert isinstance(long_run.predictions, Predictions)
+    assert len(long_run.predictions) == 1
+    with pytest.raises(ValueError, match="top_k=0"):
+        plain.predictions(trained, 0)
     with pytest.raises(ValueError, match="the two likeliest tokens"):
         plain.predictions(trained, 1).margin  # noqa: B018
     with pytest.raises(ValueError, match=r"contains no \.safetensors file"):

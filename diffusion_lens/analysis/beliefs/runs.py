@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from diffusion_lens.denoising.predictions import Predictions
-from diffusion_lens.denoising.trajectory import RunPredictions, Trajectory
+from diffusion_lens.denoising.trajectory import NoPredictions, Trajectory
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.records.results import network_of, shown_model
 from diffusion_lens.settings import Whole, pick_indices
 from diffusion_lens.settings.arguments import kind_of
 
-Run = Trajectory | RunPredictions | Predictions
+Run = Trajectory | NoPredictions | Predictions
 Runs = Run | Iterable[Run]
 Answer = Iterable[Whole] | PosMask
 
@@ -31,7 +31,7 @@ class Read:
     """
 
     def __init__(self, runs: Runs) -> None:
-        self._runs: Iterable[Any] = [runs] if isinstance(runs, Trajectory | RunPredictions | Predictions) else runs
+        self._runs: Iterable[Any] = [runs] if isinstance(runs, Run) else runs
         self.n_runs = self.n_rows = self.n_pos = 0
         self.words: dict[int, str] = {}
         self._network: dict[str, Any] = {}
@@ -122,11 +122,9 @@ def stacked(parts: Sequence[Tensor], fill: float | int | bool) -> Tensor:
 
 
 def _predictions_of(run: Any, index: int) -> Predictions:
-    if isinstance(run, RunPredictions):
-        run = run.trajectory
     if isinstance(run, Trajectory):
-        run = run.recorded
-    if run is None:
+        run = run.predictions
+    if isinstance(run, NoPredictions):
         raise ValueError(
             f"run {index} recorded no predictions: give trajectory.predictions(model, top_k=5), which takes its steps "
             "again, or denoise with predictions=5"

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from diffusion_lens.denoising.predictions import likeliest_of
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.model.config import reached
@@ -194,10 +195,12 @@ class Ranking:
     Attributes:
         logits: Float[entry d_vocab_out], -inf at tokens that the model cannot write, such as [MASK].
         log_probabilities: Float[entry d_vocab_out], of all tokens, as the network predicts them.
+        writable: Bool[d_vocab_out], the tokens that the model can write.
     """
 
     logits: Float[Tensor, "entry d_vocab_out"]
     log_probabilities: Float[Tensor, "entry d_vocab_out"]
+    writable: Bool[Tensor, "d_vocab_out"]
 
     @classmethod
     def of(
@@ -210,7 +213,7 @@ class Ranking:
         logits = clean_logits(model, logits, present)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         writable = model.cfg.writable(torch.arange(logits.shape[-1], device=logits.device))
-        return cls(wide.masked_fill(~writable, float("-inf")), wide.log_softmax(dim=-1))
+        return cls(wide.masked_fill(~writable, float("-inf")), wide.log_softmax(dim=-1), writable)
 
     def rank(self, tokens: Int[Tensor, "entry target"]) -> Int[Tensor, "entry target"]:
         """Number of strictly likelier tokens, for each token; 0 is the likeliest, and tokens that tie have one rank."""
@@ -224,5 +227,5 @@ class Ranking:
         return self.log_probabilities.gather(-1, tokens).exp()
 
     def top(self, k: int) -> Int[Tensor, "entry top"]:
-        """The `k` likeliest tokens, the likeliest first."""
-        return self.logits.topk(k, dim=-1).indices
+        """The `k` likeliest tokens, the likeliest first, and of equally likely ones that with the lowest id."""
+        return likeliest_of(self.logits, k, self.writable)
