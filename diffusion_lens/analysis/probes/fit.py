@@ -118,11 +118,12 @@ def fit_numbers(
 ) -> tuple[LinearFits, float, Float[Tensor, "axis"], Float[Tensor, "axis"]]:
     """The regressions with their best penalty, that penalty, and R² on the held-out and on the fitted rows.
 
-    Column 0 is the label, column 1 the permuted one. Each has its own penalty; that of the label is returned.
+    Column 0 is the label, column 1 that of the control task, which may be the same in all rows. Each has its own
+    penalty; that of the label is returned.
     """
     train, validation, held_out = (moments[part] for part in PARTS)
     on_validation = torch.stack([validation.r2(fits) for fits in train.fit(penalties)])
-    if bool(on_validation.isnan().any()):
+    if bool(on_validation[:, 0].isnan().any()):
         raise ValueError(
             f"the penalty cannot be chosen: R² on the validation part is not defined, because its {validation.n} rows "
             "all have the same time or label. Give more texts with samples= of at least 2, more steps or runs, or a "
