@@ -91,19 +91,22 @@ def probe(
         labels: "time"; "token", the token that the text has, or the run ends with, at a position; or labels of your
             own, one for each unit, or [batch pos], one for each position of the text or the final canvas. Real numbers
             are regressed on; strings, whole numbers and `True` and `False` are classes, which needs the extra `probes`.
-            `None`, NaN and -1 mean that there is no label. Whether tokens are right is `run.tokens == truth`. A state
-            has the label of its position, and with `positions="predicting"` that of the position that it predicts.
+            `None`, NaN and the whole number -1 mean that there is no label. Whether the tokens of a run are right is
+            `(run.tokens == truth).int().masked_fill(run.given | ~run.real, -1)`, with truth [batch pos]. A state has
+            the label of its position, and with `positions="predicting"` that of the position that it predicts.
         names_filter: Hook points; by default the residual stream before the first block and after every block.
         positions: Positions whose states are read, as in `analysis.steering_vectors`.
-        steps: Steps of the trajectories, negative ones from the end; by default all.
+        steps: Steps of the trajectories, negative ones from the end, which are read together; by default all. The
+            course over the steps is one call for each.
         rows: "position", where each selected position is a row of the regression, or "canvas", where a row is the mean
             over the selected positions of a canvas.
         samples: Number of times that each text is masked; their times cover (0, 1) evenly.
         ridge: Penalties, split and seed.
         attention_mask: [batch pos], 1 at real tokens, 0 at the padding of tokens.
         max_bytes: Most memory for the sums, three d x d matrices in float64 for each hook point, or of classes for the
-            rows in float32, and for the regression or a forward pass beside them. The samples of a text are read in as
-            many passes as this requires, the rows of a trajectory together, as they were denoised.
+            rows in float32, and for the regression or a forward pass beside them. Beside sums the held-out rows are
+            kept if they fit, for `interval`. The samples of a text are read in as many passes as this requires, the
+            rows of a trajectory together, as they were denoised.
 
     Raises:
         KeyError: There is no such hook point.

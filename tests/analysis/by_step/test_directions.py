@@ -162,8 +162,11 @@ def test_a_strength_that_does_not_fit_is_refused(small):
     for strength, message in (
         (lambda step: torch.ones(7), r"the strength of step 0 has shape \[7\]; it must be a number, \[batch\]"),
         (lambda step: float("nan"), "the strength of step 0 is not finite"),
+        (lambda step: None, "the strength of step 0 is None; it must be a number, Float"),
+        (lambda step: "a", "the strength of step 0 is 'a'; it must be a number"),
+        (lambda step: [[1.0], [2.0, 3.0]], "the strength of step 0 is .* it must be a number"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             small.denoise("Ada is", max_new_tokens=2, steps=2, fwd_hooks=[(NAMES[1], add_direction(d, strength))])
     fading = add_direction(d, named("fades", lambda step: step.t))
     masked = small.to_tokens("Ada [MASK]")
