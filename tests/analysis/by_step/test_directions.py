@@ -7,7 +7,14 @@ import torch
 from torch.testing import assert_close
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-from diffusion_lens.analysis import Projection, difference_of_means, orthogonalize, projection, writes_to_stream
+from diffusion_lens.analysis import (
+    Projection,
+    difference_of_means,
+    orthogonalize,
+    probe_time,
+    projection,
+    writes_to_stream,
+)
 from diffusion_lens.interventions import ablate_direction, add_direction, named
 
 CLOSE = dict(rtol=1e-4, atol=1e-4)
@@ -124,6 +131,19 @@ def test_what_does_not_fit_is_refused(small):
         (lambda: orthogonalize(small, d * torch.inf), "the direction has length"),
     ):
         with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_a_module_is_no_filter_of_hook_points(small):
+    """It is callable, and yet no predicate of names."""
+    texts = ["Gustav is the", "Tilda was the", "Ada is the"]
+    for call in (
+        lambda: projection(small, texts, drawn(small), small),
+        lambda: probe_time(small, texts, small.blocks[0]),
+        lambda: small.run_with_cache("Ada is", names_filter=small.hook_dict[NAMES[0]]),
+    ):
+        with pytest.raises(TypeError, match=r"a \w+ is no filter of hook points; pass a name, a list of names, or one"):
             call()
 
 

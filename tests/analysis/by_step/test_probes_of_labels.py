@@ -394,7 +394,7 @@ def test_correctness_is_probed_step_by_step(small):
     assert torch.cat([found.score for found in course[2:]]).min() > 0.95
     for found in course[2:]:
         assert found.interval("selectivity")[0].item() > 0.1
-    with pytest.raises(ValueError, match="the label .* is of position 0 of row 0, which the prompt gives"):
+    with pytest.raises(ValueError, match=r"the label .* is of position 0 of row 0, which the prompt gives"):
         probe(small, run, run.tokens == truth, NAME)
 
 
@@ -428,6 +428,11 @@ def test_probes_of_classes_are_read_back_and_so_are_those_of_earlier_versions(sm
     assert loaded.predict("blocks.0.attn.hook_z", torch.randn(2, 5, 4, 8)).shape == (2, 5)
     now = probe_time(small, run, NAME)
     tensors, record = load_result(now.save(tmp_path / "new.safetensors"), "linear probe")
+    sums = ("n_tested", "residual", "residual_control", "squares", "squares_control")
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in sums}
+    del record["record"]["interval_bytes"]
+    record = {name: value for name, value in record.items() if name not in sums} | {"n_tested": None}
+    without = save_result(tmp_path / "without.safetensors", "linear probe", tensors, record)
     old = dict(score="r2", score_fitted="r2_fitted", score_control="r2_shuffled")
     tensors = {old.get(name, name): tensor for name, tensor in tensors.items()}
     record = {name: value for name, value in record.items() if name not in ("n_tested", "right", "right_control")}
@@ -435,8 +440,10 @@ def test_probes_of_classes_are_read_back_and_so_are_those_of_earlier_versions(sm
     for name in ("classes", "by_position", "steps"):
         del record["record"][name]
     path = save_result(tmp_path / "old.safetensors", "time probe", tensors, record)
-    for again in (diffusion_lens.load(path), LinearProbe.load(path)):
+    for again in (diffusion_lens.load(path), LinearProbe.load(path), LinearProbe.load(without)):
         assert torch.equal(again.score, now.score)
+        with pytest.raises(ValueError, match="written by an earlier version, without an interval: probe again"):
+            again.interval()
         assert again.score_position == now.score_position
         assert again.plot().get_title() == "Linear probe of the denoising time"
     with pytest.warns(DeprecationWarning, match="r2_shuffled of a probe will be removed; use score_control"):
