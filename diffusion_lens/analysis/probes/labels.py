@@ -18,6 +18,7 @@ from diffusion_lens.settings import one_of
 from diffusion_lens.settings.arguments import shown
 
 READY = ("time", "token")  # labels that need not be given
+_NEVER_GIVEN = ("masked", "predicting")  # positions that never select what a prompt gives, or the row that predicts it
 GivenLabels = str | Sequence[Any] | Tensor | np.ndarray
 
 
@@ -66,7 +67,7 @@ class Labels:
             ValueError: Labels for another number of units or positions, at positions that are never read, or of one
                 class.
         """
-        units = _units_of(given, positions == "masked", real)
+        units = _units_of(given, positions in _NEVER_GIVEN, real)
         tokens = [unit.tokens for unit in units]
         if isinstance(labels, str):
             if one_of(*READY)("labels", labels) == "time":
@@ -162,11 +163,11 @@ def _checked(index: int, unit: _Unit, own: list[Any], positions: str | list[int]
     for position, (value, readable) in enumerate(zip(own, unit.readable.tolist(), strict=False)):
         if not readable and not _is_missing(value):
             where = f"the label {shown(value)} is of position {position} of row {index}, which"
-            if positions != "masked":
+            if positions not in _NEVER_GIVEN:
                 raise ValueError(f"{where} is padding: give None there")
             raise ValueError(
-                f"{where} the prompt gives, or which is padding. It is never masked, so that positions='masked' would "
-                "never read it: give None there, or positions='all'"
+                f"{where} the prompt gives, or which is padding. It is never masked, so that positions={positions!r} "
+                "would never read it: give None there, or positions='all'"
             )
     return own[:n_pos]
 

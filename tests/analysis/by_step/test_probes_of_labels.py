@@ -473,6 +473,12 @@ def test_labels_that_do_not_fit_are_refused(small):
             {},
             "the label 'a' is of position 0 of row 0, which the prompt gives.* give None there, or positions='all'",
         ),
+        (
+            run,
+            run.tokens,
+            {"positions": "predicting"},
+            "of row 0, which the prompt gives.* positions='predicting' would never read it",
+        ),
         (run, "token", {"rows": "canvas"}, "the labels are those of positions"),
         (
             texts,
