@@ -1,6 +1,5 @@
 """Linear probes: the rows that are read for them, in forward passes over texts or runs."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.engine.batching import reserved, row_bytes
@@ -28,8 +27,6 @@ from diffusion_lens.analysis.probes.fit import (
     PARTS,
     REGRESSION_MATRICES,
     ClassFit,
-    LinearFits,
-    Moments,
     RidgeSettings,
     fit_classes,
     fit_numbers,
@@ -37,18 +34,17 @@ from diffusion_lens.analysis.probes.fit import (
 )
 from diffusion_lens.analysis.probes.labels import GivenLabels, Labels, permuted
 from diffusion_lens.analysis.probes.result import LinearProbe
+from diffusion_lens.analysis.probes.rows import ROW_BYTES, KeptRows, Rows, Sums, require_finite
 from diffusion_lens.analysis.steering_vectors import Positions, check_positions, nothing_selected, select
 from diffusion_lens.denoising.cache import activation_shape
 from diffusion_lens.hooks.names import NamesFilter, resid_post, resid_pre
 from diffusion_lens.model.loss import noised
-from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
 from diffusion_lens.settings import Whole, at_least, checked_arguments, one_of
 
 _TOKEN_BYTES = 16  # of each token of a pass that waits to be read: its id, flags, and the class of its row
-_ROW_BYTES = 48  # of a row beside its states: both labels, its unit, position and place
 
 
 @checked_arguments
@@ -115,7 +111,8 @@ def probe(
         ValueError: Texts for a model of next tokens, or with [MASK] in them, fewer than three units, labels for another
             number of units or positions, labels at given positions, which are never masked, or of positions for
             `rows="canvas"`, one class only, a part of the split without a row or without a row of some class,
-            validation rows of one number only, a budget that is too small, or texts inside `model.at_time`.
+            validation rows of one number only, states that are not finite, a budget that is too small, or texts inside
+            `model.at_time`.
     """
     one_of("position", "canvas")("rows", rows)
     chosen, settings = check_positions(positions), ridge or RidgeSettings()
@@ -168,8 +165,8 @@ def probe(
     # 4. Read the states, and fit.
     passes = passes if n_at_once >= n_samples else list(draw(n_at_once))
     targets = _targets(label, passes, parts, settings.seed)
-    kept = _KeptRows(widths, n_kept)
-    sums = None if label.classes else _Sums(names, model.cfg.n_ctx, kept)
+    kept = KeptRows(widths, n_kept)
+    sums = None if label.classes else Sums(names, model.cfg.n_ctx, kept)
     for one in passes:
         _read(one, list(rows_of(one, targets(one))), names, sums or kept)
     found = _fitted_rows(kept, label, settings, rows) if sums is None else _fitted_sums(sums, settings, rows)
@@ -273,39 +270,9 @@ def _targets(label: Labels, passes: list[_Pass], parts: Sequence[str], seed: int
     return of_pass
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """The rows of the regression on one canvas of a pass.
-
-    Attributes:
-        batch, pos: Row of the batch and position of each; of a canvas, the first position of its mean.
-        labels: Float[entry 2], the label and that of the control task.
-        parts: Int[entry], index of the part.
-        units: Int[entry], the text or run.
-        means: Bool[batch pos], the positions of the mean of each canvas; `None` where a row is a position.
-    """
-
-    batch: Int[Tensor, "entry"]
-    pos: Int[Tensor, "entry"]
-    labels: Float[Tensor, "entry 2"]
-    parts: Int[Tensor, "entry"]
-    units: Int[Tensor, "entry"]
-    means: PosMask | None
-
-    def states(self, activation: Tensor) -> Float[Tensor, "entry d"]:
-        """The states of the rows."""
-        flat = activation.flatten(2)
-        if self.means is None:
-            return flat[self.batch.to(flat.device), self.pos.to(flat.device)]
-        # Apple's GPUs have no float64.
-        wide = torch.float32 if flat.device.type == "mps" else torch.float64
-        means = self.means.to(flat.device)
-        return torch.stack([flat[row, means[row]].to(wide).mean(dim=0) for row in self.batch.tolist()])
-
-
 def _rows_of(
     one: _Pass, targets: Targets, chosen: str | list[int], rows: str, parts: Sequence[str], moves: bool
-) -> Iterator[_Rows]:
+) -> Iterator[Rows]:
     """The rows of each canvas of a pass.
 
     Args:
@@ -325,7 +292,7 @@ def _rows_of(
             batch = inside.any(dim=1).nonzero()[:, 0]
             pos = inside.int().argmax(dim=1)[batch]
         means = inside if rows == "canvas" else None
-        yield _Rows(batch, pos, labels[batch, pos], part_of[batch], units[batch], means)
+        yield Rows(batch, pos, labels[batch, pos], part_of[batch], units[batch], means)
 
 
 def _of_predicted(canvas: ForwardPass, labels: Float[Tensor, "batch pos 2"]) -> Float[Tensor, "batch pos 2"]:
@@ -345,9 +312,9 @@ def _of_predicted(canvas: ForwardPass, labels: Float[Tensor, "batch pos 2"]) -> 
 
 def _read(
     one: _Pass,
-    of_canvases: list[_Rows],
+    of_canvases: list[Rows],
     names: list[str],
-    read_rows: "_Sums | _KeptRows",
+    read_rows: Sums | KeptRows,
 ) -> None:
     """Run a pass, whose rows are added to the sums or the kept rows."""
     begun = [(each, read_rows.place(each)) for each in of_canvases if len(each.batch)]
@@ -358,121 +325,6 @@ def _read(
 
     if begun:
         one.shared.read.run([(name, read) for name in names])
-
-
-class _Sums:
-    """Sums by hook point and part, and those of the predictor that knows the position only; `kept` has held-out rows,
-    or none."""
-
-    def __init__(self, names: list[str], n_ctx: int, kept: "_KeptRows") -> None:
-        self.moments: dict[str, dict[str, Moments]] = {name: {} for name in names}
-        self.kept = kept
-        # By part: number of rows, sum of labels, and sum of their squares, at each position.
-        self._positions = torch.zeros(len(PARTS), 3, n_ctx, dtype=torch.float64)
-
-    def place(self, rows: _Rows) -> Int[Tensor, "entry"]:
-        """Count rows and labels; their places among the kept rows."""
-        y = rows.labels[:, 0].double()
-        for index, power in enumerate((torch.ones_like(y), y, y * y)):
-            self._positions[:, index].index_put_((rows.parts, rows.pos), power, accumulate=True)
-        return self.kept.place(rows)
-
-    def add(self, name: str, rows: _Rows, places: Int[Tensor, "entry"], x: Float[Tensor, "entry d"]) -> None:
-        """Add the rows of a hook point."""
-        x = x.cpu() if x.device.type == "mps" else x  # which has no float64
-        self.kept.add(name, rows, places, x)
-        for index in rows.parts.unique().tolist():
-            own = rows.parts == index
-            moments = Moments.of(_only(x, own), rows.labels[own].to(x.device))
-            before = self.moments[name].get(PARTS[index])
-            self.moments[name][PARTS[index]] = moments if before is None else before + moments
-
-    def position_r2(self) -> float:
-        """R² on the held-out part of the mean label of each position, or of all positions where it was never seen."""
-        n, total, _ = self._positions[0] + self._positions[1]
-        mean = torch.where(n > 0, total / n, total.sum() / n.sum())
-        count, y, yy = self._positions[2]
-        residual = (yy - 2 * mean * y + count * mean * mean).sum()
-        spread = yy.sum() - y.sum() ** 2 / count.sum()
-        return float(1 - residual / spread) if spread > 0 else float("nan")
-
-
-def _only(x: Float[Tensor, "entry d"], chosen: Tensor) -> Float[Tensor, "selected d"]:
-    """Some of the states, which are not copied if they are all."""
-    return x if bool(chosen.all()) else x[chosen.to(x.device)]
-
-
-class _KeptRows:
-    """The rows of every hook point, those of a part together; a part of size 0 keeps none."""
-
-    def __init__(self, widths: dict[str, torch.Size], n_rows: dict[str, int]) -> None:
-        n = sum(n_rows.values())
-        self.x = {name: torch.empty(n, width.numel()) for name, width in widths.items()}
-        self.labels, (self.units, self.pos) = torch.empty(n, 2).double(), torch.empty(2, n, dtype=torch.long)
-        self.widths, self.sizes = widths, tuple(n_rows.values())
-        self._next = [0, *accumulate(self.sizes)][:-1]
-
-    def place(self, rows: _Rows) -> Int[Tensor, "entry"]:
-        """The places of rows, which are taken from now on; -1 of those that are not kept."""
-        places = torch.full_like(rows.parts, -1)
-        for index in rows.parts.unique().tolist():
-            own = rows.parts == index
-            if self.sizes[index]:
-                places[own] = torch.arange(self._next[index], self._next[index] + int(own.sum()))
-                self._next[index] += int(own.sum())
-        chosen = places >= 0
-        for kept, read in ((self.labels, rows.labels.double()), (self.units, rows.units), (self.pos, rows.pos)):
-            kept[places[chosen]] = read[chosen]
-        return places
-
-    def add(self, name: str, rows: _Rows, places: Int[Tensor, "entry"], x: Float[Tensor, "entry d"]) -> None:
-        """Add the rows of a hook point."""
-        chosen = places >= 0
-        self.x[name][places[chosen]] = _only(x, chosen).float().cpu()
-
-    def normalised(self, name: str) -> tuple[Tensor, Tensor, float]:
-        """The states of a hook point, centred and scaled by one number in place, with their mean and this number."""
-        x, n_fitted = self.x.pop(name), self.sizes[0] + self.sizes[1]
-        mean = x[:n_fitted].mean(dim=0)
-        x -= mean
-        if not math.isfinite(float(torch.linalg.vector_norm(x))):  # which makes no copy
-            raise ValueError(f"the states at {name!r} contain inf or NaN, so nothing can be read from them")
-        scale = float(torch.linalg.vector_norm(x[:n_fitted])) / math.sqrt(n_fitted * x.shape[1]) or 1.0
-        return x.div_(scale), mean, scale
-
-    def squares(self, fits: dict[str, LinearFits]) -> dict[str, Tensor]:
-        """Sums of squares of each held-out unit: of its labels about the mean of all units, and of the errors of each
-        regression; both also of the control task."""
-        units, unit = self.units.unique(return_inverse=True)
-
-        def sums(values: Float[Tensor, "entry 2"]) -> Float[Tensor, "2 cluster"]:
-            return values.new_zeros(len(units), 2).index_add_(0, unit, values.square()).T
-
-        errors = []
-        for name, (w, b) in fits.items():
-            x = self.x.pop(name)
-            # No more rows at once in float64 than the matrices of the regression had.
-            errors.append(sums(self.labels - torch.cat([each.double() @ w for each in x.split(x.shape[1])]) - b))
-        total, residual = sums(self.labels - self.labels.mean(dim=0)), torch.stack(errors, dim=1)
-        return {
-            "n_tested": unit.bincount(minlength=len(units)),
-            "squares": total[0],
-            "squares_control": total[1],
-            "residual": residual[0],
-            "residual_control": residual[1],
-        }
-
-    def position_accuracy(self) -> float:
-        """Accuracy on the held-out part of the commonest class of each position, or of all where it was never seen."""
-        n_fitted = self.sizes[0] + self.sizes[1]
-        pairs = list(zip(self.pos.tolist(), self.labels[:, 0].tolist(), strict=True))
-        at: dict[int, Counter[float]] = {}
-        for pos, own in pairs[:n_fitted]:
-            at.setdefault(pos, Counter())[own] += 1
-        commonest = sum(at.values(), Counter()).most_common(1)[0][0]
-        guesses = {pos: counter.most_common(1)[0][0] for pos, counter in at.items()}
-        right = [guesses.get(pos, commonest) == own for pos, own in pairs[n_fitted:]]
-        return float(sum(right) / len(right))
 
 
 def _require_rows(n_rows: dict[str, int], model: DiffusionTransformer, positions: Positions) -> None:
@@ -504,8 +356,10 @@ def _classes_of_all_parts(label: Labels, counts: Counter[tuple[int, int]]) -> li
     return []
 
 
-def _fitted_sums(sums: _Sums, settings: RidgeSettings, rows: str) -> dict[str, Any]:
+def _fitted_sums(sums: Sums, settings: RidgeSettings, rows: str) -> dict[str, Any]:
     """The fields of a probe of numbers."""
+    for name, of_parts in sums.moments.items():
+        require_finite(name, torch.stack([each.x.sum() for each in of_parts.values()]))
     kept, fitted = sums.kept, {name: fit_numbers(own, settings.penalties) for name, own in sums.moments.items()}
     widths = kept.widths
     of_units = kept.squares({name: fits for name, (fits, *_) in fitted.items()}) if sum(kept.sizes) else {}
@@ -521,7 +375,7 @@ def _fitted_sums(sums: _Sums, settings: RidgeSettings, rows: str) -> dict[str, A
     }
 
 
-def _fitted_rows(kept: _KeptRows, label: Labels, settings: RidgeSettings, rows: str) -> dict[str, Any]:
+def _fitted_rows(kept: KeptRows, label: Labels, settings: RidgeSettings, rows: str) -> dict[str, Any]:
     """The fields of a probe of classes."""
     assert label.classes is not None
     n_fitted, n_classes = kept.sizes[0] + kept.sizes[1], len(label.classes)
@@ -610,4 +464,4 @@ def _plan(
 
 
 def _bytes_of_rows(n_rows: dict[str, int], widths: dict[str, torch.Size]) -> int:
-    return sum(n_rows.values()) * (4 * sum(width.numel() for width in widths.values()) + _ROW_BYTES)
+    return sum(n_rows.values()) * (4 * sum(width.numel() for width in widths.values()) + ROW_BYTES)

@@ -494,6 +494,27 @@ def test_labels_that_do_not_fit_are_refused(small):
 
 
 @on_mdm
+@pytest.mark.parametrize("labels", [[0.5, 1.5, 2.5, 0.5] * 5, [0, 1, 1, 0] * 5])
+def test_states_that_are_not_finite_are_refused(small, labels):
+    tokens = torch.randint(3, 200, (20, 6), generator=torch.Generator().manual_seed(0))
+    spoil = named("spoils", lambda x, hook: x.masked_fill(torch.arange(x.shape[1])[:, None] == 2, torch.inf))
+    with small.hooks(fwd_hooks=[(NAME, spoil)]), pytest.raises(ValueError, match="contain inf or NaN"):
+        probe(small, tokens, labels, NAME, positions="all")
+
+
+@on_mdm
+def test_one_label_of_the_held_out_part_has_no_r2(small):
+    parts, noise = ONE.split(20), np.random.default_rng(0)
+    labels = [0.3 if part == "held_out" else noise.normal() for part in parts]
+    tokens = torch.randint(3, 200, (20, 6), generator=torch.Generator().manual_seed(0))
+    found = probe(small, tokens, labels, NAME, positions="all", ridge=ONE)
+    assert found.score.isnan().all()
+    assert torch.stack(found.interval()).isnan().all()
+    assert np.isnan(found.score_position)
+    assert found.score_fitted.isfinite().all()
+
+
+@on_mdm
 def test_without_sklearn_the_error_says_how_to_install_it(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
     with pytest.raises(ImportError, match=r"pip install 'diffusion-lens\[probes\]'"):
