@@ -212,6 +212,7 @@ def add_direction(
             Float[batch pos]. `lambda step: step.t` fades out as the canvas fills.
 
     Raises:
+        TypeError: A strength is no number.
         ValueError: A strength is not finite, or has another shape.
     """
     if not callable(strength):
@@ -513,8 +514,14 @@ class _Selection:
 
 def _strengths(returned: Any, step: StepState) -> Float[Tensor, "*rest"]:
     """What a function of the step returned, as a tensor [], [batch] or [batch pos]."""
-    factors = torch.as_tensor(returned, dtype=torch.float32)
     canvas = tuple(step.tokens.shape)
+    try:
+        factors = torch.as_tensor(returned, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"the strength of step {step.index} is {shown(returned)}; it must be a number, Float[batch] or "
+            f"Float[batch pos], here {list(canvas)}"
+        ) from None
     if tuple(factors.shape) not in ((), canvas[:1], canvas):
         raise ValueError(
             f"the strength of step {step.index} has shape {list(factors.shape)}; it must be a number, [batch] or "

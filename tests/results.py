@@ -201,6 +201,10 @@ def _by_step() -> Iterator[Any]:
     )
     weights = {name: rand(8) for name in NAMES}
     yield LinearProbe(weights, rand(2), rand(2), rand(2), rand(2), rand(2), torch.nan, {**RECORD, **settings})
+    of_units = dict(n_tested=torch.arange(5), residual=rand(2, 5), residual_control=rand(2, 5))
+    squares = dict(squares=rand(5) + 1, squares_control=rand(5) + 1)
+    record = {**RECORD, **settings}
+    yield LinearProbe(weights, rand(2), rand(2), rand(2), rand(2), rand(2), 0.5, record, **of_units, **squares)
     yield Projection(rand(STEPS, 2, 1, POS), rand(STEPS, 1, POS) > 0.5, rand(8), {**RECORD, **settings})
 
 

@@ -5,7 +5,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
+from torch import nn
 from transformer_lens.hook_points import HookPoint
+
+from diffusion_lens.settings.arguments import kind_of, shown
 
 # A hook, `fn(activation, hook)`, and the hooks of a call: pairs of a hook point's name, or a predicate, and a hook.
 Hook = Callable[..., Any]
@@ -121,7 +124,7 @@ def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) 
 
     Raises:
         KeyError: A name is not a hook point.
-        TypeError: The filter is something else, such as a generator, or a list of predicates.
+        TypeError: The filter is something else, such as a generator, a module, or a list of predicates.
         ValueError: The filter selects no hook point.
     """
     if names_filter is None:
@@ -136,11 +139,12 @@ def select_names(names_filter: NamesFilter, hook_dict: Mapping[str, HookPoint]) 
             require_hook_point(name, hook_dict)
         requested = {hook_dict[name].name for name in names_filter}
         selected = [name for name in hook_dict if name in requested]
-    elif callable(names_filter):
+    elif callable(names_filter) and not isinstance(names_filter, nn.Module):
         predicate: Callable[[str], bool] = names_filter
         selected = [name for name in hook_dict if predicate(name)]
     else:
-        raise TypeError(f"{names_filter!r} is no filter of hook points; pass a name, a list of names, or one predicate")
+        given = kind_of(names_filter) if isinstance(names_filter, nn.Module) else shown(names_filter)
+        raise TypeError(f"{given} is no filter of hook points; pass a name, a list of names, or one predicate")
     if not selected:
         raise ValueError(
             f"the filter {names_filter!r} matches no hook point; names look like {next(iter(hook_dict))!r}, "

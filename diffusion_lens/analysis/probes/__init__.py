@@ -7,8 +7,8 @@ every hook point. With centred X and y, the weights of a regression are
 
     w = (XᵀX + λ I)⁻¹ Xᵀy,
 
-from sums over rows in float64: neither rows nor predictions are kept. A logistic regression, of scikit-learn, needs the
-rows, which are kept in float32 within the budget.
+from sums over rows in float64. The held-out rows are kept for the interval of R², in float32, if the budget has room
+for them. A logistic regression, of scikit-learn, needs all rows.
 
 A label belongs to a text or run, to a position of one, such as the part of speech of its token (Lu 2026, arXiv
 2604.23235, who probe a masked diffusion model at each step), or to the canvas, such as the denoising time. `probe_time`

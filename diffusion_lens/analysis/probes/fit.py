@@ -14,7 +14,7 @@ from diffusion_lens.settings.arguments import check_type
 PARTS = ("train", "validation", "held_out")
 REGRESSION_MATRICES = 8  # d x d matrices in float64 that `fit_numbers` computes from the sums
 CLASS_COPIES = 6  # numbers of 8 bytes for each row and class that a logistic regression computes
-_CONSTANT = 1e-9  # Variance below this share of the mean square counts as none: it is rounding.
+CONSTANT = 1e-9  # Variance below this share of the mean square counts as none: it is rounding.
 _ITERATIONS = 1000  # of a logistic regression, at most
 LinearFits = tuple[Tensor, Tensor]  # weights Float[d axis] and bias Float[axis] of a linear function for each target
 
@@ -94,7 +94,7 @@ class Moments:
         covariance = self.xx - self.n * torch.outer(mean_x, mean_x)
         target = self.xy - self.n * torch.outer(mean_x, mean_y)
         scale = float(covariance.trace()) / len(mean_x)
-        if scale * len(mean_x) <= _CONSTANT * float(self.xx.trace()):
+        if scale * len(mean_x) <= CONSTANT * float(self.xx.trace()):
             weights = [torch.zeros_like(target)] * len(penalties)
         else:
             values, vectors = torch.linalg.eigh(covariance)
@@ -110,7 +110,7 @@ class Moments:
         residual = self.yy - 2 * ((w * self.xy).sum(0) + b * self.y) + squared
         spread = self.yy - self.y * self.y / max(1, self.n)
         share = 1 - residual / spread
-        return share.masked_fill(spread <= _CONSTANT * self.yy.clamp(min=1e-12), torch.nan)
+        return share.masked_fill(spread <= CONSTANT * self.yy.clamp(min=1e-12), torch.nan)
 
 
 def fit_numbers(
@@ -118,11 +118,12 @@ def fit_numbers(
 ) -> tuple[LinearFits, float, Float[Tensor, "axis"], Float[Tensor, "axis"]]:
     """The regressions with their best penalty, that penalty, and R² on the held-out and on the fitted rows.
 
-    Column 0 is the label, column 1 the permuted one. Each has its own penalty; that of the label is returned.
+    Column 0 is the label, column 1 that of the control task, which may be the same in all rows. Each has its own
+    penalty; that of the label is returned.
     """
     train, validation, held_out = (moments[part] for part in PARTS)
     on_validation = torch.stack([validation.r2(fits) for fits in train.fit(penalties)])
-    if bool(on_validation.isnan().any()):
+    if bool(on_validation[:, 0].isnan().any()):
         raise ValueError(
             f"the penalty cannot be chosen: R² on the validation part is not defined, because its {validation.n} rows "
             "all have the same time or label. Give more texts with samples= of at least 2, more steps or runs, or a "

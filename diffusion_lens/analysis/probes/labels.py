@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,7 +18,8 @@ from diffusion_lens.settings import one_of
 from diffusion_lens.settings.arguments import shown
 
 READY = ("time", "token")  # labels that need not be given
-GivenLabels = str | Sequence[Any] | Tensor
+_NEVER_GIVEN = ("masked", "predicting")  # positions that never select what a prompt gives, or the row that predicts it
+GivenLabels = str | Sequence[Any] | Tensor | np.ndarray
 
 
 class _Unit(NamedTuple):
@@ -25,6 +27,7 @@ class _Unit(NamedTuple):
 
     tokens: Int[Tensor, "_"]  # of the text, or at the end of the run
     readable: PosMask  # false at padding, and at positions whose states are never read
+    order: Int[Tensor, "_"] | None = None  # columns of tokens that were given with padding, which comes last here
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +50,24 @@ class Labels:
     tokens: list[Int[Tensor, "_"]]
 
     @classmethod
-    def of(cls, labels: GivenLabels, given: CleanTexts | Inputs, positions: str | list[int]) -> "Labels":
+    def of(
+        cls,
+        labels: GivenLabels,
+        given: CleanTexts | Inputs,
+        positions: str | list[int],
+        real: PosMask | None = None,
+    ) -> "Labels":
         """The labels that a caller gives, checked against the units.
+
+        Args:
+            real: Bool[batch pos], false at the padding of texts that were given as tokens with padding.
 
         Raises:
             TypeError: Labels of several kinds.
             ValueError: Labels for another number of units or positions, at positions that are never read, or of one
                 class.
         """
-        units = _units_of(given, only_masked=positions == "masked")
+        units = _units_of(given, positions in _NEVER_GIVEN, real)
         tokens = [unit.tokens for unit in units]
         if isinstance(labels, str):
             if one_of(*READY)("labels", labels) == "time":
@@ -64,7 +76,9 @@ class Labels:
             return cls("token", *_indexed(values), tokens)
         if not isinstance(listed := _listed(labels), list):
             raise TypeError(f"labels={shown(labels)} is one value; give one for each text or run, or for each position")
-        values = [_listed(each) for each in listed]
+        values = listed
+        if isinstance(given, CleanTexts) and len(values) == len(units) + len(given.set_aside):
+            values = [values[index] for index in given.indices]
         if len(values) != len(units):
             raise ValueError(f"{len(values)} labels for {len(units)} texts or rows of trajectories; give each its own")
         of_positions = [isinstance(each, list) for each in values if not _is_missing(each)]
@@ -108,9 +122,13 @@ def permuted(labels: Float[Tensor, "entry"], parts: Sequence[str], seed: int) ->
     return new
 
 
-def _units_of(given: CleanTexts | Inputs, only_masked: bool) -> list[_Unit]:
+def _units_of(given: CleanTexts | Inputs, only_masked: bool, real: PosMask | None) -> list[_Unit]:
     if isinstance(given, CleanTexts):
-        return [_Unit(row, torch.ones_like(row, dtype=torch.bool)) for row in given.tokens]
+        orders = [None] * len(given.tokens) if real is None else (~real.cpu()).int().argsort(dim=1, stable=True)
+        return [
+            _Unit(row, torch.ones_like(row, dtype=torch.bool), order)
+            for row, order in zip(given.tokens, orders, strict=True)
+        ]
     units = []
     for run in given.trajectories:
         readable = run.real & ~run.given if only_masked else run.real
@@ -119,9 +137,9 @@ def _units_of(given: CleanTexts | Inputs, only_masked: bool) -> list[_Unit]:
 
 
 def _listed(value: Any) -> Any:
-    """Tensors, arrays and tuples as lists; anything else as it is."""
+    """Tensors, arrays and tuples as lists, and NumPy's scalars as Python's; anything else as it is."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return [_listed(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _is_missing(value: Any) -> bool:
@@ -135,6 +153,8 @@ def _checked(index: int, unit: _Unit, own: list[Any], positions: str | list[int]
     """The labels of the positions of a unit, as many as it has positions."""
     n_pos = len(unit.tokens)
     own = own or [None] * n_pos
+    if unit.order is not None and len(own) == len(unit.order):
+        own = [own[column] for column in unit.order.tolist()]
     if len(own) < n_pos or not all(map(_is_missing, own[n_pos:])):
         raise ValueError(
             f"text or row {index} has {len(own)} labels and {n_pos} positions: give each position one, None where "
@@ -143,11 +163,11 @@ def _checked(index: int, unit: _Unit, own: list[Any], positions: str | list[int]
     for position, (value, readable) in enumerate(zip(own, unit.readable.tolist(), strict=False)):
         if not readable and not _is_missing(value):
             where = f"the label {shown(value)} is of position {position} of row {index}, which"
-            if positions != "masked":
+            if positions not in _NEVER_GIVEN:
                 raise ValueError(f"{where} is padding: give None there")
             raise ValueError(
-                f"{where} the prompt gives, or which is padding. It is never masked, so that positions='masked' would "
-                "never read it: give None there, or positions='all'"
+                f"{where} the prompt gives, or which is padding. It is never masked, so that positions={positions!r} "
+                "would never read it: give None there, or positions='all'"
             )
     return own[:n_pos]
 
@@ -160,6 +180,11 @@ def _indexed(values: list[Any]) -> tuple[list[Float[Tensor, "_"]], bool, list[An
     if not known:
         raise ValueError("no text, row or position has a label: None, NaN and -1 mean that there is none")
     kinds = {_kind(value) for value in known}
+    if float in kinds and any(isinstance(value, int) and value == -1 for own in rows for value in own):
+        raise ValueError(
+            "some labels are real numbers, and some the whole number -1, which means no label: give -1.0 "
+            "where it is a number, and None where there is none"
+        )
     if kinds == {int, float}:  # 1 among others such as 0.5
         kinds = {float}
     if len(kinds) > 1 or not kinds <= {str, bool, int, float}:

@@ -1,15 +1,14 @@
 """Linear probes: the rows that are read for them, in forward passes over texts or runs."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.engine.batching import reserved, row_bytes
@@ -28,7 +27,6 @@ from diffusion_lens.analysis.probes.fit import (
     PARTS,
     REGRESSION_MATRICES,
     ClassFit,
-    Moments,
     RidgeSettings,
     fit_classes,
     fit_numbers,
@@ -36,18 +34,17 @@ from diffusion_lens.analysis.probes.fit import (
 )
 from diffusion_lens.analysis.probes.labels import GivenLabels, Labels, permuted
 from diffusion_lens.analysis.probes.result import LinearProbe
+from diffusion_lens.analysis.probes.rows import ROW_BYTES, KeptRows, Rows, Sums, require_finite
 from diffusion_lens.analysis.steering_vectors import Positions, check_positions, nothing_selected, select
 from diffusion_lens.denoising.cache import activation_shape
 from diffusion_lens.hooks.names import NamesFilter, resid_post, resid_pre
 from diffusion_lens.model.loss import noised
-from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
 from diffusion_lens.settings import Whole, at_least, checked_arguments, one_of
 
 _TOKEN_BYTES = 16  # of each token of a pass that waits to be read: its id, flags, and the class of its row
-_ROW_BYTES = 48  # of a row beside its states: both labels, its unit, position and place
 
 
 @checked_arguments
@@ -90,19 +87,22 @@ def probe(
         labels: "time"; "token", the token that the text has, or the run ends with, at a position; or labels of your
             own, one for each unit, or [batch pos], one for each position of the text or the final canvas. Real numbers
             are regressed on; strings, whole numbers and `True` and `False` are classes, which needs the extra `probes`.
-            `None`, NaN and -1 mean that there is no label. Whether tokens are right is `run.tokens == truth`. A state
-            has the label of its position, and with `positions="predicting"` that of the position that it predicts.
+            `None`, NaN and the whole number -1 mean that there is no label. Whether the tokens of a run are right is
+            `(run.tokens == truth).int().masked_fill(run.given | ~run.real, -1)`, with truth [batch pos]. A state has
+            the label of its position, and with `positions="predicting"` that of the position that it predicts.
         names_filter: Hook points; by default the residual stream before the first block and after every block.
         positions: Positions whose states are read, as in `analysis.steering_vectors`.
-        steps: Steps of the trajectories, negative ones from the end; by default all.
+        steps: Steps of the trajectories, negative ones from the end, which are read together; by default all. The
+            course over the steps is one call for each.
         rows: "position", where each selected position is a row of the regression, or "canvas", where a row is the mean
             over the selected positions of a canvas.
         samples: Number of times that each text is masked; their times cover (0, 1) evenly.
         ridge: Penalties, split and seed.
         attention_mask: [batch pos], 1 at real tokens, 0 at the padding of tokens.
         max_bytes: Most memory for the sums, three d x d matrices in float64 for each hook point, or of classes for the
-            rows in float32, and for the regression or a forward pass beside them. The samples of a text are read in as
-            many passes as this requires, the rows of a trajectory together, as they were denoised.
+            rows in float32, and for the regression or a forward pass beside them. Beside sums the held-out rows are
+            kept if they fit, for `interval`. The samples of a text are read in as many passes as this requires, the
+            rows of a trajectory together, as they were denoised.
 
     Raises:
         KeyError: There is no such hook point.
@@ -111,7 +111,8 @@ def probe(
         ValueError: Texts for a model of next tokens, or with [MASK] in them, fewer than three units, labels for another
             number of units or positions, labels at given positions, which are never masked, or of positions for
             `rows="canvas"`, one class only, a part of the split without a row or without a row of some class,
-            validation rows of one number only, a budget that is too small, or texts inside `model.at_time`.
+            validation rows of one number only, states that are not finite, a budget that is too small, or texts inside
+            `model.at_time`.
     """
     one_of("position", "canvas")("rows", rows)
     chosen, settings = check_positions(positions), ridge or RidgeSettings()
@@ -123,7 +124,8 @@ def probe(
     # 1. Assign each unit to a part, and read its labels.
     n_units = len(given.tokens) if isinstance(given, CleanTexts) else sum(map(len, given.trajectories))
     parts = settings.split(n_units)
-    label = Labels.of(labels, given, chosen)
+    real = model.padding.checked(inputs, attention_mask)[1] if isinstance(inputs, Tensor) else None
+    label = Labels.of(labels, given, chosen, real)
     if label.by_position and rows == "canvas":
         raise ValueError(
             "a row of rows='canvas' is a whole canvas, and the labels are those of positions: give one label for each "
@@ -133,45 +135,43 @@ def probe(
     rows_of = partial(_rows_of, chosen=chosen, rows=rows, parts=parts, moves=label.by_position)
     widths = {name: torch.Size(activation_shape(name, model.cfg, 1, 1)[2:]) for name in names}
 
-    # 2. Read the states: numbers need their sums, classes the rows themselves, of which there is a row in every part.
-    if label.classes is None:
-        n_bytes = [8 * width.numel() ** 2 for width in widths.values()]
-        plan = _Plan("sums", len(PARTS) * sum(n_bytes), REGRESSION_MATRICES * max(n_bytes), 2 * max(n_bytes))
-        passes = list(draw(plan.samples_at_once(model, given, n_samples, widths, max_bytes)))
-        targets = _targets(label, passes, parts, settings.seed)
-        sums = _Sums(names, model.cfg.n_ctx)
-        for one in passes:
-            _read(one, list(rows_of(one, targets(one))), names, sums.add, sums.count)
-        _require_rows(sums.n_rows, model, positions)
-        found = _fitted_sums(sums, widths, settings, rows)
-        n_rows = sums.n_rows
-    else:
+    # 2. Count the rows. Numbers need their sums, and for intervals the held-out rows; classes need all rows.
+    if label.classes is not None:
         require_sklearn()
-        passes = list(draw(n_samples))
-        targets = _targets(label, passes, parts, settings.seed)
-        counts = Counter(
-            pair
-            for one in passes
-            for each in rows_of(one, targets(one))
-            for pair in zip(each.parts.tolist(), each.labels[:, 0].long().tolist(), strict=True)
-        )
-        n_rows = {part: sum(n for (i, _), n in counts.items() if i == index) for index, part in enumerate(PARTS)}
-        _require_rows(n_rows, model, positions)
-        if kept := _classes_of_all_parts(label, counts):
-            label = label.only(kept)
-            n_rows = {part: sum(counts[index, each] for each in kept) for index, part in enumerate(PARTS)}
-        total = sum(n_rows.values())
-        of_rows = total * (4 * sum(width.numel() for width in widths.values()) + _ROW_BYTES)
-        plan = _Plan("rows", of_rows, 8 * CLASS_COPIES * total * len(label.classes or ()), 0)
-        n_at_once = plan.samples_at_once(model, given, n_samples, widths, max_bytes)
-        passes = passes if n_at_once >= n_samples else list(draw(n_at_once))
-        targets = _targets(label, passes, parts, settings.seed)
-        kept_rows = _KeptRows(widths, n_rows)
-        for one in passes:
-            _read(one, list(rows_of(one, targets(one))), names, kept_rows.add, kept_rows.place)
-        found = _fitted_rows(kept_rows, label, settings, rows)
+    passes = list(draw(n_samples))
+    targets = _targets(label, passes, parts, settings.seed)
+    counts: Counter[tuple[int, int]] = Counter()  # by part and class; a number is of class 0
+    for one in passes:
+        for each in rows_of(one, targets(one)):
+            classes = each.labels[:, 0].long() if label.classes else torch.zeros_like(each.parts)
+            pairs, n = torch.stack([each.parts, classes]).unique(dim=1, return_counts=True)
+            counts.update(dict(zip(map(tuple, pairs.T.tolist()), n.tolist(), strict=True)))
+    n_rows = {part: sum(n for (i, _), n in counts.items() if i == index) for index, part in enumerate(PARTS)}
+    _require_rows(n_rows, model, positions)
+    if label.classes and (in_all := _classes_of_all_parts(label, counts)):
+        label = label.only(in_all)
+        n_rows = {part: sum(counts[index, each] for each in in_all) for index, part in enumerate(PARTS)}
 
-    # 3. Join what was fitted and tested.
+    # 3. Plan the memory. Without a place for the held-out rows of numbers, there is no interval.
+    plan = _plan(model, given, n_samples, widths, n_rows, label.classes)
+    n_kept = n_rows
+    if label.classes is None:
+        n_kept = {**dict.fromkeys(PARTS, 0), "held_out": n_rows["held_out"]}
+        with_rows = replace(plan, kept=plan.kept + _bytes_of_rows(n_kept, widths))
+        interval_bytes = with_rows.needed
+        plan, n_kept = (with_rows, n_kept) if interval_bytes <= max_bytes else (plan, dict.fromkeys(PARTS, 0))
+    n_at_once = plan.samples_at_once(n_samples, max_bytes)
+
+    # 4. Read the states, and fit.
+    passes = passes if n_at_once >= n_samples else list(draw(n_at_once))
+    targets = _targets(label, passes, parts, settings.seed)
+    kept = KeptRows(widths, n_kept)
+    sums = None if label.classes else Sums(names, model.cfg.n_ctx, kept)
+    for one in passes:
+        _read(one, list(rows_of(one, targets(one))), names, sums or kept)
+    found = _fitted_rows(kept, label, settings, rows) if sums is None else _fitted_sums(sums, settings, rows)
+
+    # 5. Join what was fitted and tested.
     record = {
         "names": names,
         "label": label.name,
@@ -185,6 +185,7 @@ def probe(
         **{name: getattr(settings, name) for name in ("validation", "held_out", "seed")},
         "units": {part: parts.count(part) for part in PARTS},
         "n_rows": n_rows,
+        "interval_bytes": None if label.classes else interval_bytes,
         "inputs": given.describe(),
         **provenance(model, model.cfg),
     }
@@ -269,39 +270,9 @@ def _targets(label: Labels, passes: list[_Pass], parts: Sequence[str], seed: int
     return of_pass
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """The rows of the regression on one canvas of a pass.
-
-    Attributes:
-        batch, pos: Row of the batch and position of each; of a canvas, the first position of its mean.
-        labels: Float[entry 2], the label and that of the control task.
-        parts: Int[entry], index of the part.
-        units: Int[entry], the text or run.
-        means: Bool[batch pos], the positions of the mean of each canvas; `None` where a row is a position.
-    """
-
-    batch: Int[Tensor, "entry"]
-    pos: Int[Tensor, "entry"]
-    labels: Float[Tensor, "entry 2"]
-    parts: Int[Tensor, "entry"]
-    units: Int[Tensor, "entry"]
-    means: PosMask | None
-
-    def states(self, activation: Tensor) -> Float[Tensor, "entry d"]:
-        """The states of the rows."""
-        flat = activation.flatten(2)
-        if self.means is None:
-            return flat[self.batch.to(flat.device), self.pos.to(flat.device)]
-        # Apple's GPUs have no float64.
-        wide = torch.float32 if flat.device.type == "mps" else torch.float64
-        means = self.means.to(flat.device)
-        return torch.stack([flat[row, means[row]].to(wide).mean(dim=0) for row in self.batch.tolist()])
-
-
 def _rows_of(
     one: _Pass, targets: Targets, chosen: str | list[int], rows: str, parts: Sequence[str], moves: bool
-) -> Iterator[_Rows]:
+) -> Iterator[Rows]:
     """The rows of each canvas of a pass.
 
     Args:
@@ -321,7 +292,7 @@ def _rows_of(
             batch = inside.any(dim=1).nonzero()[:, 0]
             pos = inside.int().argmax(dim=1)[batch]
         means = inside if rows == "canvas" else None
-        yield _Rows(batch, pos, labels[batch, pos], part_of[batch], units[batch], means)
+        yield Rows(batch, pos, labels[batch, pos], part_of[batch], units[batch], means)
 
 
 def _of_predicted(canvas: ForwardPass, labels: Float[Tensor, "batch pos 2"]) -> Float[Tensor, "batch pos 2"]:
@@ -332,111 +303,28 @@ def _of_predicted(canvas: ForwardPass, labels: Float[Tensor, "batch pos 2"]) -> 
         return moved
     masked, block = canvas.masked, None if canvas.step is None else canvas.step.block
     batch, at = canvas.model.readout.locate(masked, canvas.real, block)
-    moved[batch.cpu(), at.cpu()] = labels[masked.cpu()]
+    batch, at, pos, of_masked = batch.cpu(), at.cpu(), masked.nonzero()[:, 1].cpu(), labels[masked.cpu()]
+    # A first token without a row before it is read in its own, which also predicts the next and has its label.
+    for chosen in (at == pos, at != pos):
+        moved[batch[chosen], at[chosen]] = of_masked[chosen]
     return moved
 
 
 def _read(
     one: _Pass,
-    of_canvases: list[_Rows],
+    of_canvases: list[Rows],
     names: list[str],
-    add: Callable[[str, _Rows, Any, Tensor], None],
-    begin: Callable[[_Rows], Any],
+    read_rows: Sums | KeptRows,
 ) -> None:
-    """Run a pass. `begin` is called with the rows of each canvas, and `add` with what it returned and their states."""
-    begun = [(each, begin(each)) for each in of_canvases if len(each.batch)]
+    """Run a pass, whose rows are added to the sums or the kept rows."""
+    begun = [(each, read_rows.place(each)) for each in of_canvases if len(each.batch)]
 
     def read(activation: Tensor, hook: Any) -> None:
-        for each, place in begun:
-            add(hook.name, each, place, each.states(activation))
+        for each, places in begun:
+            read_rows.add(hook.name, each, places, each.states(activation))
 
     if begun:
         one.shared.read.run([(name, read) for name in names])
-
-
-class _Sums:
-    """Sums by hook point and part, and those of the predictor that knows the position only."""
-
-    def __init__(self, names: list[str], n_ctx: int) -> None:
-        self.moments: dict[str, dict[str, Moments]] = {name: {} for name in names}
-        self.n_rows = dict.fromkeys(PARTS, 0)
-        # By part: number of rows, sum of labels, and sum of their squares, at each position.
-        self._positions = torch.zeros(len(PARTS), 3, n_ctx, dtype=torch.float64)
-
-    def count(self, rows: _Rows) -> None:
-        """Count rows and labels."""
-        y = rows.labels[:, 0].double()
-        for index, power in enumerate((torch.ones_like(y), y, y * y)):
-            self._positions[:, index].index_put_((rows.parts, rows.pos), power, accumulate=True)
-        for index, part in enumerate(PARTS):
-            self.n_rows[part] += int((rows.parts == index).sum())
-
-    def add(self, name: str, rows: _Rows, _: None, x: Float[Tensor, "entry d"]) -> None:
-        """Add the rows of a hook point."""
-        x = x.cpu() if x.device.type == "mps" else x  # which has no float64
-        for index in rows.parts.unique().tolist():
-            own = rows.parts == index
-            of_part = x if bool(own.all()) else x[own.to(x.device)]
-            moments = Moments.of(of_part, rows.labels[own].to(x.device))
-            before = self.moments[name].get(PARTS[index])
-            self.moments[name][PARTS[index]] = moments if before is None else before + moments
-
-    def position_r2(self) -> float:
-        """R² on the held-out part of the mean label of each position, or of all positions where it was never seen."""
-        n, total, _ = self._positions[0] + self._positions[1]
-        mean = torch.where(n > 0, total / n, total.sum() / n.sum())
-        count, y, yy = self._positions[2]
-        residual = (yy - 2 * mean * y + count * mean * mean).sum()
-        spread = yy.sum() - y.sum() ** 2 / count.sum()
-        return float(1 - residual / spread) if spread > 0 else float("nan")
-
-
-class _KeptRows:
-    """The rows of every hook point, those of a part together."""
-
-    def __init__(self, widths: dict[str, torch.Size], n_rows: dict[str, int]) -> None:
-        n = sum(n_rows.values())
-        self.x = {name: torch.empty(n, width.numel()) for name, width in widths.items()}
-        self.labels, self.units, self.pos = torch.empty(n, 2, dtype=torch.long), *torch.empty(2, n, dtype=torch.long)
-        self.widths, self.sizes = widths, tuple(n_rows.values())
-        self._next = [0, *accumulate(self.sizes)][:-1]
-
-    def place(self, rows: _Rows) -> Int[Tensor, "entry"]:
-        """The places of rows, which are taken from now on."""
-        places = torch.empty_like(rows.parts)
-        for index in rows.parts.unique().tolist():
-            own = rows.parts == index
-            n = int(own.sum())
-            places[own] = torch.arange(self._next[index], self._next[index] + n)
-            self._next[index] += n
-        self.labels[places], self.units[places], self.pos[places] = rows.labels.long(), rows.units, rows.pos
-        return places
-
-    def add(self, name: str, rows: _Rows, places: Int[Tensor, "entry"], x: Float[Tensor, "entry d"]) -> None:
-        """Add the rows of a hook point."""
-        self.x[name][places] = x.float().cpu()
-
-    def normalised(self, name: str) -> tuple[Tensor, Tensor, float]:
-        """The states of a hook point, centred and scaled by one number in place, with their mean and this number."""
-        x, n_fitted = self.x.pop(name), self.sizes[0] + self.sizes[1]
-        mean = x[:n_fitted].mean(dim=0)
-        x -= mean
-        if not math.isfinite(float(torch.linalg.vector_norm(x))):  # which makes no copy
-            raise ValueError(f"the states at {name!r} contain inf or NaN, so nothing can be read from them")
-        scale = float(torch.linalg.vector_norm(x[:n_fitted])) / math.sqrt(n_fitted * x.shape[1]) or 1.0
-        return x.div_(scale), mean, scale
-
-    def position_accuracy(self) -> float:
-        """Accuracy on the held-out part of the commonest class of each position, or of all where it was never seen."""
-        n_fitted = self.sizes[0] + self.sizes[1]
-        pairs = list(zip(self.pos.tolist(), self.labels[:, 0].tolist(), strict=True))
-        at: dict[int, Counter[int]] = {}
-        for pos, own in pairs[:n_fitted]:
-            at.setdefault(pos, Counter())[own] += 1
-        commonest = sum(at.values(), Counter()).most_common(1)[0][0]
-        guesses = {pos: counter.most_common(1)[0][0] for pos, counter in at.items()}
-        right = [guesses.get(pos, commonest) == own for pos, own in pairs[n_fitted:]]
-        return float(sum(right) / len(right))
 
 
 def _require_rows(n_rows: dict[str, int], model: DiffusionTransformer, positions: Positions) -> None:
@@ -468,10 +356,15 @@ def _classes_of_all_parts(label: Labels, counts: Counter[tuple[int, int]]) -> li
     return []
 
 
-def _fitted_sums(sums: _Sums, widths: dict[str, torch.Size], settings: RidgeSettings, rows: str) -> dict[str, Any]:
+def _fitted_sums(sums: Sums, settings: RidgeSettings, rows: str) -> dict[str, Any]:
     """The fields of a probe of numbers."""
-    fitted = {name: fit_numbers(sums.moments[name], settings.penalties) for name in widths}
+    for name, of_parts in sums.moments.items():
+        require_finite(name, torch.stack([each.x.sum() for each in of_parts.values()]))
+    kept, fitted = sums.kept, {name: fit_numbers(own, settings.penalties) for name, own in sums.moments.items()}
+    widths = kept.widths
+    of_units = kept.squares({name: fits for name, (fits, *_) in fitted.items()}) if sum(kept.sizes) else {}
     return {
+        **of_units,
         "weights": {name: w[:, 0].reshape(widths[name]).float() for name, ((w, _), *_) in fitted.items()},
         "bias": torch.stack([bias[0] for (_, bias), *_ in fitted.values()]).float(),
         "score": torch.stack([r2[0] for _, _, r2, _ in fitted.values()]).float(),
@@ -482,7 +375,7 @@ def _fitted_sums(sums: _Sums, widths: dict[str, torch.Size], settings: RidgeSett
     }
 
 
-def _fitted_rows(kept: _KeptRows, label: Labels, settings: RidgeSettings, rows: str) -> dict[str, Any]:
+def _fitted_rows(kept: KeptRows, label: Labels, settings: RidgeSettings, rows: str) -> dict[str, Any]:
     """The fields of a probe of classes."""
     assert label.classes is not None
     n_fitted, n_classes = kept.sizes[0] + kept.sizes[1], len(label.classes)
@@ -492,12 +385,14 @@ def _fitted_rows(kept: _KeptRows, label: Labels, settings: RidgeSettings, rows: 
     of_control: list[ClassFit] = []
     for name, shape in kept.widths.items():
         x, mean, scale = kept.normalised(name)
-        for fits, y in zip((of_label, of_control), kept.labels.T.contiguous(), strict=True):
+        for fits, y in zip((of_label, of_control), kept.labels.long().T.contiguous(), strict=True):
             fits.append(fit_classes(x, y, kept.sizes, n_classes, settings.penalties))
         w = of_label[-1].weights / scale
         weights[name] = w.reshape(n_classes, *shape)
         biases.append(of_label[-1].bias - w @ mean)
     n_tested = unit.bincount(minlength=len(units))
+    # Of one label, the control task has nothing to learn.
+    of_one = len(kept.labels[:, 1].unique()) == 1
     right, right_control = (
         torch.stack([unit[each.right].bincount(minlength=len(units)) for each in fits])
         for fits in (of_label, of_control)
@@ -507,7 +402,7 @@ def _fitted_rows(kept: _KeptRows, label: Labels, settings: RidgeSettings, rows: 
         "bias": torch.stack(biases),
         "score": right.sum(dim=1) / n_tested.sum(),
         "score_fitted": torch.tensor([each.accuracy_fitted for each in of_label]),
-        "score_control": right_control.sum(dim=1) / n_tested.sum(),
+        "score_control": right_control.sum(dim=1) / (torch.nan if of_one else n_tested.sum()),
         "penalty": torch.tensor([each.penalty for each in of_label], dtype=torch.float64),
         "score_position": kept.position_accuracy() if rows == "position" else float("nan"),
         "n_tested": n_tested,
@@ -518,35 +413,55 @@ def _fitted_rows(kept: _KeptRows, label: Labels, settings: RidgeSettings, rows: 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The bytes of a call: what is kept of the states, what a regression takes beside it, and what a pass does."""
+    """The bytes of a call: what is kept, what a regression takes beside it, and what a pass does."""
 
-    what: str
+    what: str  # which is kept, in words
     kept: int
     regression: int
     reading: int
+    one_sample: int
 
-    def samples_at_once(
-        self,
-        model: DiffusionTransformer,
-        given: CleanTexts | Inputs,
-        samples: int,
-        widths: dict[str, torch.Size],
-        max_bytes: int,
-    ) -> int:
+    @property
+    def needed(self) -> int:
+        """The bytes of a call that reads one sample of a text in a pass."""
+        return self.kept + max(self.regression, self.reading + self.one_sample)
+
+    def samples_at_once(self, samples: int, max_bytes: int) -> int:
         """Number of samples of a text in one pass, so that a call takes at most `max_bytes`."""
-        texts = given.tokens if isinstance(given, CleanTexts) else []
-        n_pos, widest = max(map(len, texts), default=0), max(width.numel() for width in widths.values())
-        # Tokens and flags of all samples are kept, because times are permuted before anything is read.
-        kept = self.kept + _TOKEN_BYTES * samples * sum(map(len, texts))
-        n_read = n_pos if model.cfg.causal_block is None else 2 * n_pos
-        states = n_pos * widest * (8 + model.cfg.dtype.itemsize)
-        one_sample = reserved(model.cfg, row_bytes(model.cfg, n_read, 0) + states)
-        needed = kept + max(self.regression, self.reading + one_sample)
-        if needed > max_bytes:
-            fewer = "" if self.what == "sums" else "fewer texts, runs, positions or steps, "
+        if self.needed > max_bytes:
+            fewer = "" if self.what.startswith("sums") else "fewer texts, runs, positions or steps, "
             raise ValueError(
-                f"the {self.what} of {len(widths)} hook points take {needed:,} bytes with what is computed from them "
-                f"and one sample of a text, but max_bytes is {max_bytes:,}: give {fewer}fewer hook points in one call "
-                "(names_filter), or a larger max_bytes"
+                f"the {self.what} take {self.needed:,} bytes with what is computed from them and one sample of a text, "
+                f"but max_bytes is {max_bytes:,}: give {fewer}fewer hook points in one call (names_filter), or a "
+                "larger max_bytes"
             )
-        return max(1, min(samples, (max_bytes - kept - self.reading) // max(1, one_sample)))
+        return max(1, min(samples, (max_bytes - self.kept - self.reading) // max(1, self.one_sample)))
+
+
+def _plan(
+    model: DiffusionTransformer,
+    given: CleanTexts | Inputs,
+    samples: int,
+    widths: dict[str, torch.Size],
+    n_rows: dict[str, int],
+    classes: list[Any] | None,
+) -> _Plan:
+    """The plan of a probe of numbers, which keeps sums alone, or of classes, which keeps the rows."""
+    texts = given.tokens if isinstance(given, CleanTexts) else []
+    n_pos, widest = max(map(len, texts), default=0), max(width.numel() for width in widths.values())
+    # Tokens and flags of all samples are kept, because times are permuted before anything is read.
+    tokens = _TOKEN_BYTES * samples * sum(map(len, texts))
+    n_read = n_pos if model.cfg.causal_block is None else 2 * n_pos
+    states = n_pos * widest * (8 + model.cfg.dtype.itemsize)
+    one_sample = reserved(model.cfg, row_bytes(model.cfg, n_read, 0) + states)
+    if classes is not None:
+        regression = 8 * CLASS_COPIES * sum(n_rows.values()) * len(classes)
+        kept = tokens + _bytes_of_rows(n_rows, widths)
+        return _Plan(f"rows of {len(widths)} hook points", kept, regression, 0, one_sample)
+    matrix, matrices = 8 * widest**2, sum(8 * width.numel() ** 2 for width in widths.values())
+    kept = tokens + len(PARTS) * matrices
+    return _Plan(f"sums of {len(widths)} hook points", kept, REGRESSION_MATRICES * matrix, 2 * matrix, one_sample)
+
+
+def _bytes_of_rows(n_rows: dict[str, int], widths: dict[str, torch.Size]) -> int:
+    return sum(n_rows.values()) * (4 * sum(width.numel() for width in widths.values()) + ROW_BYTES)

@@ -7,7 +7,14 @@ import torch
 from torch.testing import assert_close
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
-from diffusion_lens.analysis import Projection, difference_of_means, orthogonalize, projection, writes_to_stream
+from diffusion_lens.analysis import (
+    Projection,
+    difference_of_means,
+    orthogonalize,
+    probe_time,
+    projection,
+    writes_to_stream,
+)
 from diffusion_lens.interventions import ablate_direction, add_direction, named
 
 CLOSE = dict(rtol=1e-4, atol=1e-4)
@@ -127,6 +134,19 @@ def test_what_does_not_fit_is_refused(small):
             call()
 
 
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+def test_a_module_is_no_filter_of_hook_points(small):
+    """It is callable, and yet no predicate of names."""
+    texts = ["Gustav is the", "Tilda was the", "Ada is the"]
+    for call in (
+        lambda: projection(small, texts, drawn(small), small),
+        lambda: probe_time(small, texts, small.blocks[0]),
+        lambda: small.run_with_cache("Ada is", names_filter=small.hook_dict[NAMES[0]]),
+    ):
+        with pytest.raises(TypeError, match=r"a \w+ is no filter of hook points; pass a name, a list of names, or one"):
+            call()
+
+
 @pytest.mark.filterwarnings("ignore:the trajectory was written by another network")
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)
 def test_a_strength_follows_the_run(small):
@@ -162,8 +182,11 @@ def test_a_strength_that_does_not_fit_is_refused(small):
     for strength, message in (
         (lambda step: torch.ones(7), r"the strength of step 0 has shape \[7\]; it must be a number, \[batch\]"),
         (lambda step: float("nan"), "the strength of step 0 is not finite"),
+        (lambda step: None, "the strength of step 0 is None; it must be a number, Float"),
+        (lambda step: "a", "the strength of step 0 is 'a'; it must be a number"),
+        (lambda step: [[1.0], [2.0, 3.0]], "the strength of step 0 is .* it must be a number"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             small.denoise("Ada is", max_new_tokens=2, steps=2, fwd_hooks=[(NAMES[1], add_direction(d, strength))])
     fading = add_direction(d, named("fades", lambda step: step.t))
     masked = small.to_tokens("Ada [MASK]")
