@@ -17,7 +17,7 @@ from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.hooks.names import NamesFilter, loop_hook, select_names
 from diffusion_lens.hooks.step import BRANCHES
-from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.model.config import DiffusionConfig, as_device
 from diffusion_lens.model.hooking import AliasedCache, PosSlice, count_positions, select_positions, why_silent
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import Result, Table, open_result, save_result
@@ -149,6 +149,8 @@ class CacheFilter:
                 "in memory"
             )
         one_of(*BRANCHES)("branch", self.branch)
+        if self.device is not None:
+            as_device(self.device)
         try:
             Slice.unwrap(self.pos_slice)
         except ValueError:
