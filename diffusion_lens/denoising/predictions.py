@@ -31,6 +31,7 @@ from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model, texts_of
 from diffusion_lens.settings import Whole, at_least, checked_arguments, one_of, pick_indices
+from weight_conversion import renamed_when_whole
 
 NOTHING = -1
 MAX_BYTES = 2**31
@@ -247,7 +248,8 @@ class Predictions(PicturedResult, Saved):
             }
             lines.append(json.dumps(run))
         target = Path(path)
-        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with renamed_when_whole(target) as part:
+            part.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return target
 
     def half(self) -> "Predictions":
