@@ -25,7 +25,8 @@ are neither queries nor keys.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -190,7 +191,7 @@ def retrieval_heads(
             f"the run wrote no token in the steps {chosen.steps}: give steps at which `trajectory.revealed_at` has "
             "tokens, or leave steps= out"
         )
-    reading = Reading(chosen.given, writing, chosen.layers, chosen.batch, chosen.pos)
+    reading = replace(chosen, steps=writing)
     n_layers, n_heads, shape = len(reading.layers), model.cfg.n_heads, (reading.batch, reading.pos)
     n_bytes = reading.batch * reading.pos * (5 * n_layers * n_heads + 24)
     reading.require_memory(n_bytes, max_bytes, "the retrieval heads take", "give fewer layers, or fewer rows")
@@ -213,7 +214,7 @@ def retrieval_heads(
             some = found.any(dim=1)
             written[index] = (row[some], pos[some], query.cpu()[some], found[some])
 
-        def of_pattern(layer: int, pattern: Tensor) -> None:
+        def of_pattern(layer: int, pattern: Tensor, hook: Any) -> None:
             for row, pos, query, found in written.values():
                 device, n_key = pattern.device, pattern.shape[-1]
                 attended = pattern[row.to(device), :, query.to(device)].float().cpu()  # [selected head key]
@@ -373,16 +374,13 @@ def qk_decomposition(
     def reduce(one: SharedPass) -> None:
         groups, met = one.by_reach(), dict[str, Tensor]()
 
-        def keep(name: str) -> Hook:
-            def hook_fn(activation: Tensor, hook: Any) -> None:
-                met[name] = activation.to(torch.promote_types(activation.dtype, torch.float32)).transpose(1, 2)
-
-            return hook_fn
+        def keep(name: str, activation: Tensor, hook: Any) -> None:
+            met[name] = activation.to(torch.promote_types(activation.dtype, torch.float32)).transpose(1, 2)
 
         def see(scores: Tensor, hook: Any) -> None:
             met["seen"] = scores > -torch.inf  # [batch head query key]
 
-        def average(layer: int, pattern: Tensor) -> None:
+        def average(layer: int, pattern: Tensor, hook: Any) -> None:
             q, seen = met["q"], met["seen"]
             k = met["k"].repeat_interleave(q.shape[1] // met["k"].shape[1], dim=1)
             divisor = model.blocks[reading.layers[layer]].attn.divisor
@@ -404,11 +402,12 @@ def qk_decomposition(
                     values = mean.masked_fill(empty, torch.nan).transpose(0, 1).cpu().float()
                     tensors[name][indices, layer, ..., : seen.shape[-1]] = values
 
-        points = [
-            (f"blocks.{layer}.attn.{name}", hook_fn)
-            for layer in reading.layers
-            for name, hook_fn in (("hook_rot_k", keep("k")), ("hook_rot_q", keep("q")), ("hook_attn_scores", see))
-        ]
+        readers: dict[str, Hook] = {
+            "hook_rot_k": partial(keep, "k"),
+            "hook_rot_q": partial(keep, "q"),
+            "hook_attn_scores": see,
+        }
+        points = [(f"blocks.{layer}.attn.{name}", read) for layer in reading.layers for name, read in readers.items()]
         one.read.run([*points, *_at_patterns(reading.layers, average)])
 
     canvases = reading.read(reduce, "QK decomposition", progress)
@@ -535,7 +534,7 @@ def attention_rollout(
     def reduce(one: SharedPass) -> None:
         groups, products = one.by_reach(), dict[int, Tensor]()
 
-        def follow(layer: int, pattern: Tensor) -> None:
+        def follow(layer: int, pattern: Tensor, hook: Any) -> None:
             mean = pattern.float().mean(dim=1)
             for number, (indices, present) in enumerate(groups):
                 inside = present.to(mean.device)
@@ -561,13 +560,9 @@ def attention_rollout(
     )
 
 
-def _at_patterns(layers: Iterable[int], reduce: Any) -> list[tuple[str, Hook]]:
-    """Hooks that call `reduce(i, pattern)` at the pattern of the i-th of some layers."""
-
-    def of(i: int) -> Hook:
-        return lambda pattern, hook: reduce(i, pattern)
-
-    return [(f"blocks.{layer}.attn.hook_pattern", of(i)) for i, layer in enumerate(layers)]
+def _at_patterns(layers: Iterable[int], reduce: Hook) -> list[tuple[str, Hook]]:
+    """Hooks that call `reduce(i, pattern, hook)` at the pattern of the i-th of some layers."""
+    return [(f"blocks.{layer}.attn.hook_pattern", partial(reduce, i)) for i, layer in enumerate(layers)]
 
 
 def _deviation(values: Float[Tensor, "*rest pos"]) -> Float[Tensor, "*rest 1"]:

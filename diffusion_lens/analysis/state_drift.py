@@ -22,6 +22,7 @@ forward pass over the canvas that the step read, without a cache. Where a step c
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +37,7 @@ from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.denoising.predictor import Predictor
 from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.hooks.names import mlp_out, resid_post, resid_pre, shared_out
+from diffusion_lens.hooks.names import Hook, mlp_out, resid_post, resid_pre, shared_out
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.attention import HeldCache
 from diffusion_lens.model.shapes import PosMask
@@ -101,10 +102,8 @@ class StateDrift(ByStep):
         self, what: str = "values", group: str | None = None, measure: str = "cosine"
     ) -> Float[Tensor, "transition layer"]:
         """Mean "cosine" or "distance" of one kind of state over the positions of a group, or all; NaN without any."""
-        one_of(*STATES)("what", what)
-        values = (self.cosines if one_of("cosine", "distance")("measure", measure) == "cosine" else self.distances)[
-            what
-        ]
+        one_of("cosine", "distance")("measure", measure)
+        values = (self.cosines if measure == "cosine" else self.distances)[one_of(*STATES)("what", what)]
         if group is not None:
             chosen = self.groups[one_of(*GROUPS)("group", group)]
             values = values.masked_fill(~chosen[:, None], torch.nan)
@@ -197,7 +196,7 @@ def state_drift(
 
         of_chosen: dict[int, Tensor] = {}  # what the chosen experts add, until the shared one adds its part
 
-        def compare(kind: str, layer: int, state: Tensor) -> None:
+        def compare(kind: str, layer: int, state: Tensor, hook: Any) -> None:
             now = state.flatten(2)
             for index in sorted(one.served):
                 if index:
@@ -209,14 +208,17 @@ def state_drift(
                         into[kind][index - 1, layer, :, :n_both] = values.float().cpu().masked_fill(~both, torch.nan)
             earlier[kind, layer] = now
 
-        def join(layer: int, of_shared: Tensor) -> None:
-            compare("mlp", layer, of_chosen.pop(layer) + of_shared)
+        def hold(layer: int, state: Tensor, hook: Any) -> None:
+            of_chosen[layer] = state
 
-        readers: list[tuple[str, Any]] = []
+        def join(layer: int, state: Tensor, hook: Any) -> None:
+            compare("mlp", layer, of_chosen.pop(layer) + state, hook)
+
+        readers: list[tuple[str, Hook]] = []
         for i, layer in enumerate(reading.layers):
-            readers += [(f"blocks.{layer}.{point}", _hook(compare, kind, i)) for kind, point in STATES.items()]
+            readers += [(f"blocks.{layer}.{point}", partial(compare, kind, i)) for kind, point in STATES.items()]
             if (shared := shared_out(layer)) in model.hook_dict:
-                readers[-1:] = [(mlp_out(layer), _hook(of_chosen.__setitem__, i)), (shared, _hook(join, i))]
+                readers[-1:] = [(mlp_out(layer), partial(hold, i)), (shared, partial(join, i))]
         one.read.run(readers)
 
     canvases = reading.read(reduce, "state drift", progress)
@@ -318,22 +320,18 @@ def layer_cosines(
     cosine, entered = torch.full(shape, torch.nan), {}
 
     def reduce(one: SharedPass) -> None:
-        def enter(layer: int, stream: Tensor) -> None:
+        def enter(stream: Tensor, hook: Any) -> None:
             entered["stream"] = stream
 
-        def leave(layer: int, stream: Tensor) -> None:
+        def leave(layer: int, stream: Tensor, hook: Any) -> None:
             cosines, _ = _cosine_and_distance(entered.pop("stream"), stream)
             for indices, present in one.by_reach():
                 inside = cosines.masked_fill(~present.to(cosines.device), torch.nan)
                 cosine[indices, layer, :, : stream.shape[1]] = inside.cpu().float()
 
-        one.read.run(
-            [
-                (name(layer), _hook(act, i))
-                for i, layer in enumerate(reading.layers)
-                for name, act in ((resid_pre, enter), (resid_post, leave))
-            ]
-        )
+        before = [(resid_pre(layer), enter) for layer in reading.layers]
+        after = [(resid_post(layer), partial(leave, i)) for i, layer in enumerate(reading.layers)]
+        one.read.run([*before, *after])
 
     canvases = reading.read(reduce, "layer cosines", progress)
     return LayerCosines(reading.without_steps(cosine), canvases, reading.record())
@@ -467,11 +465,6 @@ class _Measured(Predictor):
         )
         self.n_held[state.index] = int(where.sum())
         return logits
-
-
-def _hook(act: Any, *place: Any) -> Any:
-    """A hook that calls `act` with the activation, after what says where it is."""
-    return lambda activation, hook: act(*place, activation)
 
 
 def _relative_distance(was: Float[Tensor, "*rest d"], now: Float[Tensor, "*rest d"]) -> Float[Tensor, "*rest"]:
