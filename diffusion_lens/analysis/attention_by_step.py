@@ -25,7 +25,8 @@ are neither queries nor keys.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +42,7 @@ from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Table, texts_of
-from diffusion_lens.settings import Whole, not_negative, pick_indices
+from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices
 
 QUANTITIES = ("scores", "cosines", "norms")
 _TINY = torch.finfo(torch.float32).tiny
@@ -60,9 +61,9 @@ class RetrievalHeads(ByStep):
             written; false where there is nothing to retrieve.
         attention: Float[layer head batch pos], attention to all places of the source that contain the token; NaN where
             there is none.
-        n_places: Int[batch pos], number of these places; 0 where no token was written in the steps, or where it does
-            not occur in the source.
-        revealed_at: Int[batch pos], step that wrote each token; -1 where none did.
+        n_places: Int[batch pos], number of these places; 0 where the model wrote no token in the steps, or where it
+            does not occur in the source.
+        revealed_at: Int[batch pos], as in the trajectory.
         source: Bool[batch pos], positions from which tokens may be retrieved.
         tokens: Int[batch pos], the final canvas.
         words: Text of every id that occurs.
@@ -101,14 +102,15 @@ class RetrievalHeads(ByStep):
 
     @property
     def needle_score(self) -> Float[Tensor, "layer head batch"]:
-        """The score of Wu et al., for a source that the run should write out: retrieved tokens by tokens of the source;
-        NaN in rows without a source."""
+        """The score of the code of Wu et al., for a source that the run should write out: retrieved tokens by tokens of
+        the source; NaN in rows without a source. In the paper both are sets; here a token that the run writes n times
+        counts n times, so that the score may exceed 1."""
         return self.retrieved.sum(dim=-1) / self.source.sum(dim=-1)
 
     def top(self, most: Whole = 10) -> list[tuple[int, int, float]]:
         """Layer, head and score of the heads with the highest scores."""
         score = self.score
-        order = score.flatten().argsort(descending=True, stable=True)[: int(most)].tolist()
+        order = score.flatten().argsort(descending=True, stable=True)[: at_least(1, "most", most)].tolist()
         cells = [divmod(index, score.shape[1]) for index in order]
         return [(self.layers[layer], head, float(score[layer, head])) for layer, head in cells]
 
@@ -181,13 +183,15 @@ def retrieval_heads(
     assert chosen.steps is not None
     places = _region("source", trajectory.given if source is None else source, (chosen.batch, chosen.pos))
     revealed_at = trajectory.revealed_at.cpu()
-    writing = [step for step in chosen.steps if bool((revealed_at == step).any())]
+    # What hooks wrote into the canvas that a step reads is revealed at this step too, but not masked there.
+    written_at = {s: (revealed_at == s) & trajectory.state_at(s, "cpu").masked for s in chosen.steps}
+    writing = [step for step, written in written_at.items() if bool(written.any())]
     if not writing:
         raise ValueError(
             f"the run wrote no token in the steps {chosen.steps}: give steps at which `trajectory.revealed_at` has "
             "tokens, or leave steps= out"
         )
-    reading = Reading(chosen.given, writing, chosen.layers, chosen.batch, chosen.pos)
+    reading = replace(chosen, steps=writing)
     n_layers, n_heads, shape = len(reading.layers), model.cfg.n_heads, (reading.batch, reading.pos)
     n_bytes = reading.batch * reading.pos * (5 * n_layers * n_heads + 24)
     reading.require_memory(n_bytes, max_bytes, "the retrieval heads take", "give fewer layers, or fewer rows")
@@ -200,7 +204,7 @@ def retrieval_heads(
     def reduce(one: SharedPass) -> None:
         written = {}
         for index, canvas in one.served.items():
-            at = revealed_at == writing[index]
+            at = written_at[writing[index]]
             row, pos = at.nonzero(as_tuple=True)
             block = None if canvas.step is None else canvas.step.block
             _, query = model.readout.locate(at.to(canvas.tokens.device), canvas.real, block)
@@ -210,7 +214,7 @@ def retrieval_heads(
             some = found.any(dim=1)
             written[index] = (row[some], pos[some], query.cpu()[some], found[some])
 
-        def of_pattern(layer: int, pattern: Tensor) -> None:
+        def of_pattern(layer: int, pattern: Tensor, hook: Any) -> None:
             for row, pos, query, found in written.values():
                 device, n_key = pattern.device, pattern.shape[-1]
                 attended = pattern[row.to(device), :, query.to(device)].float().cpu()  # [selected head key]
@@ -321,7 +325,7 @@ class QKDecomposition(ByStep):
     def __repr__(self) -> str:
         means = [values[values.isfinite()].mean() for values in self.advantage.values()]
         words = ", ".join(f"{name} {float(mean):+.2f}" for name, mean in zip(QUANTITIES, means, strict=True))
-        return f"QKDecomposition({self._by_step}, floating positions: {words} sd)"
+        return f"QKDecomposition({self._extent}, floating positions: {words} sd)"
 
 
 @begins_run
@@ -370,16 +374,13 @@ def qk_decomposition(
     def reduce(one: SharedPass) -> None:
         groups, met = one.by_reach(), dict[str, Tensor]()
 
-        def keep(name: str) -> Hook:
-            def hook_fn(activation: Tensor, hook: Any) -> None:
-                met[name] = activation.to(torch.promote_types(activation.dtype, torch.float32)).transpose(1, 2)
-
-            return hook_fn
+        def keep(name: str, activation: Tensor, hook: Any) -> None:
+            met[name] = activation.to(torch.promote_types(activation.dtype, torch.float32)).transpose(1, 2)
 
         def see(scores: Tensor, hook: Any) -> None:
             met["seen"] = scores > -torch.inf  # [batch head query key]
 
-        def average(layer: int, pattern: Tensor) -> None:
+        def average(layer: int, pattern: Tensor, hook: Any) -> None:
             q, seen = met["q"], met["seen"]
             k = met["k"].repeat_interleave(q.shape[1] // met["k"].shape[1], dim=1)
             divisor = model.blocks[reading.layers[layer]].attn.divisor
@@ -401,11 +402,12 @@ def qk_decomposition(
                     values = mean.masked_fill(empty, torch.nan).transpose(0, 1).cpu().float()
                     tensors[name][indices, layer, ..., : seen.shape[-1]] = values
 
-        points = [
-            (f"blocks.{layer}.attn.{name}", hook_fn)
-            for layer in reading.layers
-            for name, hook_fn in (("hook_rot_k", keep("k")), ("hook_rot_q", keep("q")), ("hook_attn_scores", see))
-        ]
+        readers: dict[str, Hook] = {
+            "hook_rot_k": partial(keep, "k"),
+            "hook_rot_q": partial(keep, "q"),
+            "hook_attn_scores": see,
+        }
+        points = [(f"blocks.{layer}.attn.{name}", read) for layer in reading.layers for name, read in readers.items()]
         one.read.run([*points, *_at_patterns(reading.layers, average)])
 
     canvases = reading.read(reduce, "QK decomposition", progress)
@@ -446,12 +448,10 @@ class AttentionRollout(ByStep):
     def plot(
         self, layer: Whole = -1, step: Whole = -1, row: Whole = 0, ax: Any = None, title: str | None = None
     ) -> Any:
-        """The rollout of one row after one of the layers, at one of the steps, queries down and keys across; returns
-        the matplotlib axes. `layer` and `step` are numbers of `layers` and `steps`, or negative ones from their ends.
-        """
+        """The rollout of one row after one of the `layers`, at one of the `steps`, queries down and keys across;
+        returns the matplotlib axes. Negative numbers count from the end of those that were read."""
         by_step = self.rollout[None] if self.steps is None else self.rollout
-        (of_layer,) = pick_indices("layer", [layer], len(self.layers))
-        (of_step,) = pick_indices("step", [step], len(by_step))
+        of_layer, of_step = self._index("layer", layer), self._index("step", step)
         (of_row,) = pick_indices("row", [row], by_step.shape[2])
         values = by_step[of_step, of_layer, of_row]
         labels = self.canvases.labels(of_row) if self.regions is None else list(map(plots.readable, self.regions))
@@ -476,7 +476,7 @@ class AttentionRollout(ByStep):
 
     def __repr__(self) -> str:
         among = f"{self.rollout.shape[-1]} positions" if self.regions is None else f"regions {', '.join(self.regions)}"
-        return f"AttentionRollout({self._by_step}, {among})"
+        return f"AttentionRollout({self._extent}, {among})"
 
 
 @begins_run
@@ -534,7 +534,7 @@ def attention_rollout(
     def reduce(one: SharedPass) -> None:
         groups, products = one.by_reach(), dict[int, Tensor]()
 
-        def follow(layer: int, pattern: Tensor) -> None:
+        def follow(layer: int, pattern: Tensor, hook: Any) -> None:
             mean = pattern.float().mean(dim=1)
             for number, (indices, present) in enumerate(groups):
                 inside = present.to(mean.device)
@@ -560,19 +560,15 @@ def attention_rollout(
     )
 
 
-def _at_patterns(layers: Iterable[int], reduce: Any) -> list[tuple[str, Hook]]:
-    """Hooks that call `reduce(i, pattern)` at the pattern of the i-th of some layers."""
-
-    def of(i: int) -> Hook:
-        return lambda pattern, hook: reduce(i, pattern)
-
-    return [(f"blocks.{layer}.attn.hook_pattern", of(i)) for i, layer in enumerate(layers)]
+def _at_patterns(layers: Iterable[int], reduce: Hook) -> list[tuple[str, Hook]]:
+    """Hooks that call `reduce(i, pattern, hook)` at the pattern of the i-th of some layers."""
+    return [(f"blocks.{layer}.attn.hook_pattern", partial(reduce, i)) for i, layer in enumerate(layers)]
 
 
 def _deviation(values: Float[Tensor, "*rest pos"]) -> Float[Tensor, "*rest 1"]:
-    """The standard deviation over the positions that have a value; NaN where it is 0."""
-    spread: Tensor = (values - values.nanmean(dim=-1, keepdim=True)).square().nanmean(dim=-1, keepdim=True).sqrt()
-    return spread
+    """The standard deviation over the positions that have a value; NaN where it is rounding noise."""
+    spread = (values - values.nanmean(dim=-1, keepdim=True)).square().nanmean(dim=-1, keepdim=True).sqrt()
+    return spread.masked_fill(spread <= 1e-5 * values.abs().nan_to_num().amax(dim=-1, keepdim=True), torch.nan)
 
 
 def _region(name: str, region: Region, shape: tuple[int, int]) -> PosMask:
@@ -580,6 +576,8 @@ def _region(name: str, region: Region, shape: tuple[int, int]) -> PosMask:
     if isinstance(region, Tensor) and region.dtype == torch.bool:
         if region.shape != shape:
             raise ValueError(f"{name} is Bool{list(region.shape)}; the canvases are {list(shape)} [batch pos]")
+        if not bool(region.any()):
+            raise ValueError(f"{name} is false everywhere: give a position or more")
         return region.cpu()
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[:, pick_indices(name, region, shape[1])] = True

@@ -184,14 +184,15 @@ class AttentionSinks(ByStep):
     def plot(self, layer: Whole = -1, row: Whole = 0, ax: Any = None, title: str | None = None) -> Any:
         """Attention received in one layer, mean over heads, by position and step; returns the matplotlib axes.
 
-        A dot marks a sink of at least one head. Without steps the columns are layers.
+        A dot marks a sink of at least one head. `layer` is one of the `layers`; negative numbers count from their end.
+        Without steps the columns are layers.
         """
         (row_index,) = pick_indices("row", [row], self.received.shape[-2])
         mean, sink = self.received.mean(dim=-3)[..., row_index, :], self.is_sink.any(dim=-3)[..., row_index, :]
         if self.steps is None:
             values, dots, columns, where = mean.mT, sink.mT, self.layers, "Attention received"
         else:
-            (index,) = pick_indices("layer", [layer], len(self.layers))
+            index = self._index("layer", layer)
             values, dots, columns = mean[:, index].mT, sink[:, index].mT, self.steps
             where = f"Attention received in layer {self.layers[index]}"
         ax = plots.labelled_map(
@@ -222,7 +223,7 @@ class AttentionSinks(ByStep):
         return Table.of_cells(axes, values, most="excess")
 
     def __repr__(self) -> str:
-        return f"AttentionSinks({self._by_step}, {int(self.is_sink.sum())} sinks)"
+        return f"AttentionSinks({self._extent}, {int(self.is_sink.sum())} sinks)"
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x[..., None, None, :, :]

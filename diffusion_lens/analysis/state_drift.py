@@ -19,8 +19,10 @@ step and layer is the relative distance over all positions at which later passes
 forward pass over the canvas that the step read, without a cache. Where a step computes everything again, it is 0.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +37,7 @@ from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.denoising.predictor import Predictor
 from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.hooks.names import resid_post, resid_pre
+from diffusion_lens.hooks.names import Hook, mlp_out, resid_post, resid_pre, shared_out
 from diffusion_lens.hooks.step import StepState
 from diffusion_lens.model.attention import HeldCache
 from diffusion_lens.model.shapes import PosMask
@@ -46,7 +48,9 @@ from diffusion_lens.settings import Whole, one_of
 
 # The states that are compared, and where they pass.
 STATES = {"keys": "attn.hook_rot_k", "values": "attn.hook_v", "attention": "hook_attn_out", "mlp": "hook_mlp_out"}
-GROUPS = ("masked", "just written", "written", "prompt")
+GROUPS = ("masked", "masked again", "just written", "written", "prompt")
+
+_BYTES_COMPARED = 24  # of a number of two states: both and their product, in float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +63,8 @@ class StateDrift(ByStep):
 
     Attributes:
         cosines: Cosine of the states of both steps, Float[transition layer batch pos] by kind: "keys", "values",
-            "attention" and "mlp" (what a block's attention and MLP add to the stream). Heads are joined to one vector.
-            NaN where a canvas has no token, and where a state is 0.
+            "attention" and "mlp" (what a block's attention and MLP add to the stream, with a shared expert). Heads are
+            joined to one vector. NaN where a canvas has no token, and where a state is 0.
         distances: Relative distance by kind, with the same axes; infinite where only the later state is 0.
         canvases: The canvases that were read.
         record: Steps, layers, trajectory, model, hash of the weights, hooks, versions.
@@ -83,24 +87,23 @@ class StateDrift(ByStep):
     @property
     def groups(self) -> dict[str, Bool[Tensor, "transition batch pos"]]:
         """Positions of both canvases by group: "masked" contains [MASK] in both, or under uniform noise a token that
-        may change and did not; "just written" where the token changed; "prompt" and "written" where a given or another
-        token stayed."""
+        may change and did not; "masked again" only in the later one; "just written" where another token changed;
+        "prompt" and "written" where a given or another token stayed."""
         tokens, masked, present = self.canvases.tokens, self.canvases.masked, self.canvases.present
         both = present[:-1] & present[1:]
-        changed, blank = both & (tokens[:-1] != tokens[1:]), masked[:-1] & masked[1:]
-        kept = both & ~changed & ~blank
-        prompt = kept & self.canvases.given
-        in_order = (both & ~changed & blank, changed, kept & ~prompt, prompt)
+        again = both & ~masked[:-1] & masked[1:]
+        changed = both & (tokens[:-1] != tokens[1:]) & ~again
+        kept, blank = both & ~changed & ~again, masked[1:]
+        prompt = kept & ~blank & self.canvases.given
+        in_order = (kept & blank, again, changed, kept & ~blank & ~prompt, prompt)
         return dict(zip(GROUPS, in_order, strict=True))
 
     def mean(
         self, what: str = "values", group: str | None = None, measure: str = "cosine"
     ) -> Float[Tensor, "transition layer"]:
         """Mean "cosine" or "distance" of one kind of state over the positions of a group, or all; NaN without any."""
-        one_of(*STATES)("what", what)
-        values = (self.cosines if one_of("cosine", "distance")("measure", measure) == "cosine" else self.distances)[
-            what
-        ]
+        one_of("cosine", "distance")("measure", measure)
+        values = (self.cosines if measure == "cosine" else self.distances)[one_of(*STATES)("what", what)]
         if group is not None:
             chosen = self.groups[one_of(*GROUPS)("group", group)]
             values = values.masked_fill(~chosen[:, None], torch.nan)
@@ -141,7 +144,7 @@ class StateDrift(ByStep):
 
     def __repr__(self) -> str:
         words = ", ".join(f"{kind} {float(self.mean(kind).nanmean()):.3f}" for kind in STATES)
-        return f"StateDrift({self._by_step}, mean cosines: {words})"
+        return f"StateDrift({self._extent}, mean cosines: {words})"
 
 
 @begins_run
@@ -175,39 +178,49 @@ def state_drift(
     assert reading.steps is not None
     if reading.n_steps < 2:
         raise ValueError(f"steps={reading.steps} has nothing to compare: give two steps or more of the run")
-    cfg, cells = model.cfg, reading.batch * reading.pos * len(reading.layers)
-    width = 2 * (cfg.n_key_value_heads or cfg.n_heads) * cfg.d_head + 2 * cfg.d_model
-    # The result, and the states of the step before.
-    n_bytes = cells * (4 * 2 * len(STATES) * (reading.n_steps - 1) + width * cfg.dtype.itemsize)
+    cells, d_model = reading.batch * reading.pos, model.cfg.d_model
+    widths = [model.blocks[layer].attn.k.out_features for layer in reading.layers]
+    # The result; the states of the step before; and the comparison of two states.
+    of_result = 4 * 2 * len(STATES) * (reading.n_steps - 1) * len(reading.layers)
+    of_states = 2 * (sum(widths) + d_model * len(reading.layers)) * model.cfg.dtype.itemsize
+    n_bytes = cells * (of_result + of_states + _BYTES_COMPARED * max(d_model, *widths))
     advice = "give fewer steps, layers or rows"
     reading.require_memory(n_bytes, max_bytes, "the drift takes", advice, explicit=False)
     shape = (reading.n_steps - 1, len(reading.layers), reading.batch, reading.pos)
     cosines, distances = ({kind: torch.full(shape, torch.nan) for kind in STATES} for _ in range(2))
-    earlier: dict[str, Tensor] = {}
+    earlier: dict[tuple[str, int], Tensor] = {}
     present: dict[int, PosMask] = {}
 
     def reduce(one: SharedPass) -> None:
         present.update({index: canvas.present.cpu() for index, canvas in one.served.items()})
 
-        def compare(name: str, kind: str, layer: int, state: Tensor) -> None:
+        of_chosen: dict[int, Tensor] = {}  # what the chosen experts add, until the shared one adds its part
+
+        def compare(kind: str, layer: int, state: Tensor, hook: Any) -> None:
             now = state.flatten(2)
             for index in sorted(one.served):
                 if index:
-                    before = now if index - 1 in one.served else earlier[name]
+                    before = now if index - 1 in one.served else earlier[kind, layer]
                     n_both = min(before.shape[1], now.shape[1])
                     both = (present[index - 1] & present[index])[:, :n_both]
                     measures = _cosine_and_distance(before[:, :n_both], now[:, :n_both])
                     for into, values in zip((cosines, distances), measures, strict=True):
                         into[kind][index - 1, layer, :, :n_both] = values.float().cpu().masked_fill(~both, torch.nan)
-            earlier[name] = now
+            earlier[kind, layer] = now
 
-        one.read.run([(name, _hook(compare, *place)) for name, place in points.items()])
+        def hold(layer: int, state: Tensor, hook: Any) -> None:
+            of_chosen[layer] = state
 
-    points = {
-        f"blocks.{layer}.{point}": (f"blocks.{layer}.{point}", kind, i)
-        for i, layer in enumerate(reading.layers)
-        for kind, point in STATES.items()
-    }
+        def join(layer: int, state: Tensor, hook: Any) -> None:
+            compare("mlp", layer, of_chosen.pop(layer) + state, hook)
+
+        readers: list[tuple[str, Hook]] = []
+        for i, layer in enumerate(reading.layers):
+            readers += [(f"blocks.{layer}.{point}", partial(compare, kind, i)) for kind, point in STATES.items()]
+            if (shared := shared_out(layer)) in model.hook_dict:
+                readers[-1:] = [(mlp_out(layer), partial(hold, i)), (shared, partial(join, i))]
+        one.read.run(readers)
+
     canvases = reading.read(reduce, "state drift", progress)
     return StateDrift(cosines, distances, canvases, reading.record())
 
@@ -268,7 +281,7 @@ class LayerCosines(ByStep):
     def __repr__(self) -> str:
         by_layer = self.cosine.flatten(-2).movedim(-2, 0).flatten(1).nanmean(dim=1)
         most = int(by_layer.nan_to_num(nan=-1.0).argmax())
-        return f"LayerCosines({self._by_step}, highest around layer {self.layers[most]}: {float(by_layer[most]):.3f})"
+        return f"LayerCosines({self._extent}, highest around layer {self.layers[most]}: {float(by_layer[most]):.3f})"
 
 
 @begins_run
@@ -301,28 +314,24 @@ def layer_cosines(
     """
     reading = Reading.of(model, inputs, steps, layers, attention_mask)
     shape = (reading.n_steps, len(reading.layers), reading.batch, reading.pos)
-    n_bytes = 4 * shape[0] * shape[1] * shape[2] * shape[3]
+    n_bytes = 4 * math.prod(shape) + reading.batch * reading.pos * model.cfg.d_model * _BYTES_COMPARED
     advice = "give fewer steps, layers or rows"
     reading.require_memory(n_bytes, max_bytes, "the cosines take", advice, explicit=False)
     cosine, entered = torch.full(shape, torch.nan), {}
 
     def reduce(one: SharedPass) -> None:
-        def enter(layer: int, stream: Tensor) -> None:
+        def enter(stream: Tensor, hook: Any) -> None:
             entered["stream"] = stream
 
-        def leave(layer: int, stream: Tensor) -> None:
+        def leave(layer: int, stream: Tensor, hook: Any) -> None:
             cosines, _ = _cosine_and_distance(entered.pop("stream"), stream)
             for indices, present in one.by_reach():
                 inside = cosines.masked_fill(~present.to(cosines.device), torch.nan)
                 cosine[indices, layer, :, : stream.shape[1]] = inside.cpu().float()
 
-        one.read.run(
-            [
-                (name(layer), _hook(act, i))
-                for i, layer in enumerate(reading.layers)
-                for name, act in ((resid_pre, enter), (resid_post, leave))
-            ]
-        )
+        before = [(resid_pre(layer), enter) for layer in reading.layers]
+        after = [(resid_post(layer), partial(leave, i)) for i, layer in enumerate(reading.layers)]
+        one.read.run([*before, *after])
 
     canvases = reading.read(reduce, "layer cosines", progress)
     return LayerCosines(reading.without_steps(cosine), canvases, reading.record())
@@ -456,11 +465,6 @@ class _Measured(Predictor):
         )
         self.n_held[state.index] = int(where.sum())
         return logits
-
-
-def _hook(act: Any, *place: Any) -> Any:
-    """A hook that calls `act` with the activation, after what says where it is."""
-    return lambda activation, hook: act(*place, activation)
 
 
 def _relative_distance(was: Float[Tensor, "*rest d"], now: Float[Tensor, "*rest d"]) -> Float[Tensor, "*rest"]:

@@ -15,7 +15,7 @@ from diffusion_lens.analysis.engine.inputs import Inputs, Readable, SharedPass, 
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, provenance
-from diffusion_lens.settings import Whole, pick_indices
+from diffusion_lens.settings import Whole, pick_indices, whole_number
 
 # 8 + 1 + 1 of the result, and as many of the canvases to be read.
 BYTES_OF_A_POSITION = 20
@@ -75,10 +75,17 @@ class ByStep(PicturedResult, Saved):
         return tuple(self.record["layers"])
 
     @property
-    def _by_step(self) -> str:
+    def _extent(self) -> str:
         """The steps and layers in words."""
         steps = "one pass" if self.steps is None else f"{len(self.steps)} steps of {self.record['n_steps']}"
         return f"{steps}, {len(self.layers)} layers"
+
+    def _index(self, axis: str, number: Whole) -> int:
+        """The place of a "layer" or "step" among those that were read; negative numbers count from their end."""
+        read, chosen = self.layers if axis == "layer" else self.steps or (0,), whole_number(axis, number)
+        if chosen not in read and not -len(read) <= chosen < 0:
+            raise ValueError(f"{axis}={chosen} was not read; give one of {list(read)}, or negative ones from their end")
+        return read.index(chosen) if chosen in read else chosen % len(read)
 
     def _step_axis(self) -> dict[str, Any]:
         """The axis of steps of the data frame, if there is one."""

@@ -206,6 +206,8 @@ def test_a_head_that_copies_has_a_score_of_one(small):
         heads = retrieval_heads(small, run)
     assert heads.score[1, 2] == 1
     assert heads.top(1) == [(1, 2, 1.0)]
+    with pytest.raises(ValueError, match="most=0; it must be at least 1"):
+        heads.top(0)
     n_of_steps = torch.stack([(heads.retrievable & (heads.revealed_at == step)).sum() for step in heads.steps])
     summed = (heads.by_step.nan_to_num() * n_of_steps[:, None, None]).sum(dim=0)
     assert_close(summed, heads.retrieved.sum(dim=(2, 3)).float())
@@ -257,6 +259,48 @@ def test_steps_that_write_nothing_take_no_pass(small, monkeypatch):
     assert n_passes[0] == len(heads.steps) == len(heads.by_step) <= 3
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "dream", "llada2", "bd3lm"], indirect=True)
+@pytest.mark.filterwarnings("ignore:the trajectory was written by another network")
+def test_a_token_that_a_hook_writes_is_not_retrieved(every):
+    """All tokens repeat the prompt's; the first one that step 1 could write is there before."""
+
+    def write(tokens, hook):
+        first = hook.step.masked & (hook.step.masked.cumsum(dim=1) == 1)
+        return torch.where(first, tokens[:, :1], tokens) if hook.step.index == 1 else tokens
+
+    def repeat(tokens, hook):
+        return torch.where(hook.step.masked, hook.step.tokens[:, :1], tokens)
+
+    hooks = [("denoise.hook_tokens", write), ("denoise.hook_candidates", repeat)]
+    run = every.model.denoise(every.tokens[:1, :6], length=12, fwd_hooks=hooks)
+    by_hook = (run.revealed_at == 1) & (run.canvases[1] == run.tokens)
+    assert by_hook.any()
+    assert torch.equal(retrieval_heads(every.model, run).retrievable, (run.revealed_at >= 0) & ~by_hook)
+
+
+def test_plots_take_layers_and_steps_that_were_read(small):
+    run = small.denoise(PROMPTS, max_new_tokens=3, **({"steps": 3} if small.cfg.has_mask else {}))
+    rollout, sinks = (analyse(small, run, steps=[1, 2], layers=[1]) for analyse in (attention_rollout, attention_sinks))
+    assert rollout.plot(layer=1, step=2).get_title() == rollout.plot().get_title()
+    assert rollout.plot(layer=1, step=1).get_title() == rollout.plot(layer=-1, step=-2).get_title()
+    assert sinks.plot(layer=1).get_title() == sinks.plot().get_title()
+    for result, options, message in (
+        (rollout, {"layer": 0}, r"layer=0 was not read; give one of \[1\], or negative ones"),
+        (rollout, {"step": 0}, r"step=0 was not read; give one of \[1, 2\]"),
+        (rollout, {"step": -3}, "step=-3 was not read"),
+        (sinks, {"layer": 0}, "layer=0 was not read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            result.plot(**options)
+
+
+def test_rounding_noise_is_no_advantage(small):
+    """The norms of one token at all positions are equal in the first layer, whose cosines depend on the distance."""
+    advantage = qk_decomposition(small, torch.full((1, 12), 7)).advantage
+    assert advantage["norms"][0].isnan().all()
+    assert advantage["cosines"][0].isfinite().all()
+
+
 @pytest.mark.parametrize("analyse", [qk_decomposition, attention_rollout, retrieval_heads])
 def test_results_are_read_back_and_drawn(small, analyse, tmp_path):
     run = small.denoise(PROMPTS, max_new_tokens=4, **({"steps": 4} if small.cfg.has_mask else {}))
@@ -282,7 +326,9 @@ def test_what_does_not_fit_is_refused(small):
         (attention_rollout, {"regions": {"a": [0, 1], "b": [1]}}, "position 1 of row 0 is in two regions"),
         (attention_rollout, {"max_bytes": 100}, "the rollout takes"),
         (retrieval_heads, {"source": [99]}, "source="),
-        (retrieval_heads, {"source": torch.zeros_like(run.given)}, "no token that the run wrote occurs in the source"),
+        (attention_rollout, {"regions": {"a": ~run.real & run.real}}, r"regions\['a'\] is false everywhere"),
+        (retrieval_heads, {"source": torch.zeros_like(run.given)}, "source is false everywhere"),
+        (retrieval_heads, {"source": [0]}, "no token that the run wrote occurs in the source"),
         (retrieval_heads, {"max_bytes": 100}, "the retrieval heads take"),
     ):
         with pytest.raises(ValueError, match=message):

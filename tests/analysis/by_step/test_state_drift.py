@@ -1,6 +1,7 @@
 """The drift of states between steps and the cosines of layers equal those of cached states; blocks can be skipped."""
 
 import re
+from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 
@@ -10,15 +11,16 @@ from oracles.memory import peak_of_tensors
 from torch.testing import assert_close
 
 from diffusion_lens.analysis import LayerCosines, StateDrift, cache_drift, layer_cosines, state_drift
+from diffusion_lens.analysis.engine import batching
 from diffusion_lens.analysis.state_drift import STATES
 from diffusion_lens.data import toy_facts
-from diffusion_lens.denoising.samplers import threshold
+from diffusion_lens.denoising.samplers import ReMDM, threshold
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.hooks.names import resid_post, resid_pre
 from diffusion_lens.interventions import skip_layers
 
 PROMPTS = ["Gustav Geisser is the", "today Tilda Drusser was the brave"]
-POINTS = (*STATES.values(), "hook_resid_pre", "hook_resid_post")
+POINTS = (*STATES.values(), "hook_resid_pre", "hook_resid_mid", "hook_resid_post")
 
 
 def run_and_cache(every, names=POINTS):
@@ -36,6 +38,14 @@ def cosine(a, b):
     return torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1, eps=0).float()
 
 
+def states_of(every, cache, layer):
+    """The states that are compared. What the MLP adds is the stream's difference, unless a factor follows."""
+    states = {kind: cache[f"blocks.{layer}.{point}"].flatten(2) for kind, point in STATES.items()}
+    if not hasattr(every.model.blocks[layer], "scale_open"):
+        states["mlp"] = cache[resid_post(layer)] - cache[f"blocks.{layer}.hook_resid_mid"]
+    return states
+
+
 def test_drift_equals_that_of_cached_states(every):
     run, cache_of = run_and_cache(every)
     steps = sorted({0, run.n_steps // 2, run.n_steps - 1})
@@ -44,8 +54,9 @@ def test_drift_equals_that_of_cached_states(every):
     for i, (before, after) in enumerate(pairwise(steps)):
         both = (run.canvases[before] != -1) & (run.canvases[after] != -1) & run.real
         for layer in range(every.model.cfg.n_layers):
-            for kind, point in STATES.items():
-                was, now = (cache_of[step][f"blocks.{layer}.{point}"].flatten(2) for step in (before, after))
+            states = [states_of(every, cache_of[step], layer) for step in (before, after)]
+            for kind in STATES:
+                was, now = (each[kind] for each in states)
                 distance = (was - now).norm(dim=-1) / now.norm(dim=-1)
                 assert_close(ours.cosines[kind][i, layer][both], cosine(was, now)[both], rtol=1e-4, atol=1e-4)
                 assert_close(ours.distances[kind][i, layer][both], distance[both], rtol=1e-3, atol=1e-4)
@@ -66,6 +77,16 @@ def test_every_position_of_both_canvases_is_in_one_group(every):
     per_group = torch.stack([drift.mean("keys", group).nan_to_num()[:, 0] * n for group, n in sizes(groups)])
     total = both.flatten(1).sum(dim=1)
     assert_close(per_group.sum(dim=0) / total, drift.mean("keys")[:, 0], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("every", ["dream"], indirect=True)
+def test_positions_that_are_masked_again_are_not_just_written(every):
+    run = every.model.denoise(every.tokens[:, :5], length=14, steps=12, sampler=ReMDM(eta=1.0))
+    groups, masked = state_drift(every.model, run, layers=[0]).groups, run.canvases[:-1] == every.model.cfg.blank
+    assert groups["masked again"].any()
+    assert torch.equal(groups["masked again"], ~masked[:-1] & masked[1:])
+    assert torch.equal(groups["just written"], masked[:-1] & ~masked[1:])
+    assert torch.equal(sum(where.int() for where in groups.values()), torch.ones_like(masked[1:]).int())
 
 
 def sizes(groups):
@@ -182,11 +203,36 @@ def test_what_does_not_fit_is_refused(small):
         skip_layers(small, 9)
 
 
-@pytest.mark.parametrize("small", ["mdm"], indirect=True)
-@pytest.mark.parametrize(("analyse", "name"), [(state_drift, "drift takes"), (layer_cosines, "cosines take")])
-def test_tensors_of_a_call_take_at_most_the_budget(small, analyse, name):
-    call = partial(analyse, small, small.denoise(PROMPTS[0], max_new_tokens=4, steps=200))
-    with pytest.raises(ValueError, match=name) as refused:
+def least_bytes(call):
+    with pytest.raises(ValueError, match="max_bytes is 1:") as refused:
         call(max_bytes=1)
-    least = int(re.findall(r"takes? ([\d,]+)", str(refused.value))[0].replace(",", ""))
+    return int(re.findall(r"takes? ([\d,]+)", str(refused.value))[0].replace(",", ""))
+
+
+@pytest.mark.parametrize("small", ["mdm"], indirect=True)
+@pytest.mark.parametrize("analyse", [state_drift, layer_cosines])
+def test_tensors_of_a_call_take_at_most_the_budget(small, analyse):
+    call = partial(analyse, small, small.denoise(PROMPTS[0], max_new_tokens=4, steps=200))
+    least = least_bytes(call)
     assert peak_of_tensors(partial(call, max_bytes=least)) <= least
+
+
+@pytest.mark.parametrize("every", ["nemotron-prompt", "llada_moe-options", "bd3lm"], indirect=True)
+@pytest.mark.parametrize("analyse", [partial(state_drift, steps=[0, 1]), layer_cosines])
+def test_the_budget_contains_states_in_float64(every, analyse, monkeypatch):
+    monkeypatch.setattr(batching, "RESERVE_ON_CPU", 1.0)
+    half = deepcopy(every.model).to(torch.bfloat16)
+    run = half.denoise(every.tokens[:, :6] % 400 + 3, length=12)
+    call = partial(analyse, half, run, layers=[-1])
+    least = least_bytes(call)
+    assert peak_of_tensors(partial(call, max_bytes=least)) <= least
+
+
+@pytest.mark.parametrize("every", ["diffusion_gemma"], indirect=True)
+def test_the_budget_contains_the_wider_keys_of_a_global_layer(every):
+    run, cache_of = run_and_cache(every)
+    needed = [least_bytes(partial(state_drift, every.model, run, layers=[layer])) for layer in (1, 2)]
+    names = ("attn.hook_rot_k", "attn.hook_v")
+    states = [sum(cache_of[0][f"blocks.{layer}.{name}"].nbytes for name in names) for layer in (1, 2)]
+    assert states[0] < states[1]
+    assert needed[1] - needed[0] >= states[1] - states[0]
