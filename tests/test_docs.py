@@ -54,6 +54,7 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "rome.md",
         "signatures.md",
         "one_layer.md",
+        "papers.md",
         "two_sites.md",
     } == WITH_PICTURES
     taught = {"your_own_facts.md", "write_a_hook.md", "saving_and_loading.md", "check.md", "circuits.md", "cluster.md"}
