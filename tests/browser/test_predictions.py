@@ -56,11 +56,11 @@ def test_cells_say_what_the_step_predicted(opened: Open, predictions: Any) -> No
 
 
 def test_commitment_is_marked_where_it_begins(opened: Open, run: Any, predictions: Any) -> None:
-    from diffusion_lens.explorer.page_of_run import commitment_steps
+    from diffusion_lens.analysis import commitment
 
     page = opened("mdm")
     choose(page, "commitment")
-    steps = commitment_steps(predictions)[0].tolist()
+    steps = commitment(predictions).committed_at[0].tolist()
     shown = cells(page)
     marked = {pos: step for (step, pos), (_, kind, _) in shown.items() if "dl-commits" in kind}
     assert marked == {pos: step for pos, step in enumerate(steps) if step >= 0}

@@ -7,7 +7,6 @@ from page_reader import PageFile, as_selected, ran, unpack
 
 from diffusion_lens.denoising.samplers import ReMDM
 from diffusion_lens.explorer import Session
-from diffusion_lens.explorer.page_of_run import commitment_steps
 from diffusion_lens.interventions import zero_ablate
 from diffusion_lens.pages import write_page
 
@@ -106,7 +105,7 @@ def test_a_page_that_is_too_large_says_how_predictions_take_less(run, tmp_path):
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_a_position_that_is_masked_again_commits_for_good(tiny):
     run = tiny.denoise(PROMPT, length=14, steps=8, sampler=ReMDM(eta=1.0), seed=1, predictions=2)
-    steps = commitment_steps(run.predictions)[0].tolist()
+    steps = run.explore().runs[0].entry["predictions"]["committed"]
     assert steps == [committed(run.predictions, 0, pos) for pos in range(14)]
     rewritten = (run.predictions.masked[1:] & ~run.predictions.masked[:-1]).any(dim=0)[0]
     assert rewritten.any()
