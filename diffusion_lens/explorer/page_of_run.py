@@ -251,13 +251,13 @@ def answer_of(record: Mapping[str, Any], words: Words) -> dict[str, list[int]] |
 
 def _model_info(record: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest's entry of the model that a record names."""
-    architecture = record["architecture"]
+    architecture, is_uniform = record["architecture"], record.get("noise") == "uniform"
     return {
         "name": shown_model(record),
         "n_layers": architecture["n_layers"],
         "n_heads": architecture["n_heads"],
-        "grows": record["blank"] < 0,
-        "masks": record["blank"] >= 0 and record.get("noise") != "uniform",
+        "grows": record["blank"] < 0 and not is_uniform,
+        "masks": record["blank"] >= 0 and not is_uniform,
         "samplers": [record["sampler"]["name"]],
         "length": None,
     }

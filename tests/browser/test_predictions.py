@@ -99,6 +99,28 @@ def test_a_masked_cell_shows_its_tokens_and_their_course(opened: Open, run: Any,
     assert f"predictions.steps.index({step + 1})" in code
 
 
+def test_a_written_token_has_the_predictions_of_its_step(opened: Open, run: Any, predictions: Any) -> None:
+    pos = int(run.trajectory.revealed_at[0].eq(0).nonzero()[0])
+    page = opened("mdm", fragment=f"#step=4&position={pos}")
+    inspector = page.locator(".dl-inspector")
+    expect(inspector.locator("h4").first).to_have_text("Predictions of step 0")
+    inspector.get_by_role("button", name="as Python").click()
+    assert "predictions.steps.index(0)" in page.get_by_role("dialog").locator("pre").inner_text()
+
+
+def test_under_uniform_noise_each_step_has_its_own(opened: Open, tmp_path: Any) -> None:
+    from diffusion_lens import HookedDiffusionTransformer
+
+    model = HookedDiffusionTransformer.from_pretrained("tiny-uniform")
+    run = model.denoise("Gustav Geisser is the", length=14, steps=8, seed=2, predictions=5)
+    changed = int(run.revealed_at[0][(run.revealed_at[0] >= 0) & (run.revealed_at[0] < 7)].max())
+    pos, path = run.revealed_at[0].tolist().index(changed), explorer_pages.write(run.explore(), tmp_path, "uniform")
+    page = opened(f"{path.as_uri()}#step={changed + 1}&position={pos}")
+    inspector = page.locator(".dl-inspector")
+    expect(inspector.locator("h4").first).to_have_text(f"Predictions of step {changed + 1}")
+    expect(inspector.locator(".dl-state")).to_contain_text(f"last changed at step {changed}")
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("layer", ["entropy", "commitment"])
 def test_layers_are_readable(opened: Open, axe: str, layer: str, theme: str) -> None:
