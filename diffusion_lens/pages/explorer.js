@@ -804,7 +804,7 @@ class RunPanel {
 
   canvasCell(step, p) {
     const { run } = this, word = wordAfter(run, step, p), masked = word === null;
-    const kind = [masked ? "dl-masked" : "", isGiven(run, p) ? "dl-given" : "", run.revealed_at?.[p] === step ? "dl-new" : "",
+    const kind = [masked ? "dl-masked" : "", isGiven(run, p) || !run.real[p] ? "dl-given" : "", run.revealed_at?.[p] === step ? "dl-new" : "",
       this.differs(step, p) ? "dl-diff" : ""].filter(Boolean).join(" ");
     const value = masked || isGiven(run, p) || this.replaced(step, p) ? 0 : run.confidence ? run.confidence[p] : 0.25;
     return { value: value || 0, text: masked || !this.inCells ? "" : readable(word), label: this.stateAt(step, p), kind };
