@@ -505,7 +505,7 @@ class CellMap {
       const missing = Number.isNaN(value);
       const { background, ink } = missing ? { background: "", ink: "" } : paint(colours, value);
       // Comparing with what was drawn is much cheaper than drawing it again.
-      if (element.drawn !== background) element.style.cssText = background && `background-color:${background};color:${ink}`;
+      if (element.drawn !== background) Object.assign(element.style, { backgroundColor: background, color: ink });
       element.drawn = background;
       const name = `dl-cell ${missing ? "dl-none " : ""}${kind}`;
       if (element.className !== name) element.className = name;
