@@ -870,6 +870,7 @@ class RunPanel {
       const stops = layer === "commitment" ? [0, 0, COMMITTED, COMMITTED] : undefined;
       drawLegend(canvas.legend, colours, { name, low, high }, stops);
       canvas.map.element.classList.toggle("dl-low", steps.length > 16);
+      canvas.map.element.classList.toggle("dl-long", steps.length > 64);
       canvas.map.draw(steps.map(String), this.columns(), colours, (r, c) =>
         (predicted ? this.layerCell(predicted, steps[r], c) : this.canvasCell(steps[r], c)));
       this.markSelection();

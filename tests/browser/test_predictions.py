@@ -131,6 +131,19 @@ def test_layers_are_readable(opened: Open, axe: str, layer: str, theme: str) -> 
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_damaged_predictions_hide_their_layers_only(opened: Open, pages: Any, tmp_path: Any) -> None:
+    path = tmp_path / "damaged.html"
+    text = pages["mdm"].read_text(encoding="utf-8")
+    path.write_text(re.sub(r'(data-chunk="predictions">)[^<]{40}', r"\1", text), encoding="utf-8")
+    page = opened("mdm")
+    page.goto(f"{path.as_uri()}#canvas=entropy")
+    canvas = page.locator(".dl-canvas")
+    expect(canvas.locator(".dl-note")).to_contain_text("could not be read")
+    page.get_by_label("Canvas shows", exact=True).select_option("confidence")
+    expect(canvas.locator(".dl-map")).to_be_visible()
+    expect(canvas.locator(".dl-note")).to_be_hidden()
+
+
 def test_a_page_without_predictions_says_what_to_record(opened: Open, run: Any, tmp_path: Any) -> None:
     page = opened(explorer_pages.write(run.trajectory.explore(), tmp_path, "plain").as_uri(), fragment="")
     assert not page.get_by_label("Canvas shows", exact=True).is_visible()
