@@ -71,7 +71,7 @@ def test_512_steps_of_64_positions_stay_responsive(opened: Callable[..., Any], t
             before = work(session)
             page.evaluate(TIMED, [selector, value])
             worked.append(1000 * (work(session) - before))
-        assert min(worked) < most, worked
+        assert min(worked) < most * (1 if os.getloadavg()[0] < (os.cpu_count() or 1) else 2), worked
     page.locator(CELL.format("canvas", 1, 20)).click()
     page.keyboard.press("PageDown")
     expect(page.locator(CELL.format("canvas", 511, 20))).to_be_in_viewport()
