@@ -496,9 +496,9 @@ class Trajectory(Saved, Result):
             lens: `logit_lens(model, trajectory)`, at all or some steps.
             trace: `trace_trajectory(model, fact, trajectory=trajectory, ...)`, or several, of different kinds.
             attention: Cache with the patterns, `blocks.{i}.attn.hook_pattern`, of some layers and steps.
-            logits: Cache with `denoise.hook_logits`, which may be the same cache. It gives the predictions of a run
-                without them, as does the lens's last layer, if there is no guidance.
+            logits: Ignored, and will be removed.
             predictions: `trajectory.predictions(model, top_k=5)`, in place of those that were recorded with the run.
+                Without either, the last layer of the lens gives them where there is no guidance.
             row: Row of the batch.
             max_bytes: Largest size of the file; a larger one is refused, with what to leave out.
 
@@ -513,10 +513,13 @@ class Trajectory(Saved, Result):
         from diffusion_lens.explorer.page_of_run import page_of
         from diffusion_lens.pages.page import html_path, write_page
 
+        if logits is not None:
+            instead = "pass predictions=trajectory.predictions(model, top_k=5), or denoise with predictions=5"
+            warnings.warn(f"logits= of explore is ignored and will be removed; {instead}", DeprecationWarning, 2)
         if path is not None:
             html_path(path)
         traces = () if trace is None else tuple(trace) if isinstance(trace, Sequence) else (trace,)
-        page = page_of(self, lens, traces, attention, logits, predictions, whole_number("row", row))
+        page = page_of(self, lens, traces, attention, predictions, whole_number("row", row))
         return page if path is None else write_page(page, path, whole_number("max_bytes", max_bytes))
 
     def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":

@@ -171,12 +171,12 @@ def views_code(run: str, cached: Callable[[str], str], predictions: str) -> dict
         "run": run,
         "canvas": f"{run}\n\n# the ids at each position after the step, and their texts\n"
         f"canvas = trajectory.canvases[{index}, 0]\nwords = trajectory.str_canvases()[{index}]",
-        "predictions": f"from diffusion_lens.explorer.page_of_run import commitment_steps\n{run}\n\n"
+        "predictions": f"from diffusion_lens.analysis import commitment\n{run}\n\n"
         f"predictions = {predictions}\n"
         "# [step pos], NaN or -1 where a step predicts nothing\n"
         "entropy, likeliest = predictions.entropy[:, 0], predictions.likeliest[:, 0]\n"
         "p = predictions.probabilities[:, 0]  # [step pos top]; the margin is p[..., 0] - p[..., 1]\n"
-        "committed = commitment_steps(predictions)[0]  # [pos]\n\n"
+        "committed = commitment(predictions).committed_at[0]  # [pos]\n\n"
         "index = predictions.steps.index({step})\n"
         "top = [predictions.words.get(token) for token in predictions.tokens[index, 0, {position}].tolist()]\n"
         'print(list(zip(top, p[index, {position}].tolist())), entropy[index, {position}].item(), "nats")',

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion_lens.analysis import logit_lens, trace_trajectory
+from diffusion_lens.analysis import commitment, logit_lens, trace_trajectory
 from diffusion_lens.analysis.engine.inputs import Inputs
 from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
 from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.explorer.as_python import TOP_K, TRACE_SCORES, lens_call, query_statement
-from diffusion_lens.explorer.page_of_run import canvas_entry, commitment_steps
+from diffusion_lens.explorer.page_of_run import canvas_entry
 from diffusion_lens.explorer.plan import Plan, check_position, require_reached
 from diffusion_lens.explorer.spec import Spec
 from diffusion_lens.facts.fact import Fact, Query
@@ -126,7 +126,7 @@ class LiveRun:
         asked, words = Asked.of(model, spec, run), Words()
         entry = canvas_entry(run, 0, words)
         assert run.recorded is not None
-        committed = commitment_steps(run.recorded)[0].tolist()
+        committed = commitment(run.recorded).committed_at[0].tolist()
         predictions = views.predictions_view(run.recorded, committed, words)
         entry |= {**_described(plan, run, words, asked), "predictions": predictions.entry}
         entry["warnings"] = list(dict.fromkeys(str(one.message) for one in caught))

@@ -3,25 +3,23 @@
 Each result is shown only if it is of this run, under the network that wrote it; another one is refused.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
+from diffusion_lens.analysis import commitment
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.predictions import Predictions
 from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance, without_canvas_hooks
-from diffusion_lens.denoising.trajectory import RunPredictions, Trajectory
-from diffusion_lens.explorer.as_python import LOGITS, TOP_K, RunCode, lens_statements, trace_statements, views_code
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.explorer.as_python import TOP_K, RunCode, lens_statements, trace_statements, views_code
 from diffusion_lens.model.config import reached
 from diffusion_lens.pages import views
 from diffusion_lens.pages.page import Page, PageRun
 from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.results import differences, network_of, shown_model
-
-_CLOSE = 0.02  # Largest difference of a confidence from the cached logits, which may be in bfloat16.
 
 _MISSING = {
     "predictions": "Record them with the run, denoise(..., predictions=5), or pass "
@@ -39,7 +37,6 @@ def page_of(
     lens: Any = None,
     traces: Sequence[Any] = (),
     attention: TrajectoryCache | None = None,
-    logits: TrajectoryCache | None = None,
     predictions: Any = None,
     row: int = 0,
 ) -> Page:
@@ -55,7 +52,7 @@ def page_of(
     entry = canvas_entry(trajectory, row, words)
     if lens is not None:
         _accepted("lens", check_lens, trajectory, lens, row)
-    predicted = _predicted(trajectory, lens, logits, predictions, row)
+    predicted, is_whole = _predicted(trajectory, lens, predictions, row)
     codes = views_code(code.run, code.cached, code.predictions(predicted.top_k if predicted else TOP_K))
     shown: dict[str, View] = {}
     python = {"run": codes["run"], "canvas": codes["canvas"]}
@@ -64,8 +61,7 @@ def page_of(
         shown["lens"] = views.lens_view(lens, row, words)
         python["lens"] = f"{code.run}\n\n{lens_statements(code.trajectory, lens, row)}"
     if predicted is not None:
-        every_step = len(predicted.steps) == trajectory.n_steps
-        committed = commitment_steps(predicted)[0].tolist() if every_step else None
+        committed = commitment(predicted).committed_at[0].tolist() if is_whole else None
         shown["predictions"] = views.predictions_view(predicted, committed, words)
         python["predictions"] = codes["predictions"]
     if attention is not None:
@@ -145,30 +141,21 @@ def check_lens(trajectory: Trajectory, lens: Any, row: int) -> None:
         raise ValueError(f"the lens read other canvases than those of row {row} of the trajectory")
 
 
-def commitment_steps(predictions: Predictions | RunPredictions) -> Int[Tensor, "batch pos"]:
-    """The first step from which on the likeliest token of a position is the one that was finally written, at every step
-    that predicts it; -1 where there is none."""
-    differs = predictions.masked & (predictions.likeliest != predictions.written)
-    since = predictions.masked & (differs.flip(0).cumsum(dim=0).flip(0) == 0)
-    first = torch.tensor(predictions.steps)[since.int().argmax(dim=0)]
-    return first.masked_fill(~since.any(dim=0), -1)
-
-
-def _predicted(
-    trajectory: Trajectory, lens: Any, logits: TrajectoryCache | None, predictions: Any, row: int
-) -> Predictions | None:
-    """What each step predicted in one row: as given, as recorded with the run, or from logits or a lens."""
+def _predicted(trajectory: Trajectory, lens: Any, predictions: Any, row: int) -> tuple[Predictions | None, bool]:
+    """What each step predicted in one row: as given, as recorded with the run, or from a lens; and whether there are
+    predictions, and all of the run."""
+    predicted, positions = None, set(range(trajectory.tokens.shape[1]))
     if predictions is not None:
-        given: Predictions = _accepted("predictions", part_of, trajectory, predictions, row)
-        return given
-    if trajectory.recorded is not None:
-        return trajectory.recorded.part([row])
-    if logits is not None:
-        read: Predictions = _accepted("predictions", predictions_of_logits, trajectory, logits, row)
-        return read
-    if lens is not None and _reads_the_output(lens):
-        return predictions_of_lens(trajectory, lens, row)
-    return None
+        predicted = _accepted("predictions", part_of, trajectory, predictions, row)
+    elif trajectory.recorded is not None:
+        predicted = trajectory.recorded.part([row])
+    elif lens is not None and _reads_the_output(trajectory, lens):
+        predicted, positions = predictions_of_lens(trajectory, lens, row), set(lens.positions)
+    if predicted is None:
+        return None, False
+    is_open = trajectory.is_open(trajectory.canvases[:-1])[:, row].any(dim=0)
+    is_whole = positions.issuperset(is_open.nonzero()[:, 0].tolist()) and len(predicted.steps) == trajectory.n_steps
+    return predicted, is_whole and bool(predicted.masked.any())
 
 
 def part_of(trajectory: Trajectory, predictions: Any, row: int) -> Predictions:
@@ -188,66 +175,30 @@ def part_of(trajectory: Trajectory, predictions: Any, row: int) -> Predictions:
     return part
 
 
-def predictions_of_lens(trajectory: Trajectory, lens: Any, row: int) -> Predictions:
-    """What the last layer predicts at the masked positions of one row, at the steps and positions of a lens."""
+def predictions_of_lens(trajectory: Trajectory, lens: Any, row: int) -> Predictions | None:
+    """What the last layer predicts at the open positions of one row, at the steps and positions of a lens; `None` if it
+    reads none of these."""
     layer, order = lens.labels.index("final_post"), torch.tensor(lens.positions).argsort()
 
     def table(x: Tensor) -> Tensor:
         return (x[None] if lens.steps is None else x)[:, layer, row].cpu()[:, order]
 
-    top = table(lens.top_tokens)
-    canvases = (lens.tokens[None] if lens.steps is None else lens.tokens)[:, row].cpu()[:, order]
-    read = (canvases == trajectory.blank) & (top[..., 0] >= 0)
+    steps, top, positions = views.steps_of(lens), table(lens.top_tokens), sorted(lens.positions)
+    canvases = trajectory.canvases[[step - trajectory.first_step for step in steps]]
+    read = trajectory.is_open(canvases)[:, row, positions].cpu() & (top[..., 0] >= 0)
+    if not read.any():
+        return None
     masked = torch.zeros(len(read), 1, trajectory.tokens.shape[1], dtype=torch.bool)
-    masked[:, 0, sorted(lens.positions)] = read
-    entries = (top[read], table(lens.top_probabilities)[read], table(lens.entropy)[read], masked)
-    return _of_row(trajectory, row, views.steps_of(lens), lens.words, *entries)
-
-
-def predictions_of_logits(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> Predictions:
-    """What each step predicts at the masked positions of one row, from a cache of the loop's logits after guidance."""
-    steps = [step for step in _steps("logits", cache, trajectory) if LOGITS in cache[step]]
-    if not steps:
-        raise ValueError(f"logits= contains no {LOGITS!r}")
-    places, entries = [], []
-    for step in steps:
-        logits = cache[step][LOGITS]
-        _require_shape("logits", logits.shape[:2], trajectory)
-        of_row = logits[row].cpu()
-        index = step - trajectory.first_step
-        masked = trajectory.is_open(trajectory.canvases[index])[row].cpu() & trajectory.real[row].cpu()
-        # The tokens that this step revealed for good. Those that a hook wrote have no probability.
-        after = trajectory.canvases[index + 1, row].cpu()
-        revealed = (trajectory.revealed_at[row] == step).cpu() & masked & (after == trajectory.tokens[row].cpu())
-        revealed &= (trajectory.n_steps - 1 == index) | (not trajectory.uniform_noise)
-        tokens = after[revealed]
-        p = of_row[revealed].double().softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
-        if not torch.allclose(p.float(), trajectory.confidence[row].cpu()[revealed], atol=_CLOSE):
-            raise ValueError(
-                f"logits= are of another run: at step {step} they give other probabilities than the trajectory's "
-                "confidence"
-            )
-        masked &= (of_row != 0).any(dim=-1)  # 0 where no token is proposed
-        of_masked = of_row[masked].double()
-        p, ranked = of_masked.softmax(dim=-1), of_masked.clone()
-        if 0 <= trajectory.blank < ranked.shape[-1]:
-            ranked[:, trajectory.blank] = -torch.inf
-        top = ranked.topk(min(TOP_K, ranked.shape[-1]), dim=-1).indices
-        entries.append((top, p.gather(-1, top), torch.special.entr(p).sum(dim=-1)))
-        places.append(masked[None])
-    top, p, entropy = map(torch.cat, zip(*entries, strict=True))
-    texts = _texts(trajectory, cache, top.unique().tolist())
-    return _of_row(trajectory, row, steps, texts, top, p, entropy, torch.stack(places))
-
-
-def _of_row(trajectory: Trajectory, row: int, steps: list[int], texts: dict[int, str], *entries: Tensor) -> Predictions:
-    """Predictions of one row, from the tables of their entries."""
+    masked[:, 0, positions] = read
     return Predictions.of(
-        *entries,
+        top[read],
+        table(lens.top_probabilities)[read],
+        table(lens.entropy)[read],
+        masked,
         steps=steps,
         written=trajectory.tokens[[row]].cpu(),
         revealed_at=trajectory.revealed_at[[row]].cpu(),
-        words={**trajectory.words, **texts},
+        words={**trajectory.words, **lens.words},
         record=trajectory.record,
     )
 
@@ -300,22 +251,23 @@ def answer_of(record: Mapping[str, Any], words: Words) -> dict[str, list[int]] |
 
 def _model_info(record: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest's entry of the model that a record names."""
-    architecture = record["architecture"]
+    architecture, is_uniform = record["architecture"], record.get("noise") == "uniform"
     return {
         "name": shown_model(record),
         "n_layers": architecture["n_layers"],
         "n_heads": architecture["n_heads"],
-        "grows": record["blank"] < 0,
-        "masks": record["blank"] >= 0 and record.get("noise") != "uniform",
+        "grows": record["blank"] < 0 and not is_uniform,
+        "masks": record["blank"] >= 0 and not is_uniform,
         "samplers": [record["sampler"]["name"]],
         "length": None,
     }
 
 
-def _reads_the_output(lens: Any) -> bool:
-    """Whether the last layer of a lens predicts what the loop proposes: read directly, and without guidance."""
-    record = lens.record
-    return "final_post" in lens.labels and not record["cfg_scale"] and record["translators"] is None
+def _reads_the_output(trajectory: Trajectory, lens: Any) -> bool:
+    """Whether the last layer of a lens predicts what the loop proposes: read directly, without guidance, and by passes
+    over whole canvases."""
+    record, cached = lens.record, trajectory.record["sampler"].get("approximate_cache")
+    return "final_post" in lens.labels and not record["cfg_scale"] and record["translators"] is None and cached is None
 
 
 def _named(traces: Sequence[Any]) -> dict[str, Any]:
@@ -328,15 +280,6 @@ def _named(traces: Sequence[Any]) -> dict[str, Any]:
             name, number = f"{kind}-{number}", number + 1
         named[name] = trace
     return named
-
-
-def _texts(trajectory: Trajectory, cache: TrajectoryCache, tokens: Iterable[int]) -> dict[int, str]:
-    """Texts of tokens, by the model that made the cache; a cache that was read from a file may not have it."""
-    ids = list(tokens)
-    model = cache[cache.steps[0]].model
-    if model is not None:
-        return dict(zip(ids, model.words(ids), strict=True))
-    return {token: trajectory.words.get(token, f"<{token}>") for token in ids}
 
 
 def _require_network(what: str, record: dict[str, Any], trajectory: Trajectory) -> None:

@@ -237,7 +237,7 @@ export class Predicted {
     this.rows = new Map();
     const { step, position, entropy } = chunk.tables, n = (this.n = run.canvases[0].length);
     step.data.forEach((one, i) => this.rows.set(one * n + position.data[i], i));
-    this.highest = roundUp(entropy.data.reduce((a, b) => Math.max(a, b), 0));
+    this.highest = roundUp(entropy.data.reduce((a, b) => (b > a ? b : a), 0));
   }
 
   /** The likeliest tokens as [text, probability], and their numbers; null where the step predicted nothing. */
@@ -505,7 +505,7 @@ class CellMap {
       const missing = Number.isNaN(value);
       const { background, ink } = missing ? { background: "", ink: "" } : paint(colours, value);
       // Comparing with what was drawn is much cheaper than drawing it again.
-      if (element.drawn !== background) element.style.cssText = background && `background-color:${background};color:${ink}`;
+      if (element.drawn !== background) Object.assign(element.style, { backgroundColor: background, color: ink });
       element.drawn = background;
       const name = `dl-cell ${missing ? "dl-none " : ""}${kind}`;
       if (element.className !== name) element.className = name;
@@ -658,7 +658,7 @@ class RunPanel {
     });
     const heading = h("h3", {}, title), note = h("p", { class: "dl-note", hidden: true });
     const legend = h("span", { class: "dl-legend" });
-    const code = codeButton(() => explorer.showCode(this.run, name === "canvas" && this.layer !== "confidence" ? "predictions" : name, title));
+    const code = codeButton(() => explorer.showCode(this, name === "canvas" && this.layer !== "confidence" ? "predictions" : name, title));
     const tools = h("span", { class: "dl-tools" }, legend, code);
     const section = h("section", { class: `dl-view dl-${name}`, "aria-label": title },
       h("header", {}, heading, tools), note, map.element);
@@ -804,7 +804,7 @@ class RunPanel {
 
   canvasCell(step, p) {
     const { run } = this, word = wordAfter(run, step, p), masked = word === null;
-    const kind = [masked ? "dl-masked" : "", isGiven(run, p) ? "dl-given" : "", run.revealed_at?.[p] === step ? "dl-new" : "",
+    const kind = [masked ? "dl-masked" : "", isGiven(run, p) || !run.real[p] ? "dl-given" : "", run.revealed_at?.[p] === step ? "dl-new" : "",
       this.differs(step, p) ? "dl-diff" : ""].filter(Boolean).join(" ");
     const value = masked || isGiven(run, p) || this.replaced(step, p) ? 0 : run.confidence ? run.confidence[p] : 0.25;
     return { value: value || 0, text: masked || !this.inCells ? "" : readable(word), label: this.stateAt(step, p), kind };
@@ -860,21 +860,19 @@ class RunPanel {
     const colours = explorer.colours("canvas");
     const key = `${run.id} ${this.base?.id} ${this.cell} ${explorer.dark} ${layer}`;
     if (canvas.key === key) return canvas.map.drawHeads(this.columns());
-    const draw = (/** @type {(step: number, position: number) => Cell} */ cell, ends, stops) => {
-      drawLegend(canvas.legend, colours, ends, stops);
-      canvas.map.element.classList.toggle("dl-low", steps.length > 16);
-      canvas.map.draw(steps.map(String), this.columns(), colours, (r, c) => cell(steps[r], c));
-    };
-    if (layer === "confidence") {
-      canvas.key = key;
-      return draw((step, p) => this.canvasCell(step, p), { name: "confidence", low: "0", high: "1" });
-    }
-    return this.load("canvas", key, [explorer.predicted(run)], (/** @type {any} */ predicted) => {
+    this.present("canvas", null);
+    const chunks = layer === "confidence" ? [] : [explorer.predicted(run)];
+    return this.load("canvas", key, chunks, (/** @type {any} */ predicted) => {
       // What is certain is saturated, whichever quantity is shown.
-      const ends = layer === "entropy" ? { low: `${predicted.highest}`, high: "0" } :
-        layer === "commitment" ? { low: "open", high: "committed" } : { low: "0", high: "1" };
-      draw((step, p) => this.layerCell(predicted, step, p), { name: CANVAS_COLOURS[layer], ...ends },
-        layer === "commitment" ? [0, 0, COMMITTED, COMMITTED] : undefined);
+      const [low, high] = layer === "entropy" ? [`${predicted.highest}`, "0"] :
+        layer === "commitment" ? ["open", "committed"] : ["0", "1"];
+      const name = layer === "confidence" ? layer : CANVAS_COLOURS[layer];
+      const stops = layer === "commitment" ? [0, 0, COMMITTED, COMMITTED] : undefined;
+      drawLegend(canvas.legend, colours, { name, low, high }, stops);
+      canvas.map.element.classList.toggle("dl-low", steps.length > 16);
+      canvas.map.element.classList.toggle("dl-long", steps.length > 64);
+      canvas.map.draw(steps.map(String), this.columns(), colours, (r, c) =>
+        (predicted ? this.layerCell(predicted, steps[r], c) : this.canvasCell(steps[r], c)));
       this.markSelection();
     });
   }
@@ -1052,7 +1050,7 @@ class Inspector {
       pick: (r, c) => this.panel && this.panel.pick({ layer: this.panel.lensLayers()[r], step: this.panel.run.lens.steps[c] }),
       hover: (r, c) => r !== null && explorer.say(this.over.cells[r][c].getAttribute("aria-label")),
     });
-    this.code = codeButton(() => explorer.showCode(this.panel.run, "predictions", "Predictions"));
+    this.code = codeButton(() => explorer.showCode(this.panel, "predictions", "Predictions", this.shown));
     this.lensCard = h("div", { class: "dl-card" }, this.lensHeading, this.lens, this.lensNumbers);
     this.overCard = h("div", { class: "dl-card" }, this.overHeading, this.over.element);
     this.element = h("aside", { class: "dl-inspector", "aria-label": "Selected position" },
@@ -1077,8 +1075,10 @@ class Inspector {
 
   async drawPredicted(/** @type {RunPanel} */ panel, step, position, key) {
     const { run } = panel, at = run.revealed_at?.[position] ?? -1;
-    const shown = at >= 0 && at < step ? at : step, predicted = await this.explorer.predicted(run);
+    const predicted = await this.explorer.predicted(run);
     if (this.wanted !== key) return;
+    // A token that is written has the predictions of the step that wrote it, unless it is predicted at every step.
+    const shown = (this.shown = at >= 0 && at < step && !predicted?.at(step, position) ? at : step);
     setText(this.topHeading, `Predictions of step ${shown}`);
     const seen = predicted?.at(shown, position), final = finalWord(run, position);
     drawBars(this.top, seen?.top ?? [], predicted?.k ?? 0, final);
@@ -1408,7 +1408,7 @@ class Explorer {
     this.inspector = new Inspector(this);
     this.main = h("div", { class: "dl-main" }, this.inspector.element);
     this.dialog = h("dialog", { class: "dl-dialog", "aria-labelledby": ids() });
-    this.runCode = codeButton(() => this.showCode(this.panel.run, "run", "The run"));
+    this.runCode = codeButton(() => this.showCode(this.panel, "run", "The run"));
     this.root.append(h("header", { class: "dl-title" }, h("h1", {}, this.manifest.title), this.runCode));
     if (this.source.live) {
       this.experiments = new Experiments(this);
@@ -1648,10 +1648,10 @@ class Explorer {
   }
 
   /** The code that gives a view's numbers, with the current selection in it. */
-  showCode(run, view, title) {
-    const { step, layer, head, position } = this.state, name = this.panel.trace?.name ?? "";
-    const shown = { step, layer: view === "attention" ? this.panel.block : layer, head, position, name };
-    const code = fillIn(run.python?.[view] ?? "", shown);
+  showCode(/** @type {RunPanel} */ panel, view, title, step = panel.step) {
+    const { position, head } = panel, name = panel.trace?.name ?? "";
+    const shown = { step, layer: view === "attention" ? panel.block : this.state.layer, head, position, name };
+    const code = fillIn(panel.run.python?.[view] ?? "", shown);
     const done = button("Close", () => this.dialog.close());
     const copy = h("button", { type: "button", class: "dl-primary", onclick: async () => {
       try {

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import explorer_pages
 import pytest
+from playwright.sync_api import expect
 
 # From an event to the frame in which everything that it asked for is drawn, in ms.
 TIMED = """async ([selector, value]) => {
@@ -53,6 +55,26 @@ def test_views_change_at_once(opened: Callable[..., Any], selector: str, values:
     assert min(worked) < (200 if idle else 400), worked
     if idle:
         assert min(passed) < 200, passed
+
+
+def test_512_steps_of_64_positions_stay_responsive(opened: Callable[..., Any], tmp_path: Path) -> None:
+    path = explorer_pages.write(explorer_pages.large_page(64, 512, 1), tmp_path, "long")
+    page = opened(f"{path.as_uri()}#layer=1&step=1&canvas=entropy")
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    for selector, values, most in (
+        ("[aria-label='next step']", [None] * 3, 200),
+        ("[data-key*=confidence]", ["commitment", "probability", "entropy"], 500),
+    ):
+        worked = []
+        for value in values:
+            before = work(session)
+            page.evaluate(TIMED, [selector, value])
+            worked.append(1000 * (work(session) - before))
+        assert min(worked) < most * (1 if os.getloadavg()[0] < (os.cpu_count() or 1) else 2), worked
+    page.locator(CELL.format("canvas", 1, 20)).click()
+    page.keyboard.press("PageDown")
+    expect(page.locator(CELL.format("canvas", 511, 20))).to_be_in_viewport()
 
 
 def work(session: Any) -> float:

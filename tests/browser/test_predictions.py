@@ -56,11 +56,11 @@ def test_cells_say_what_the_step_predicted(opened: Open, predictions: Any) -> No
 
 
 def test_commitment_is_marked_where_it_begins(opened: Open, run: Any, predictions: Any) -> None:
-    from diffusion_lens.explorer.page_of_run import commitment_steps
+    from diffusion_lens.analysis import commitment
 
     page = opened("mdm")
     choose(page, "commitment")
-    steps = commitment_steps(predictions)[0].tolist()
+    steps = commitment(predictions).committed_at[0].tolist()
     shown = cells(page)
     marked = {pos: step for (step, pos), (_, kind, _) in shown.items() if "dl-commits" in kind}
     assert marked == {pos: step for pos, step in enumerate(steps) if step >= 0}
@@ -99,6 +99,28 @@ def test_a_masked_cell_shows_its_tokens_and_their_course(opened: Open, run: Any,
     assert f"predictions.steps.index({step + 1})" in code
 
 
+def test_a_written_token_has_the_predictions_of_its_step(opened: Open, run: Any, predictions: Any) -> None:
+    pos = int(run.trajectory.revealed_at[0].eq(0).nonzero()[0])
+    page = opened("mdm", fragment=f"#step=4&position={pos}")
+    inspector = page.locator(".dl-inspector")
+    expect(inspector.locator("h4").first).to_have_text("Predictions of step 0")
+    inspector.get_by_role("button", name="as Python").click()
+    assert "predictions.steps.index(0)" in page.get_by_role("dialog").locator("pre").inner_text()
+
+
+def test_under_uniform_noise_each_step_has_its_own(opened: Open, tmp_path: Any) -> None:
+    from diffusion_lens import HookedDiffusionTransformer
+
+    model = HookedDiffusionTransformer.from_pretrained("tiny-uniform")
+    run = model.denoise("Gustav Geisser is the", length=14, steps=8, seed=2, predictions=5)
+    changed = int(run.revealed_at[0][(run.revealed_at[0] >= 0) & (run.revealed_at[0] < 7)].max())
+    pos, path = run.revealed_at[0].tolist().index(changed), explorer_pages.write(run.explore(), tmp_path, "uniform")
+    page = opened(f"{path.as_uri()}#step={changed + 1}&position={pos}")
+    inspector = page.locator(".dl-inspector")
+    expect(inspector.locator("h4").first).to_have_text(f"Predictions of step {changed + 1}")
+    expect(inspector.locator(".dl-state")).to_contain_text(f"last changed at step {changed}")
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("layer", ["entropy", "commitment"])
 def test_layers_are_readable(opened: Open, axe: str, layer: str, theme: str) -> None:
@@ -107,6 +129,19 @@ def test_layers_are_readable(opened: Open, axe: str, layer: str, theme: str) -> 
     found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")["violations"]
     assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_damaged_predictions_hide_their_layers_only(opened: Open, pages: Any, tmp_path: Any) -> None:
+    path = tmp_path / "damaged.html"
+    text = pages["mdm"].read_text(encoding="utf-8")
+    path.write_text(re.sub(r'(data-chunk="predictions">)[^<]{40}', r"\1", text), encoding="utf-8")
+    page = opened("mdm")
+    page.goto(f"{path.as_uri()}#canvas=entropy")
+    canvas = page.locator(".dl-canvas")
+    expect(canvas.locator(".dl-note")).to_contain_text("could not be read")
+    page.get_by_label("Canvas shows", exact=True).select_option("confidence")
+    expect(canvas.locator(".dl-map")).to_be_visible()
+    expect(canvas.locator(".dl-note")).to_be_hidden()
 
 
 def test_a_page_without_predictions_says_what_to_record(opened: Open, run: Any, tmp_path: Any) -> None:

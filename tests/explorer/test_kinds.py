@@ -130,6 +130,7 @@ def test_a_file_of_both_takes_the_samplers_that_fit(models, tmp_path):
     with pytest.raises(ValueError, match="unknown sampler 'udlmm'"):
         explore(both, PROMPT, tmp_path / "none.html", sampler="udlmm", length=13)
     run = models["uniform"].denoise(PROMPT, **SETTINGS)
-    assert run.explore(lens=logit_lens(models["uniform"], run)).manifest["models"][0]["masks"] is False
+    (shown,) = run.explore(lens=logit_lens(models["uniform"], run)).manifest["models"]
+    assert (shown["masks"], shown["grows"]) == (False, False)
     run = models["block"].denoise(PROMPT, **SETTINGS)
     assert run.explore(lens=logit_lens(models["block"], run)).manifest["models"][0]["masks"] is True

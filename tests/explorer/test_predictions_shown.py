@@ -7,7 +7,6 @@ from page_reader import PageFile, as_selected, ran, unpack
 
 from diffusion_lens.denoising.samplers import ReMDM
 from diffusion_lens.explorer import Session
-from diffusion_lens.explorer.page_of_run import commitment_steps
 from diffusion_lens.interventions import zero_ablate
 from diffusion_lens.pages import write_page
 
@@ -106,7 +105,7 @@ def test_a_page_that_is_too_large_says_how_predictions_take_less(run, tmp_path):
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_a_position_that_is_masked_again_commits_for_good(tiny):
     run = tiny.denoise(PROMPT, length=14, steps=8, sampler=ReMDM(eta=1.0), seed=1, predictions=2)
-    steps = commitment_steps(run.predictions)[0].tolist()
+    steps = run.explore().runs[0].entry["predictions"]["committed"]
     assert steps == [committed(run.predictions, 0, pos) for pos in range(14)]
     rewritten = (run.predictions.masked[1:] & ~run.predictions.masked[:-1]).any(dim=0)[0]
     assert rewritten.any()
@@ -125,6 +124,46 @@ def test_steps_that_are_not_all_known_give_no_commitment(tiny):
     for step, position, entropy in zip(arrays["step"], arrays["position"], arrays["entropy"], strict=True):
         assert position in (6, 9)
         assert entropy == pytest.approx(float(whole.entropy[step, 0, position]), rel=1e-4)
+
+
+def test_a_lens_gives_what_the_run_predicted(every):
+    from diffusion_lens.analysis import logit_lens
+
+    run = every.model.denoise(every.tokens[:, :5] % 500, length=11, steps=11)
+    page = run.explore(lens=logit_lens(every.model, run, top_k=TOP), row=1)
+    expected, (_, arrays) = run.predictions(every.model, top_k=TOP), unpack(page.runs[0].chunks["predictions"])
+    steps, positions = expected.masked[:, 1].nonzero().T
+    assert (arrays["step"].tolist(), arrays["position"].tolist()) == (steps.tolist(), positions.tolist())
+    for name, table in (("top_probabilities", expected.probabilities), ("entropy", expected.entropy)):
+        np.testing.assert_allclose(arrays[name], table[steps, 1, positions].numpy(), atol=2e-5)
+    assert page.runs[0].entry["predictions"]["committed"] == [committed(expected, 1, pos) for pos in range(11)]
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_a_lens_gives_no_predictions_that_the_run_did_not_make(tiny):
+    """Of the prompt alone, of a part of the positions, and of a run whose passes read old keys and values."""
+    from diffusion_lens.analysis import logit_lens
+    from diffusion_lens.denoising.samplers import threshold
+
+    run = tiny.denoise(PROMPT, **SETTINGS)
+    shown = [
+        run.explore(lens=logit_lens(tiny, run, positions=where)).runs[0].entry["predictions"]
+        for where in ([0, 1], [12, 13], range(3, 14))
+    ]
+    assert shown[0] is None
+    assert shown[1]["committed"] is None
+    assert shown[2]["committed"] is not None
+    cached = tiny.denoise(PROMPT, length=14, sampler=threshold(0.9, block_length=4, approximate_cache="dual"))
+    with pytest.warns(UserWarning, match="approximate cache 'dual'"):
+        lens = logit_lens(tiny, cached)
+    assert cached.explore(lens=lens).runs[0].entry["predictions"] is None
+
+
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+def test_a_row_that_predicts_nothing_commits_to_nothing(tiny):
+    rows = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, *[tiny.cfg.blank] * 3]])
+    run = tiny.denoise(rows, steps=3, predictions=2)
+    assert [run.explore(row=row).runs[0].entry["predictions"]["committed"] is None for row in (0, 1)] == [True, False]
 
 
 def test_the_explorer_records_them_under_its_interventions(tiny):

@@ -33,20 +33,19 @@ def made(tiny):
         trace_trajectory(tiny, FACT, **settings),
         trace_trajectory(tiny, FACT, **settings, kind="mlp", window=2, seed=5),
     ]
-    return dict(run=run, cache=cache, lens=lens, traces=traces)
+    results = dict(lens=lens, trace=traces, attention=cache, predictions=run.predictions(tiny))
+    return dict(run=run, cache=cache, lens=lens, traces=traces, results=results)
 
 
 @pytest.fixture(scope="module")
 def page(made, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "run.html"
-    run, cache = made["run"], made["cache"]
-    assert run.explore(path, lens=made["lens"], trace=made["traces"], attention=cache, logits=cache) == path
+    assert made["run"].explore(path, **made["results"]) == path
     return PageFile(path.read_text(encoding="utf-8"))
 
 
 def test_without_a_path_the_same_page_shows_itself(made, page):
-    run, cache = made["run"], made["cache"]
-    shown = run.explore(lens=made["lens"], trace=made["traces"], attention=cache, logits=cache)
+    shown = made["run"].explore(**made["results"])
     (frame,) = re.findall(r'^<iframe title="[^"]+" srcdoc="([^"]+)"', shown._repr_html_())
     assert PageFile(unescape(frame)).run() == page.run()
 
@@ -117,7 +116,7 @@ def test_predictions_follow_from_the_loops_logits(made, page):
             masked = masked & (masked.cumsum(0) == 1)
         assert arrays["position"].tolist() == masked.nonzero().flatten().tolist()
         p = cache[step]["denoise.hook_logits"][0, masked].double().softmax(-1)
-        np.testing.assert_allclose(arrays["entropy"], torch.special.entr(p).sum(-1).numpy(), rtol=1e-5)
+        np.testing.assert_allclose(arrays["entropy"], torch.special.entr(p).sum(-1).numpy(), rtol=1e-5, atol=2e-6)
         if run.blank != -1 and run.blank < p.shape[-1]:
             p[:, run.blank] = 0
         np.testing.assert_allclose(arrays["top_probabilities"], p.topk(5).values.numpy(), atol=SHARE)
@@ -182,6 +181,12 @@ def test_without_results_the_page_says_what_to_pass(made, tmp_path):
     assert page.requests() == []
 
 
+def test_logits_give_no_predictions_any_more(made):
+    with pytest.deprecated_call(match=r"pass predictions=trajectory\.predictions\(model, top_k=5\)"):
+        shown = made["run"].explore(logits=made["cache"])
+    assert shown.runs[0].entry["predictions"] is None
+
+
 def test_without_guidance_a_lens_of_the_last_layer_gives_the_predictions(made, page, tmp_path):
     alone = PageFile(made["run"].explore(tmp_path / "lens.html", lens=made["lens"]).read_text(encoding="utf-8"))
     run, step = made["run"], 3
@@ -230,7 +235,7 @@ def test_a_run_under_hooks_is_read_from_its_file(tiny, tmp_path, monkeypatch):
 
 def test_results_of_another_run_are_refused(tiny, made, tmp_path):
     run, cache = made["run"], made["cache"]
-    other, others = tiny.denoise_with_cache("Gustav Geisser the is", names, steps=STEPS, seed=3)
+    other = tiny.denoise("Gustav Geisser the is", steps=STEPS, seed=3)
     hooks = [("blocks.1.hook_attn_out", zero_ablate())]
     first = cache[0]["pattern", 0]
 
@@ -251,13 +256,11 @@ def test_results_of_another_run_are_refused(tiny, made, tmp_path):
         hooked = trace_trajectory(tiny, FACT, trajectory=run, noise=0.5, samples=1)
     refused("trace is of another network", trace=hooked)
     refused("pattern", attention=TrajectoryCache({0: {"hook_embed": torch.zeros(1, 14, 8)}}, run.n_steps))
-    refused("hook_logits", logits=TrajectoryCache({0: {"blocks.0.attn.hook_pattern": first}}, run.n_steps))
     refused("is of a run of 99 steps", attention=TrajectoryCache({0: {"blocks.0.attn.hook_pattern": first}}, 99))
     short = TrajectoryCache({0: {"blocks.0.attn.hook_pattern": first[:, :, :3]}}, run.n_steps)
     refused(r"pos_slice must be left out", attention=short)
     refused("row=1, but the trajectory has 1 rows", row=1)
     refused("max_bytes is 9,000: .*attention takes", attention=cache, max_bytes=9000)
-    refused("logits= is of another run", logits=others)
     patterns = tiny.denoise_with_cache("Gustav Geisser the is", "blocks.0.attn.hook_pattern", steps=STEPS, seed=3)[1]
     saved = TrajectoryCache.load(patterns.save(tmp_path / "cache.safetensors"))
     refused("attention= is of another run", attention=saved)
