@@ -58,8 +58,8 @@ class StateDrift(ByStep):
     """How states at the same position differ between consecutive steps of `steps`, by layer.
 
     Entry i of an axis of transitions compares the steps i and i + 1. Columns of the data frame: step (the later one),
-    layer, batch, pos, token (of the later step), group, cosine_keys, distance_keys, and so on; a row for each position
-    that both canvases have.
+    layer, batch, pos, token (of the later step), group, cosine_keys, distance_keys, cosine_values, distance_values,
+    cosine_attention, distance_attention, cosine_mlp, distance_mlp; a row for each position that both canvases have.
 
     Attributes:
         cosines: Cosine of the states of both steps, Float[transition layer batch pos] by kind: "keys", "values",
