@@ -106,9 +106,10 @@ class Commitment(PicturedResult, Saved):
 
     @property
     def lead(self) -> Float[Tensor, "batch pos"]:
-        """Number of steps between the commitment of a position and the step that wrote it; NaN where there is none."""
+        """Number of steps between the commitment of a position and the step that wrote it: 0 where the token was
+        written before, as by chance under uniform noise, and NaN where one of the two is missing."""
         known = (self.committed_at >= 0) & (self.revealed_at >= 0)
-        return torch.where(known, (self.revealed_at - self.committed_at).float(), torch.nan)
+        return torch.where(known, (self.revealed_at - self.committed_at).clamp(min=0).float(), torch.nan)
 
     @property
     def answer_first_at(self) -> Int[Tensor, "batch"]:
