@@ -89,6 +89,7 @@ def joined(rows: Sequence[RecordedRow]) -> dict[str, Any]:
         "steps": list(steps),
         "written": written,
         "revealed_at": revealed_at,
+        "n_steps": torch.tensor([row.first_step + len(row.masked) for row in rows]),
     }
 
 
