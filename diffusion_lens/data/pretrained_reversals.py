@@ -17,7 +17,8 @@ Neither needs a training: "p2d" is the direction in which texts of the web have 
 From GenWiki to WikiReversal:
 
 1. A triple counts if both entities are in the text, the first before the second.
-2. Triples are left out where one entity and the relation do not determine the other entity, in all of the data.
+2. Of those that count, in all of the data, triples are left out where one entity and the relation do not determine the
+   other entity. (A triple that does not count makes no other ambiguous.)
 3. Each of the others gets two questions. The paper prints those of six relations, `QUESTIONS`; give your own for more
    of its 31. (It also drops relations with fewer than 500 triples, which none of the six has there.)
 """
@@ -131,10 +132,15 @@ class WikiReversal:
 
         Raises:
             FileNotFoundError: There is no such file or folder, or the folder has no `.json` file.
-            ValueError: A question has no {}, a record does not have the form of GenWiki (the message names it and the
-                fields that it has), or no triple has a question (the message names the relations).
+            ValueError: A relation does not have two questions, or one has no {}, a record does not have the form of
+                GenWiki (the message names it and the fields that it has), or no triple has a question (the message
+                names the relations).
         """
         asked = QUESTIONS if questions is None else questions
+        if other := [pair for pair in asked.values() if isinstance(pair, str) or len(pair) != 2]:
+            raise ValueError(
+                f"a relation has two questions, by its first and by its second entity; got {other[0]!r:.80}"
+            )
         if bare := [each for pair in asked.values() for each in pair if "{}" not in each]:
             raise ValueError(f"the question {bare[0]!r} has no {{}} in the place of its entity")
         triples: dict[tuple[str, str, str], Passage] = {}

@@ -66,6 +66,8 @@ class Predictions(PicturedResult, Saved):
         revealed_at: Int[batch pos], the step that revealed each position, as in `Trajectory`.
         words: Text of every id that occurs, on the final canvas too.
         record: That of the run.
+        n_steps: Int[batch], number of steps of each row, where rows of several runs were read; `None` if all rows have
+            those of `steps`.
     """
 
     KIND: ClassVar[str] = "predictions"
@@ -80,6 +82,7 @@ class Predictions(PicturedResult, Saved):
     revealed_at: Int[Tensor, "batch pos"]
     words: dict[int, str] = field(repr=False)
     record: dict[str, Any] = field(repr=False)
+    n_steps: Int[Tensor, "batch"] | None = None
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
         return (("step", self.steps),)
@@ -237,6 +240,7 @@ class Predictions(PicturedResult, Saved):
                     **{name: _with_null(table[place, row][masked]) for name, table in tables.items()},
                 }
                 for place, masked in enumerate(self.masked[:, row])
+                if self.n_steps is None or self.steps[place] < self.n_steps[row]
             ]
             whole = {"written": self.written[row].tolist(), "revealed_at": self.revealed_at[row].tolist()}
             run = {
@@ -274,6 +278,7 @@ class Predictions(PicturedResult, Saved):
             revealed_at=self.revealed_at[rows],
             words=self.words,
             record=self.record,
+            n_steps=None if self.n_steps is None else self.n_steps[rows],
         )
 
     @staticmethod

@@ -27,7 +27,7 @@ from diffusion_lens.settings.arguments import kind_of
 
 _FIELDS = ("written", "steps", "first_step", "revealed_at", "words", "model")
 _FIELDS_OF_A_STEP = ("pos", "tokens", "probabilities", "entropy")
-_HIGHEST = 1 + 1e-4  # of a probability, which other programs may have rounded
+_ROUNDING = 1e-3  # of numbers that other programs may have rounded
 UNKNOWN = -1  # the token of a position that a file does not know, and the step that wrote it
 
 
@@ -89,6 +89,7 @@ def joined(rows: Sequence[RecordedRow]) -> dict[str, Any]:
         "steps": list(steps),
         "written": written,
         "revealed_at": revealed_at,
+        "n_steps": torch.tensor([row.first_step + len(row.masked) for row in rows]),
     }
 
 
@@ -179,9 +180,18 @@ def _of_plain(fields: _Fields) -> RecordedRow:
     last = np.where(masked, np.arange(len(steps))[:, None], UNKNOWN - first_step).max(axis=0) + first_step
     given = fields.data.get("revealed_at")
     revealed_at = last if given is None else fields.table("revealed_at", given, (n_pos,), whole=True)
-    words = fields.data.get("words", {})
-    if not isinstance(words, Mapping) or not all(str(key).lstrip("-").isdigit() for key in words):
+    end = first_step + len(steps) - 1
+    if first_step < 0:
+        fields.fail("first_step", f"is {first_step}, and steps count from 0")
+    if ((revealed_at < UNKNOWN) | (revealed_at > end)).any():
+        fields.fail("revealed_at", f"must be steps up to {end}, or -1")
+    words, model = fields.data.get("words", {}), fields.data.get("model")
+    if not isinstance(words, Mapping) or not all(
+        str(key).removeprefix("-").isdecimal() and isinstance(text, str) for key, text in words.items()
+    ):
         fields.fail("words", 'must map ids to texts, {"12": " the"}')
+    if not isinstance(model, str | None):
+        fields.fail("model", "must be a name")
     tokens, probabilities, entropy = (
         torch.from_numpy(np.concatenate([part[i] for part in parts if len(part[0])] or [parts[0][i]]))
         for i in (1, 2, 3)
@@ -195,8 +205,8 @@ def _of_plain(fields: _Fields) -> RecordedRow:
         tokens.long(),
         probabilities.float(),
         entropy.float(),
-        {int(key): str(text) for key, text in words.items()},
-        fields.data.get("model"),
+        {int(key): text for key, text in words.items()},
+        model,
     )
 
 
@@ -214,6 +224,8 @@ def _of_step(fields: _Fields, name: str, step: Any, n_pos: int) -> tuple[Any, An
     tokens = fields.table(f"{name}.tokens", step["tokens"], (len(pos), None), whole=True)
     if tokens.size and tokens.min() < 0:
         fields.fail(f"{name}.tokens", f"has {tokens.min()}, which is no id")
+    if (np.diff(np.sort(tokens, axis=1), axis=1) == 0).any():
+        fields.fail(f"{name}.tokens", "must be different at each position")
     shapes = {"probabilities": tokens.shape, "entropy": pos.shape}
     numbers = {
         key: fields.table(f"{name}.{key}", step[key], shape, whole=False)
@@ -222,8 +234,10 @@ def _of_step(fields: _Fields, name: str, step: Any, n_pos: int) -> tuple[Any, An
         for key, shape in shapes.items()
     }
     p = numbers["probabilities"]
-    if (p < 0).any() or (p > _HIGHEST).any() or (np.diff(p, axis=1) > 0).any():
-        fields.fail(f"{name}.probabilities", "must be from 0 to 1, the likeliest token first")
+    if (p < 0).any() or (np.nansum(p, axis=1) > 1 + _ROUNDING * p.shape[1]).any() or (np.diff(p, axis=1) > 0).any():
+        fields.fail(f"{name}.probabilities", "must be from 0 to 1, also their sum, the likeliest token first")
+    if ((numbers["entropy"] < -_ROUNDING) | np.isinf(numbers["entropy"])).any():
+        fields.fail(f"{name}.entropy", "must be 0 or more, in nats")
     order = np.argsort(pos)
     return pos[order], tokens[order], p[order], numbers["entropy"][order]
 

@@ -16,7 +16,8 @@ drawn, which has the probability 1 - (1 - p)^n, and divides by p too, so that lo
 
 Of a model that attends by blocks, each block is predicted from its noisy self and the clean blocks before it, as in its
 training (Arriola et al. 2025, BD3LM, arXiv 2503.09573; Cheng et al. 2025, SDAR, arXiv 2510.06303): the network reads
-the noisy and the clean text in one pass, `model(noisy, clean=tokens)`.
+the noisy and the clean text in one pass, `model(noisy, clean=tokens)`. So of an entity across two blocks, the part in
+the later block is predicted from the clean part before it, also if it is masked as a whole.
 
 Under a schedule of noise, a token is noised at time t with probability p = 1 - exp(-sigma(t)). The loss of a text is
 the mean over times of

@@ -89,7 +89,8 @@ def finetune(
         answer_only: Whether only completions count in the loss and only they are masked, as in ML-GSAI/SMDM
             `sft/finetune_mdm.py` and `sft/finetune_ar.py` (on other data).
         mask_entities: Whether the tokens of an entity are masked together or not at all, by one draw. The data say
-            what the entities are: subject and answer of facts, or "entities" of the other rows.
+            what the entities are: subject and answer of facts, or "entities" of the other rows. Of an entity across two
+            blocks, a model that attends by blocks still reads the first part where it predicts the second.
         prepend_bos: As in `to_tokens`.
         checkpoint_every, evaluate, evaluate_every, progress: As in `train`.
 

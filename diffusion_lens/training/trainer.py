@@ -265,7 +265,7 @@ class TrainingRows(RowSource):
         if self.answers is not None and self.lengths is None:
             raise ValueError("answers= requires lengths=, the length of each row")
         if (first := self.entities) is not None:
-            inside = bool(((first >= 0) & (first < first.shape[1])).all())
+            inside = bool(((first >= 0) & (first <= torch.arange(first.shape[1]))).all())
             if not inside or not torch.equal(first.gather(1, first), first):
                 raise ValueError(
                     "entities has, for each position of tokens, the first position of its entity, such as "

@@ -7,10 +7,12 @@ anew for each update. Marks are tokens that the network reads and never has to p
                   without its attention. (Our control; no paper is known to us.)
     ar-reversed   half of the time "B is A", the sentence from its end (Golovneva et al. 2024, "Reverse Training to
                   Nurse the Reversal Curse", arXiv 2403.13799). With entities of one token it is the reverse question.
-    ar-segments   half of the time the sentence is cut at random, and its segments are put in reverse order with a mark
-                  between them, "B [REV] A is" (random segment reversal of the same paper)
-    ar-fill       half of the time a random part is moved to the end, "[PRE] [SUF] is B [MID] A" (Bavarian et al. 2022,
-                  "Efficient Training of Language Models to Fill in the Middle", arXiv 2207.14255, PSM)
+    ar-segments   half of the time each of the two borders between tokens is cut with probability 1/2 (so 3/8 of the
+                  rows have a cut), and the segments are put in reverse order with a mark between them, "B [REV] A is"
+                  (random segment reversal of the same paper)
+    ar-fill       half of the time a random part, which one in four times is empty, is moved to the end,
+                  "[PRE] [SUF] is B [MID] A" (Bavarian et al. 2022, "Efficient Training of Language Models to Fill in
+                  the Middle", arXiv 2207.14255, PSM)
     ar-permuted   the tokens in a random order, each after a mark of its position, "[3] B [1] A [2] is": permutation
                   language modelling as in XLNet (Yang et al. 2019, arXiv 1906.08237), with the position of the token to
                   predict as a token of its own, as in σ-GPT (Pannatier et al. 2024, arXiv 2404.09562)

@@ -21,7 +21,7 @@ WIKI = [
             ["Ada Marsh", "birthPlace", "Tanmoor"],
             ["Ada Marsh", "spouse", "Hugo Skolden"],
             ["Hugo Skolden", "spouse", "Ada Marsh"],  # backward
-            ["Ada Marsh", "city", "Oslen"],  # not in the text
+            ["Ada Marsh", "birthPlace", "Oslen"],  # not in the text, so it does not make Tanmoor ambiguous
         ],
         "id_short": "[1]",
     },
@@ -141,5 +141,8 @@ def test_what_cannot_be_read(save, tmp_path):
             read(tmp_path / "broken.json")
     with pytest.raises(ValueError, match=r"'Who\?' has no {} in the place of its entity"):
         WikiReversal.load(save(WIKI), {"spouse": ("Who?", "{}?")})
+    for pair in (("{}?",), ("{}?", "{}?", "{}?")):
+        with pytest.raises(ValueError, match=r"a relation has two questions, by its first .* got \('{}\?',"):
+            WikiReversal.load(save(WIKI), {"spouse": pair})
     with pytest.raises(ValueError, match="the fact has no prompt"):
         open_source(str(save([{"first": "a"}])))

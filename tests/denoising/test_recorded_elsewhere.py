@@ -46,6 +46,23 @@ def test_the_smallest_run_of_the_format(tmp_path):
     assert Predictions.read(RUN).to_dataframe().likeliest.tolist() == ["5", "9", "2"]
 
 
+def test_rows_of_a_file_keep_their_numbers_of_steps(tmp_path):
+    """Prophet's thresholds fall with the progress of a run: a gap of 2.9 nats is clear after two thirds of its own."""
+    step = {"pos": [0], "tokens": [[1, 2]], "probabilities": [[0.9, 0.05]], "entropy": [0.3]}
+    short, long = ({"written": [1], "steps": [step] * n} for n in (4, 12))
+    read = Predictions.read([short, long])
+    read.save(tmp_path / "runs.safetensors")
+    for both in (
+        read,
+        Predictions.read(read.to_jsonl(tmp_path / "runs.jsonl")),
+        Predictions.load(tmp_path / "runs.safetensors"),
+        read.part([1, 0]).half().part([1, 0]),
+        read.part([0, 1], first=1),
+    ):
+        assert commitment(both).n_steps.tolist() == [4, 12]
+        assert commitment(both).early_commit().step.tolist() == [2, 8]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -68,12 +85,28 @@ def test_the_smallest_run_of_the_format(tmp_path):
         ({"steps": [{"pos": [1], "tokens": [[2]], "probabilities": [[2.0]]}]}, "probabilities must be from 0 to 1"),
         (
             {"steps": [{"pos": [1], "tokens": [[2, 3]], "probabilities": [[0.2, 0.4]]}]},
-            "probabilities must be from 0 to 1, the likeliest token first",
+            "probabilities must be from 0 to 1, also their sum, the likeliest token first",
         ),
         ({"steps": [{"pos": [1], "tokens": [[2]], "probs": [[1]]}]}, r"steps\[0\]\.probs is no field of the format"),
         ({"reveal": [1]}, "line 2: reveal is no field of the format"),
         ({"revealed_at": [1]}, "line 2: revealed_at must be a list of 3 whole numbers"),
         ({"words": {"the": 1}}, "line 2: words must map ids to texts"),
+        ({"words": {"--1": "the"}}, "line 2: words must map ids to texts"),
+        ({"words": {"²": "the"}}, "line 2: words must map ids to texts"),
+        ({"words": {"1": ["the"]}}, "line 2: words must map ids to texts"),
+        ({"revealed_at": [-1, 2, 0]}, "line 2: revealed_at must be steps up to 1, or -1"),
+        ({"revealed_at": [-7, 1, 0]}, "line 2: revealed_at must be steps up to 1, or -1"),
+        ({"first_step": -4}, "line 2: first_step is -4, and steps count from 0"),
+        ({"model": 3}, "line 2: model must be a name"),
+        (
+            {"steps": [{"pos": [1], "tokens": [[2, 3]], "probabilities": [[0.9, 0.8]]}]},
+            r"steps\[0\]\.probabilities must be from 0 to 1, also their sum, the likeliest token first",
+        ),
+        ({"steps": [{"pos": [1], "tokens": [[2, 2]]}]}, r"steps\[0\]\.tokens must be different at each position"),
+        (
+            {"steps": [{"pos": [1], "tokens": [[2, 3]], "entropy": [-3.0]}]},
+            r"steps\[0\]\.entropy must be 0 or more",
+        ),
         ({"steps": [{"pos": [1], "tokens": [[2]]}]}, "tokens: the number of tokens at a position differs"),
     ],
 )

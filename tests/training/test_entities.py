@@ -146,7 +146,8 @@ def test_rows_that_do_not_say_are_refused(tiny_mdm, tmp_path):
     with pytest.raises(ValueError, match="'tiny-ar' is an autoregressive model, which masks nothing"):
         train(causal, rows, CONFIG, progress=False)
     assert not (tmp_path / "out").exists()
-    for wrong in ([[0, 0, 1], [0, 1, 2]], [[0, 0, 3], [0, 1, 2]], [[-1, 0, 2], [0, 1, 2]]):
+    not_first = [[2, 1, 2], [0, 1, 2]]  # a batch that is cut to two positions lacks position 2
+    for wrong in ([[0, 0, 1], [0, 1, 2]], [[0, 0, 3], [0, 1, 2]], [[-1, 0, 2], [0, 1, 2]], not_first):
         with pytest.raises(ValueError, match="entities has, for each position of tokens, the first position of its"):
             TrainingRows(torch.full((2, 3), 7), entities=torch.tensor(wrong))
 

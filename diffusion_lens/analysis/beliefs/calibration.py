@@ -36,6 +36,7 @@ MEASURES = ("confidence", "entropy", "margin")
 COURSES = ("first", "last", "mean", "slope", "variance")
 MOST_BINS = 1000
 _PROBABILITIES = ("first", "last", "mean")  # courses of the confidence that are probabilities
+_ROUNDING = 1e-12  # of a variance, relative to the square of the mean
 Labels = Bool[Tensor, "batch *pos"] | Callable[[Predictions], Tensor]
 
 
@@ -269,6 +270,8 @@ def _courses(
     time = steps.float()[:, None].expand_as(values).where(known, torch.nan)
     mean = values.nanmean(dim=1, keepdim=True)
     of_time, of_values = time - time.nanmean(dim=1, keepdim=True), values - mean
+    # A constant measure gives 0, or what rounding leaves of it, which would break ties.
+    of_values = of_values.masked_fill(of_values.square().nanmean(dim=1, keepdim=True) < _ROUNDING * mean.square(), 0.0)
     slope = (of_time * of_values).nansum(dim=1, keepdim=True) / of_time.square().nansum(dim=1, keepdim=True)
     variance = of_values.square().nanmean(dim=1, keepdim=True)
     return torch.cat([values.gather(1, first), values.gather(1, last), mean, slope, variance], dim=1)

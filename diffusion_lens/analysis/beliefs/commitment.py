@@ -106,9 +106,10 @@ class Commitment(PicturedResult, Saved):
 
     @property
     def lead(self) -> Float[Tensor, "batch pos"]:
-        """Number of steps between the commitment of a position and the step that wrote it; NaN where there is none."""
+        """Number of steps between the commitment of a position and the step that wrote it: 0 where the token was
+        written before, as by chance under uniform noise, and NaN where one of the two is missing."""
         known = (self.committed_at >= 0) & (self.revealed_at >= 0)
-        return torch.where(known, (self.revealed_at - self.committed_at).float(), torch.nan)
+        return torch.where(known, (self.revealed_at - self.committed_at).clamp(min=0).float(), torch.nan)
 
     @property
     def answer_first_at(self) -> Int[Tensor, "batch"]:
@@ -196,9 +197,12 @@ def commitment(runs: Runs, *, answer: Answer | None = None) -> Commitment:
             position of the answer was given.
     """
     read, parts, by_step = Read(runs), list[dict[str, Tensor]](), list[tuple[list[int], dict[str, Tensor]]]()
+    n_steps: list[Tensor] = []
     for predictions in read:
         answers = answer_of(answer, predictions, read.n_rows)
         parts.append(_by_position(predictions))
+        own = predictions.n_steps
+        n_steps.append(torch.full((len(predictions),), predictions.steps[-1] + 1) if own is None else own)
         by_step.append((predictions.steps, _by_step(predictions, answers)))
     if isinstance(answer, Tensor) and answer.dtype == torch.bool:
         read.require_rows("answer", answer)
@@ -206,7 +210,6 @@ def commitment(runs: Runs, *, answer: Answer | None = None) -> Commitment:
     tables = {name: stacked([part[name] for part in parts], fills.get(name, NOTHING)) for name in parts[0]}
     steps = sorted({step for own, _ in by_step for step in own})
     ended = {"settled": True, "answer_settled": True, "gap": torch.nan, "remaining_entropy": 0.0}
-    n_steps = [torch.full((each["gap"].shape[1],), own[-1] + 1) for own, each in by_step]
     return Commitment(
         **tables,
         **{

@@ -49,7 +49,8 @@ class RevealOrder(PicturedResult, Saved):
             tokens come first; NaN without frequencies.
         mean: Float[class], mean rank.
         low, high: Float[class], ends of its interval, NaN for fewer than four clusters.
-        p_random: Float[class], p value of the mean under random order.
+        p_random: Float[class], p value of the mean under random order; NaN where clusters have several rows, whose
+            orders are not independent: their interval says whether the mean is 1/2.
         later_than_in_text: Float[class], mean of the rank minus the rank that left-to-right order would give.
         later_low, later_high: Float[class], ends of its interval.
         classes: Names of the classes.
@@ -190,12 +191,15 @@ def reveal_order(
             intervals[low].append(ends[0])
             intervals[high].append(ends[1])
     of_classes = {name: torch.stack(values) if values else torch.empty(0) for name, values in intervals.items()}
+    p_random = _p_random(rank, class_of, of_classes["mean"], n_orders, seed)
+    if len(set(owners)) < len(owners):
+        p_random = torch.full_like(p_random, torch.nan)
     return RevealOrder(
         **tables,
         left_to_right=_spearman(rank, place),
         by_frequency=_spearman(rank, frequency),
         **of_classes,
-        p_random=_p_random(rank, class_of, of_classes["mean"], n_orders, seed),
+        p_random=p_random,
         classes=list(names),
         words=read.words,
         record=read.record(level=share, seed=seed, permutations=n_orders),

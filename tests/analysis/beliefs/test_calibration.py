@@ -86,6 +86,28 @@ def test_the_course_is_that_of_each_position(predictions, right):
     assert found.ece[found.readings.index("slope")].isnan()
 
 
+def test_a_constant_measure_has_no_course():
+    """Its slope and variance are 0 in all examples, whatever rounding leaves of them."""
+    generator = torch.Generator().manual_seed(0)
+    n, n_steps = 400, 7
+    p = torch.rand(n, generator=generator) * 0.5 + 0.5
+    entries = torch.stack([p, 1 - p], dim=1).repeat(n_steps, 1)
+    constant = Predictions.of(
+        torch.tensor([[0, 1]]).repeat(n_steps * n, 1),
+        entries,
+        entries[:, 1].clone(),
+        torch.ones(n_steps, n, 1, dtype=torch.bool),
+        steps=list(range(n_steps)),
+        written=torch.zeros(n, 1, dtype=torch.long),
+        revealed_at=torch.full((n, 1), n_steps - 1),
+        words={0: "a", 1: "b"},
+        record={"model": "toy"},
+    )
+    found = calibration(constant, torch.rand(n, generator=generator) < p)
+    assert (found.auroc[:, -2:] == 0.5).all()
+    assert found.auroc[0, -3] > 0.6
+
+
 def test_rows_are_means_over_their_positions(predictions, right):
     of_rows = right.sum(dim=1) > 2
     found = calibration(predictions, of_rows)

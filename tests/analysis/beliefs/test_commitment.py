@@ -50,6 +50,10 @@ def test_every_position_against_a_loop(every):
             assert float(found.stability[row, pos]) == pytest.approx(sum(later) / len(later) if later else 1.0)
         else:
             assert found.stability[row, pos].isnan()
+        committed, revealed = int(found.committed_at[row, pos]), int(found.revealed_at[row, pos])
+        unsaid = [step for step in range(run.n_steps) if committed <= step < revealed]
+        if committed >= 0 and revealed >= 0:
+            assert found.lead[row, pos] == len(unsaid)
     assert torch.equal(found.predicted, predictions.masked.any(dim=0))
 
 

@@ -111,12 +111,14 @@ def test_the_p_value_is_the_share_of_all_orders(model):
 
 
 def test_clusters_are_the_units(runs):
-    """Copies of a run in one cluster are as wide as the runs themselves."""
+    """Copies of a run in one cluster are as wide as the runs themselves, and have no p value of independent rows."""
     alone = reveal_order(runs, tagger=kind)
     names = [str(i) for i in range(len(runs)) for _ in range(3)]
     copied = reveal_order([run.repeat(3) for run in runs], tagger=kind, clusters=names)
     torch.testing.assert_close(copied.mean, alone.mean)
     torch.testing.assert_close(copied.high - copied.low, alone.high - alone.low, rtol=0.02, atol=1e-6)
+    assert alone.p_random.isfinite().all()
+    assert copied.p_random.isnan().all()
 
 
 @pytest.mark.parametrize(
