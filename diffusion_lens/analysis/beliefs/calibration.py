@@ -36,6 +36,7 @@ MEASURES = ("confidence", "entropy", "margin")
 COURSES = ("first", "last", "mean", "slope", "variance")
 MOST_BINS = 1000
 _PROBABILITIES = ("first", "last", "mean")  # courses of the confidence that are probabilities
+_COPIES = 6  # of all numbers that live at once
 _ROUNDING = 1e-12  # of a variance, relative to the square of the mean
 Labels = Bool[Tensor, "batch *pos"] | Callable[[Predictions], Tensor]
 
@@ -133,7 +134,7 @@ def calibration(
         reference: Int[batch pos], the right canvases, in place of `right`.
         answer: Positions to read in every row, or Bool[batch pos]; by default all that were predicted.
         bins: Number of bins of the confidence, between 0 and 1.
-        max_bytes: Most memory for the numbers of all examples and steps.
+        max_bytes: Most memory for the numbers of all examples and steps, beside the tables of the predictions.
 
     Raises:
         ValueError: There are no labels, or of other rows than the runs; all examples are right, or all wrong; nothing
@@ -146,42 +147,44 @@ def calibration(
         raise ValueError(
             "say what is right, once: right=, labels of rows or positions, or reference=, the right canvases"
         )
-    read, used = Read(runs), 0
+    read, n, steps = Read(runs), 0, list[int]()
     kept: list[tuple[list[int], Tensor, Tensor]] = []
     kinds: set[str] = set()
     for predictions in read:
         labels = _labels_of(predictions, right, reference, read.n_rows)
         chosen = answer_of(answer, predictions, read.n_rows)
+        steps = sorted({*steps, *predictions.steps})
+        n += len(labels) if labels.dim() == 1 else int(chosen.sum())
+        # Bytes of a reading of all examples, and of the measures of this run; several copies live at once.
+        needed = _COPIES * 4 * len(MEASURES) * max((len(steps) + len(COURSES)) * n, predictions.masked.numel())
+        if needed > limit:
+            raise ValueError(
+                f"the numbers of {read.n_rows + len(predictions)} rows take up to {needed:,} bytes, and {limit:,} are "
+                "allowed: label rows instead of positions, read fewer positions (answer=), or raise max_bytes"
+            )
         values = _measured(predictions, chosen)
         kinds.add("rows" if labels.dim() == 1 else "positions")
         if labels.dim() == 1:
             values = values.nanmean(dim=3)
         else:
             values, labels = values[:, :, chosen], labels[chosen]
-        used += values.nbytes
-        if used > limit:
-            raise ValueError(
-                f"the numbers of {read.n_rows + len(predictions)} rows take more than {limit:,} bytes: label rows "
-                "instead of positions, read fewer positions (answer=), or raise max_bytes"
-            )
         kept.append((predictions.steps, values, labels))
     if isinstance(answer, Tensor) and answer.dtype == torch.bool:
         read.require_rows("answer", answer)
     read.require_rows("reference" if right is None else "right", reference if right is None else right)
     if len(kinds) > 1:
         raise ValueError("right: some labels are of rows, others of positions; label all runs in one way")
-    steps = sorted({step for own, _, _ in kept for step in own})
     examples = torch.cat([_on(steps, own, values) for own, values, _ in kept], dim=2)
     is_right = torch.cat([labels for _, _, labels in kept])
     if bool(examples[:2].isnan().all()):
         raise ValueError("the runs have no probabilities: they were read from a file without them")
-    n = len(is_right)
     if int(is_right.sum()) in (0, n):
         raise ValueError(
             f"all {n} examples are {'right' if bool(is_right.any()) else 'wrong'}, and the AUROC compares right ones "
             "with wrong ones: give more runs, or check the labels"
         )
-    readings = torch.cat([examples, _courses(examples, torch.tensor(steps))], dim=1)
+    courses = torch.cat([_courses(each[None], torch.tensor(steps)) for each in examples])
+    readings = torch.cat([examples, courses], dim=1)
     names = [*map(str, steps), *COURSES]
     confidence = readings[0].clone()
     confidence[[name in COURSES and name not in _PROBABILITIES for name in names]] = torch.nan

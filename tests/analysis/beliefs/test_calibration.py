@@ -1,8 +1,12 @@
 """Does a run know when it is right: against scikit-learn and NumPy, and laws of the AUROC."""
 
+import re
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from oracles.memory import peak_of_tensors
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import roc_auc_score
 
@@ -108,6 +112,17 @@ def test_a_constant_measure_has_no_course():
     assert found.auroc[0, -3] > 0.6
 
 
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_the_peak_is_within_the_budget(predictions, right, of_rows):
+    many = predictions.part(list(range(N_ROWS)) * 50)
+    many.masked, many.probabilities, many.entropy  # noqa: B018  the tables of the run itself
+    labels = (right.sum(dim=1) > 2 if of_rows else right).repeat(50, *[1] * (not of_rows))
+    with pytest.raises(ValueError, match="bytes") as error:
+        calibration(many, labels, max_bytes=1)
+    least = int(re.search(r"take up to ([\d,]+) bytes", str(error.value))[1].replace(",", ""))
+    assert peak_of_tensors(partial(calibration, many, labels, max_bytes=least)) <= least
+
+
 def test_rows_are_means_over_their_positions(predictions, right):
     of_rows = right.sum(dim=1) > 2
     found = calibration(predictions, of_rows)
@@ -185,7 +200,7 @@ def test_what_cannot_be_asked_is_said(predictions, right):
         ({"right": lambda run: run.written}, "right is of torch.int64; it must be true or false"),
         ({"right": lambda run: 3}, "right is an int; it must be a tensor"),
         ({"right": right, "bins": 0}, "bins=0"),
-        ({"right": right, "max_bytes": 100}, "take more than 100 bytes"),
+        ({"right": right, "max_bytes": 100}, "bytes, and 100 are allowed"),
         ({"right": right, "answer": [77]}, r"answer=\[77\]"),
     ]:
         with pytest.raises(ValueError, match=message):
