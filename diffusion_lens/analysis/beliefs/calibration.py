@@ -79,9 +79,9 @@ class Calibration(PicturedResult, Saved):
         bin_counts: Int[reading bin], number of examples by confidence.
         bin_confidence: Float[reading bin], their mean confidence; NaN in an empty bin.
         bin_right: Float[reading bin], the share that is right; NaN in an empty bin.
-        values: Float[measure reading example], the measures of each example; NaN where a step does not predict it.
-        right: Bool[example], whether it is right.
-        rows: Int[example], its row, counted over all runs.
+        values: Float[measure reading entry], the measures of each example, an entry; NaN where a step does not predict it.
+        right: Bool[entry], whether it is right.
+        rows: Int[entry], its row, counted over all runs.
         readings: Name of each reading.
         record: What is labelled ("positions" or "rows"), number of runs, and the network that wrote them.
     """
@@ -95,9 +95,9 @@ class Calibration(PicturedResult, Saved):
     bin_counts: Int[Tensor, "reading bin"]
     bin_confidence: Float[Tensor, "reading bin"]
     bin_right: Float[Tensor, "reading bin"]
-    values: Float[Tensor, "measure reading example"]
-    right: Bool[Tensor, "example"]
-    rows: Int[Tensor, "example"]
+    values: Float[Tensor, "measure reading entry"]
+    right: Bool[Tensor, "entry"]
+    rows: Int[Tensor, "entry"]
     readings: list[str]
     record: dict[str, Any]
 
