@@ -79,7 +79,7 @@ class Calibration(PicturedResult, Saved):
         bin_counts: Int[reading bin], number of examples by confidence.
         bin_confidence: Float[reading bin], their mean confidence; NaN in an empty bin.
         bin_right: Float[reading bin], the share that is right; NaN in an empty bin.
-        values: Float[measure reading entry], the measures of each example, an entry; NaN where a step does not predict it.
+        values: Float[measure reading entry], the measures of each example; NaN where a step does not predict it.
         right: Bool[entry], whether it is right.
         rows: Int[entry], its row, counted over all runs.
         readings: Name of each reading.
