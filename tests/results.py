@@ -247,7 +247,8 @@ def _beliefs() -> Iterator[Any]:
     n, counts = torch.full((7,), 9), torch.full((7, 3), 3)
     bins = {"bin_counts": counts, "bin_confidence": rand(7, 3), "bin_right": rand(7, 3)}
     record = {**RECORD, "examples": "rows"}
-    yield Calibration(rand(3, 7), rand(7), n, n // 2, **bins, readings=readings, record=record)
+    of_examples = {"values": rand(3, 7, 9), "right": torch.arange(9) > 4, "rows": torch.arange(9)}
+    yield Calibration(rand(3, 7), rand(7), n, n // 2, **bins, **of_examples, readings=readings, record=record)
     positions = list(range(POS))
     yield RemaskEffect(rand(3), rand(3, POS), rand(3, POS), positions[:3], positions, TEXTS, RECORD)
 

@@ -12,6 +12,13 @@ arXiv 1706.04599), over bins b of equal width. The reliability diagram shows the
 
     ECE = Σ_b n_b / n · |share of bin b that is right - mean confidence of bin b|
 
+Positions of a row are not independent, so the intervals of both are those of a bootstrap over rows: the quantiles of
+resamples, at the tails that Student's law gives for so few rows (the expanded percentile interval, Hesterberg 2015,
+arXiv 1411.5279). Chance moves the bins of few examples away from the diagonal, and the ECE of a resample lies above
+that of the data by about as much as the latter lies above the true one; so its quantiles are reflected at the ECE. In
+simulations with 10 to 100 rows of 12 positions, intervals of 95 % cover the AUROC in 94 to 97 %, and the ECE in 87 to
+94 % of the samples.
+
 What is right is the text that was finally written, at all steps. TraceDet (Chang et al. 2025, arXiv 2510.01274) and
 DynHD (Qian et al. 2026, arXiv 2603.16459) detect hallucinations by the course of such numbers rather than by the last
 step, and Vazhentsev et al. 2026 (arXiv 2605.14570) compare signals of the trajectory by how well they predict errors.
@@ -21,6 +28,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -29,13 +37,26 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.beliefs.runs import Answer, Read, Runs, answer_of, title_of
 from diffusion_lens.denoising.predictions import Predictions
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model
-from diffusion_lens.settings import Whole, at_least, checked_arguments, one_of, whole_number
+from diffusion_lens.settings import (
+    Real,
+    Whole,
+    at_least,
+    check_seed,
+    checked_arguments,
+    one_of,
+    positive,
+    whole_number,
+)
 from diffusion_lens.settings.arguments import kind_of
 
 MEASURES = ("confidence", "entropy", "margin")
 COURSES = ("first", "last", "mean", "slope", "variance")
 MOST_BINS = 1000
+FEWEST_ROWS = 10  # with an interval
+_FEWEST_IN_BIN = 10  # examples with an interval of the ECE, in a bin on average
+_RESAMPLES = 2000
 _PROBABILITIES = ("first", "last", "mean")  # courses of the confidence that are probabilities
+_COPIES = 6  # of all numbers that live at once
 _ROUNDING = 1e-12  # of a variance, relative to the square of the mean
 Labels = Bool[Tensor, "batch *pos"] | Callable[[Predictions], Tensor]
 
@@ -58,6 +79,9 @@ class Calibration(PicturedResult, Saved):
         bin_counts: Int[reading bin], number of examples by confidence.
         bin_confidence: Float[reading bin], their mean confidence; NaN in an empty bin.
         bin_right: Float[reading bin], the share that is right; NaN in an empty bin.
+        values: Float[measure reading entry], the measures of each example; NaN where a step does not predict it.
+        right: Bool[entry], whether it is right.
+        rows: Int[entry], its row, counted over all runs.
         readings: Name of each reading.
         record: What is labelled ("positions" or "rows"), number of runs, and the network that wrote them.
     """
@@ -71,6 +95,9 @@ class Calibration(PicturedResult, Saved):
     bin_counts: Int[Tensor, "reading bin"]
     bin_confidence: Float[Tensor, "reading bin"]
     bin_right: Float[Tensor, "reading bin"]
+    values: Float[Tensor, "measure reading entry"]
+    right: Bool[Tensor, "entry"]
+    rows: Int[Tensor, "entry"]
     readings: list[str]
     record: dict[str, Any]
 
@@ -95,6 +122,57 @@ class Calibration(PicturedResult, Saved):
         return plots.reliability(
             self.bin_confidence[index, kept], self.bin_right[index, kept], self.bin_counts[index, kept], ax, title
         )
+
+    @checked_arguments
+    def interval(
+        self,
+        of: str = "auroc",
+        *,
+        measure: str = "confidence",
+        reading: str | Whole = "last",
+        level: Real = 0.95,
+        seed: Whole = 0,
+    ) -> tuple[float, float]:
+        """Ends of the interval of one AUROC or ECE, by a bootstrap over rows.
+
+        Both are NaN for fewer than ten rows, and those of the ECE for fewer than ten examples a bin.
+
+        Args:
+            of: "auroc" or "ece".
+            measure: "confidence", "entropy" or "margin"; the ECE is that of the confidence.
+            reading: A step, or one of the courses; those of the ECE are probabilities.
+            level: Probability that such an interval covers the AUROC; it covers the ECE somewhat less often.
+            seed: Seed of the resamples.
+        """
+        from scipy.stats import norm, t  # imported here because it takes half a second
+
+        one_of("auroc", "ece")("of", of)
+        measures, readings = (MEASURES, self.readings) if of == "auroc" else (MEASURES[:1], self._of_probabilities)
+        place = measures.index(one_of(*measures)("measure", measure))
+        index = self.readings.index(one_of(*readings)("reading", str(reading)))
+        share, seed = positive("level", level), check_seed("seed", seed)
+        if share >= 1:
+            raise ValueError(f"level={share}; it must be between 0 and 1, e.g. 0.95")
+        known = ~self.values[place, index].isnan()
+        scores, right = self.values[place, index, known].double(), self.right[known].double()
+        names, row = self.rows[known].unique(return_inverse=True)
+        n_rows, n_bins = len(names), self.bin_counts.shape[1]
+        if n_rows < FEWEST_ROWS or (of == "ece" and len(scores) < _FEWEST_IN_BIN * n_bins):
+            return float("nan"), float("nan")
+        # How often each resample contains each row
+        chances = [1 / n_rows] * n_rows
+        counts = torch.from_numpy(np.random.default_rng(seed).multinomial(n_rows, chances, size=_RESAMPLES)).double()
+        if of == "auroc":
+            rank = scores.unique(return_inverse=True)[1]
+            found = torch.stack([_auroc(rank, right * each[row], (1 - right) * each[row]) for each in counts])
+        else:
+            gaps = scores.new_zeros(n_rows, n_bins)
+            gaps.index_put_((row, _bin_of(scores, n_bins)), right - scores, accumulate=True)
+            found = (counts @ gaps).abs().sum(dim=1) / (counts @ torch.bincount(row).double())
+            found = 2 * float(self.ece[index]) - found
+        tail = float(norm.cdf(t.ppf((1 - share) / 2, n_rows - 1) * (n_rows / (n_rows - 1)) ** 0.5))
+        low, high = found.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).clamp(0, 1).tolist()
+        return low, high
 
     @property
     def _of_probabilities(self) -> list[str]:
@@ -133,7 +211,7 @@ def calibration(
         reference: Int[batch pos], the right canvases, in place of `right`.
         answer: Positions to read in every row, or Bool[batch pos]; by default all that were predicted.
         bins: Number of bins of the confidence, between 0 and 1.
-        max_bytes: Most memory for the numbers of all examples and steps.
+        max_bytes: Most memory for the numbers of all examples and steps, beside the tables of the predictions.
 
     Raises:
         ValueError: There are no labels, or of other rows than the runs; all examples are right, or all wrong; nothing
@@ -146,42 +224,46 @@ def calibration(
         raise ValueError(
             "say what is right, once: right=, labels of rows or positions, or reference=, the right canvases"
         )
-    read, used = Read(runs), 0
-    kept: list[tuple[list[int], Tensor, Tensor]] = []
+    read, n, steps = Read(runs), 0, list[int]()
+    kept: list[tuple[list[int], Tensor]] = []
+    labelled: list[tuple[Tensor, Tensor]] = []  # whether each example is right, and its row
     kinds: set[str] = set()
     for predictions in read:
         labels = _labels_of(predictions, right, reference, read.n_rows)
         chosen = answer_of(answer, predictions, read.n_rows)
+        steps = sorted({*steps, *predictions.steps})
+        n += len(labels) if labels.dim() == 1 else int(chosen.sum())
+        # Bytes of a reading of all examples, and of the measures of this run; several copies live at once.
+        needed = _COPIES * 4 * len(MEASURES) * max((len(steps) + len(COURSES)) * n, predictions.masked.numel())
+        if needed > limit:
+            raise ValueError(
+                f"the numbers of {read.n_rows + len(predictions)} rows take up to {needed:,} bytes, and {limit:,} are "
+                "allowed: label rows instead of positions, read fewer positions (answer=), or raise max_bytes"
+            )
         values = _measured(predictions, chosen)
         kinds.add("rows" if labels.dim() == 1 else "positions")
         if labels.dim() == 1:
-            values = values.nanmean(dim=3)
+            values, rows = values.nanmean(dim=3), torch.arange(len(labels))
         else:
-            values, labels = values[:, :, chosen], labels[chosen]
-        used += values.nbytes
-        if used > limit:
-            raise ValueError(
-                f"the numbers of {read.n_rows + len(predictions)} rows take more than {limit:,} bytes: label rows "
-                "instead of positions, read fewer positions (answer=), or raise max_bytes"
-            )
-        kept.append((predictions.steps, values, labels))
+            values, labels, rows = values[:, :, chosen], labels[chosen], chosen.nonzero()[:, 0]
+        kept.append((predictions.steps, values))
+        labelled.append((labels, rows + read.n_rows))
     if isinstance(answer, Tensor) and answer.dtype == torch.bool:
         read.require_rows("answer", answer)
     read.require_rows("reference" if right is None else "right", reference if right is None else right)
     if len(kinds) > 1:
         raise ValueError("right: some labels are of rows, others of positions; label all runs in one way")
-    steps = sorted({step for own, _, _ in kept for step in own})
-    examples = torch.cat([_on(steps, own, values) for own, values, _ in kept], dim=2)
-    is_right = torch.cat([labels for _, _, labels in kept])
+    examples = torch.cat([_on(steps, own, values) for own, values in kept], dim=2)
+    is_right, rows = map(torch.cat, zip(*labelled, strict=True))
     if bool(examples[:2].isnan().all()):
         raise ValueError("the runs have no probabilities: they were read from a file without them")
-    n = len(is_right)
     if int(is_right.sum()) in (0, n):
         raise ValueError(
             f"all {n} examples are {'right' if bool(is_right.any()) else 'wrong'}, and the AUROC compares right ones "
             "with wrong ones: give more runs, or check the labels"
         )
-    readings = torch.cat([examples, _courses(examples, torch.tensor(steps))], dim=1)
+    courses = torch.cat([_courses(each[None], torch.tensor(steps)) for each in examples])
+    readings = torch.cat([examples, courses], dim=1)
     names = [*map(str, steps), *COURSES]
     confidence = readings[0].clone()
     confidence[[name in COURSES and name not in _PROBABILITIES for name in names]] = torch.nan
@@ -195,6 +277,9 @@ def calibration(
         bin_counts=counts,
         bin_confidence=mean,
         bin_right=share,
+        values=readings,
+        right=is_right,
+        rows=rows,
         readings=names,
         record=read.record(examples=kinds.pop()),
     )
@@ -205,16 +290,17 @@ def auroc(scores: Float[Tensor, "entry"], is_right: Bool[Tensor, "entry"]) -> Fl
 
     Examples without a score (NaN) are left out. It is NaN if all of the others are right, or none.
     """
-    from scipy.stats import rankdata  # imported here because it takes half a second
-
     known = ~scores.isnan()
-    scores, is_right = scores[known], is_right[known]
-    n_right, n_wrong = int(is_right.sum()), int((~is_right).sum())
-    if not n_right or not n_wrong:
-        return torch.tensor(torch.nan)
-    ranks = torch.from_numpy(rankdata(scores.numpy()))
-    larger = ranks[is_right].sum() - n_right * (n_right + 1) / 2
-    return (larger / (n_right * n_wrong)).float()
+    rank, hits = scores[known].unique(return_inverse=True)[1], is_right[known].double()
+    return _auroc(rank, hits, 1 - hits).float()
+
+
+def _auroc(rank: Int[Tensor, "entry"], right: Float[Tensor, "entry"], wrong: Float[Tensor, "entry"]) -> Tensor:
+    """The same of examples that count several times, by how often each is right and wrong; equal scores have one
+    rank."""
+    n_right, n_wrong = torch.bincount(rank, weights=right), torch.bincount(rank, weights=wrong)
+    below = n_wrong.cumsum(dim=0) - n_wrong / 2
+    return (n_right * below).sum() / (n_right.sum() * n_wrong.sum())
 
 
 def _labels_of(
@@ -283,7 +369,11 @@ def _bins(
     """Number of examples in each bin of equal width, their mean confidence and the share that is right."""
     known = ~confidence.isnan()
     p, hits = confidence[known].double(), is_right[known].double()
-    index = (p * n_bins).long().clamp(max=n_bins - 1)
+    index = _bin_of(p, n_bins)
     counts = torch.bincount(index, minlength=n_bins)
     sums = [torch.bincount(index, weights=each, minlength=n_bins) / counts for each in (p, hits)]
     return counts, sums[0].float(), sums[1].float()
+
+
+def _bin_of(p: Float[Tensor, "entry"], n_bins: int) -> Int[Tensor, "entry"]:
+    return (p * n_bins).long().clamp(max=n_bins - 1)

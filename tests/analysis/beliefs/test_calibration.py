@@ -1,8 +1,12 @@
 """Does a run know when it is right: against scikit-learn and NumPy, and laws of the AUROC."""
 
+import re
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from oracles.memory import peak_of_tensors
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import roc_auc_score
 
@@ -108,6 +112,17 @@ def test_a_constant_measure_has_no_course():
     assert found.auroc[0, -3] > 0.6
 
 
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_the_peak_is_within_the_budget(predictions, right, of_rows):
+    many = predictions.part(list(range(N_ROWS)) * 50)
+    many.masked, many.probabilities, many.entropy  # noqa: B018  the tables of the run itself
+    labels = (right.sum(dim=1) > 2 if of_rows else right).repeat(50, *[1] * (not of_rows))
+    with pytest.raises(ValueError, match="bytes") as error:
+        calibration(many, labels, max_bytes=1)
+    least = int(re.search(r"take up to ([\d,]+) bytes", str(error.value))[1].replace(",", ""))
+    assert peak_of_tensors(partial(calibration, many, labels, max_bytes=least)) <= least
+
+
 def test_rows_are_means_over_their_positions(predictions, right):
     of_rows = right.sum(dim=1) > 2
     found = calibration(predictions, of_rows)
@@ -142,6 +157,46 @@ def test_labels_in_every_form_are_the_same(predictions, right):
     ):
         torch.testing.assert_close(found.auroc, whole.auroc)
         assert torch.equal(found.bin_counts, whole.bin_counts)
+
+
+def test_rows_are_the_units_of_intervals(predictions, right):
+    """Against resamples by hand; positions that say the same twice do not make an interval shorter, but rows do."""
+    found, generator = calibration(predictions, right, bins=4), np.random.default_rng(3)
+    auroc_of, ece_of = [], []
+    for _ in range(1500):
+        rows = generator.integers(N_ROWS, size=N_ROWS)
+        p, truth = predictions.probabilities[0, rows, :, 0].reshape(-1).numpy(), right[rows].reshape(-1).numpy()
+        known = ~np.isnan(p)
+        p, truth = p[known], truth[known]
+        auroc_of.append(roc_auc_score(truth, p))
+        bins = np.digitize(p, [0.25, 0.5, 0.75])
+        ece_of.append(sum(abs((truth[bins == b] - p[bins == b]).sum()) for b in range(4)) / len(p))
+    tails = [0.0203, 1 - 0.0203]  # of Student's law with 39 degrees of freedom, times the root of 40 / 39
+    assert found.interval(reading=0) == pytest.approx(np.quantile(auroc_of, tails), abs=0.01)
+    assert found.interval("ece", reading=0) == pytest.approx(
+        2 * float(found.ece[0]) - np.quantile(ece_of, tails[::-1]), abs=0.01
+    )
+    assert found.interval(seed=1) != found.interval() == found.interval()
+    # Each position twice in its row, and each row twice
+    wide, entries = predictions.masked.repeat(1, 1, 2), (predictions.tokens, predictions.probabilities)
+    twice = Predictions.of(
+        *(each.repeat(1, 1, 2, 1)[wide] for each in entries),
+        predictions.entropy.repeat(1, 1, 2)[wide],
+        wide,
+        steps=predictions.steps,
+        written=predictions.written.repeat(1, 2),
+        revealed_at=predictions.revealed_at.repeat(1, 2),
+        words=predictions.words,
+        record=predictions.record,
+    )
+    for of in ("auroc", "ece"):
+        low, high = found.interval(of)
+        assert calibration(twice, right.repeat(1, 2), bins=4).interval(of) == pytest.approx((low, high), abs=1e-6)
+        shorter = calibration([predictions, predictions], right.repeat(2, 1), bins=4).interval(of)
+        assert shorter[1] - shorter[0] == pytest.approx((high - low) / 2**0.5, rel=0.1)
+    few = calibration(predictions.part(range(9)), right[:9])
+    assert all(np.isnan(few.interval()))
+    assert all(np.isnan(calibration(predictions.part(range(12)), right[:12]).interval("ece")))
 
 
 def test_some_positions_are_the_run_with_only_these(predictions, right):
@@ -185,11 +240,21 @@ def test_what_cannot_be_asked_is_said(predictions, right):
         ({"right": lambda run: run.written}, "right is of torch.int64; it must be true or false"),
         ({"right": lambda run: 3}, "right is an int; it must be a tensor"),
         ({"right": right, "bins": 0}, "bins=0"),
-        ({"right": right, "max_bytes": 100}, "take more than 100 bytes"),
+        ({"right": right, "max_bytes": 100}, "bytes, and 100 are allowed"),
         ({"right": right, "answer": [77]}, r"answer=\[77\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             calibration(predictions, **options)
+    found = calibration(predictions, right)
+    for options, message in [
+        ({"of": "mean"}, "of='mean'"),
+        ({"of": "ece", "measure": "entropy"}, "measure='entropy'"),
+        ({"of": "ece", "reading": "slope"}, "reading='slope'"),
+        ({"reading": 77}, "reading='77'"),
+        ({"level": 1.0}, "level=1.0; it must be between 0 and 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            found.interval(**options)
     unknown = Predictions.read({"written": [1, 2], "steps": [{"pos": [0, 1], "tokens": [[1], [2]]}]})
     with pytest.raises(ValueError, match="the runs have no probabilities"):
         calibration(unknown, torch.tensor([[True, False]]))
