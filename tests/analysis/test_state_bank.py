@@ -57,6 +57,15 @@ def test_the_trace_of_a_bank_is_the_mean_of_the_traces_of_its_canvases(every, se
     assert len({float(one.clean) for one in each}) == 3
 
 
+@pytest.mark.parametrize("every", ["lit_gpt-mdm"], indirect=True)
+def test_the_clean_run_has_a_row_for_each_canvas_and_the_corrupted_one_for_each_sample(every):
+    rows = []
+    counted = every.model.embed.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    causal_trace(every.model, bank_of(every, 3), noise=0.5, samples=4)
+    counted.remove()
+    assert rows == [3, 12]
+
+
 def test_a_bank_of_one_canvas_is_the_query(every):
     bank = bank_of(every, 1)
     (query,), settings = bank, dict(noise=0.5, samples=2)
