@@ -78,8 +78,17 @@ def test_roles_that_no_fact_has_are_no_sites():
     assert found.record["sites"] == 8
     assert not found.low.isnan().any()
     flat = rank_stability([average_of(torch.full((12, 3, 4), 0.5)), average_of(drawn(0))], top_k=2)
-    assert flat.values[:2].isnan().sum() == 6
-    assert not flat.values[2].isnan().any()
+    assert flat.values.isnan().sum() == 9
+
+
+def test_sites_without_an_effect_are_not_among_the_first():
+    """Each result has one site with an effect, another one."""
+    one, other = torch.zeros(2, 12, 3, 4)
+    one[:, 2, 0], other[:, 2, 3] = 0.5, 0.4
+    averages = [average_of(one), average_of(other)]
+    assert rank_stability(averages, top_k=5).values[2].isnan().all()
+    assert rank_stability(averages, top_k=1).values[2].tolist() == [[1, 0], [0, 1]]
+    assert rank_stability(averages, top_k=12).values[2].tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar"], indirect=True)

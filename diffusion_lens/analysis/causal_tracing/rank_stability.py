@@ -45,7 +45,8 @@ class RankStability(PicturedResult, Saved):
 
     Attributes:
         values: Float[statistic entry entry], "spearman" and "kendall" from -1 to 1 and "overlap" from 0 to 1, of each
-            pair of results. NaN where all sites of a result have one effect.
+            pair of results. NaN where all sites of a result have one effect, and of "overlap" also where its k-th site
+            and the next have one effect.
         low, high: Float[statistic entry entry], ends of the confidence intervals; NaN for traces, and for fewer than
             four persons.
         names: Name of each result.
@@ -226,11 +227,14 @@ def _statistics(means: Float[Tensor, "entry cell"], top_k: int) -> Float[Tensor,
     for one in range(n_results):
         if ranks[one].std() == 0:
             values[:2, one] = values[:2, :, one] = np.nan
+        if ranks.shape[1] > top_k and np.ptp(np.sort(ranks[one])[::-1][top_k - 1 : top_k + 1]) == 0:
+            values[2, one] = values[2, :, one] = np.nan  # Nothing says which of the tied sites is among the first.
     for one, other in combinations(range(n_results), 2):
         if not np.isnan(values[0, one, other]):
             rho = np.corrcoef(ranks[one], ranks[other])[0, 1]
             values[:2, one, other] = values[:2, other, one] = rho, stats.kendalltau(ranks[one], ranks[other]).statistic
-        values[2, one, other] = values[2, other, one] = len(first[one] & first[other]) / top_k
+        if not np.isnan(values[2, one, other]):
+            values[2, one, other] = values[2, other, one] = len(first[one] & first[other]) / top_k
     return torch.from_numpy(values)
 
 
