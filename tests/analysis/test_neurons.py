@@ -142,6 +142,8 @@ def test_experts_have_no_neurons_that_could_be_compared(every):
         for neurons, said in (
             ([3, 3], "duplicates"),
             ([[1, 1]], "duplicates"),
+            ([[3, 4], [4, 3]], "duplicates"),
+            ([3, [3]], "duplicates"),
             ([9999], "give numbers from 0 to"),
             ([], "give one index"),
         ):
