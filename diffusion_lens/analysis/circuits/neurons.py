@@ -176,7 +176,12 @@ def neuron_attribution(
         best = flat.abs().topk(min(count, len(flat))).indices
         layer, place, neuron = torch.unravel_index(best, selected.shape)
         entries.append(flat[best])
-        found = torch.full_like(layer, index), torch.tensor(chosen)[layer], torch.tensor(at, dtype=torch.long)[place], neuron
+        found = (
+            torch.full_like(layer, index),
+            torch.tensor(chosen)[layer],
+            torch.tensor(at, dtype=torch.long)[place],
+            neuron,
+        )
         cells.append(torch.stack(found, dim=1))
         measures.append(torch.stack([flat.sum(), flat[best].abs().sum() / flat.abs().sum(), of_clean, of_corrupted]))
     total, kept, of_clean, of_corrupted = torch.stack(measures, dim=1) if steps is not None else measures[0]
