@@ -26,6 +26,7 @@ from diffusion_lens import HookedDiffusionTransformer, analysis
 from diffusion_lens.__main__ import main
 from diffusion_lens.cli import app
 from diffusion_lens.cli.report import COMMAND, KEEPS, Report
+from diffusion_lens.cli.trace import _largest_share
 from diffusion_lens.evaluation import Recall, Reply
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -405,6 +406,23 @@ def test_debug_shows_where_an_error_was_raised(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "argv", ["diffusion-lens", "info", "smdm-1208m", "--debug"])
     with pytest.raises(ValueError, match="smdm-1208m"):
         main()
+
+
+def test_the_largest_share_is_one_of_those_with_an_interval():
+    """A role of one fact, which has hardly any effect to share in, has a share of 5."""
+    effects = torch.full((6, 2, 2), torch.nan)
+    effects[:, 0] = torch.linspace(0.3, 0.6, 24).view(6, 2, 2)[:, 0]
+    effects[2, 1] = 0.05
+    clean, corrupted = torch.full((2, 6), 0.9, dtype=torch.float64)
+    corrupted -= torch.tensor([0.8, 0.7, 0.011, 0.8, 0.7, 0.8])
+    ids, record = list("abcdef"), {"model": "m", "kind": "resid", "seed": 1, "known": "all", "set_aside": {}}
+    record["facts"] = {fact_id: {"person": fact_id} for fact_id in ids}
+    roles = ["subject_last", "subject_middle"]
+    average = analysis.AverageEffect(effects, clean, corrupted, ids, roles, [0, 1], {}, record)
+    assert average.normalized_effect[1].max() > 4
+    first, second = _largest_share(average)
+    assert "subject_last, layer 1" in first
+    assert "the largest of 2 cells" in second
 
 
 @pytest.mark.parametrize("name", ["aie", "recall"])

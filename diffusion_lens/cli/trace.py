@@ -275,12 +275,14 @@ def _of_roles(average: "AverageEffect | AverageTrajectoryEffect", effects: "Tens
 
 
 def _largest_share(average: "AverageEffect") -> Iterator[str]:
-    """The state that recovers the largest share of the total effect."""
-    shares = average.normalized_effect
+    """The state that recovers the largest share of the total effect, of those whose share has an interval."""
+    low, high = average.normalized_interval()
+    shares = average.normalized_effect.masked_fill(low.isnan(), math.nan)
     for cell in strongest(shares, 1):
-        low, high = (end[cell].item() for end in average.normalized_interval())
-        share = _with_interval(shares[cell].item(), low, high)
+        share = _with_interval(shares[cell].item(), low[cell].item(), high[cell].item())
         yield f"  largest share of it: {share}, {average.roles[cell[0]]}, layer {average.layers[cell[1]]}"
+        n_cells = int((~shares.isnan()).sum())
+        yield f"  (the largest of {n_cells} cells, so likely too large; the interval is that of one cell alone)"
 
 
 def _controls(average: "AverageEffect") -> Iterator[str]:

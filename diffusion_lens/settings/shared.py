@@ -378,7 +378,7 @@ def _neurons(name: str, given: Iterable[Any]) -> tuple[int | tuple[int, ...], ..
     cells = tuple(
         unique_indices(name, each) or () if isinstance(each, Iterable) else whole_number(name, each) for each in given
     )
-    if len(set(cells)) < len(cells):
+    if len({frozenset([each] if isinstance(each, int) else each) for each in cells}) < len(cells):
         raise ValueError(f"{name}={list(cells)} contains duplicates; give each once")
     return cells
 

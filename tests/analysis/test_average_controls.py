@@ -101,8 +101,8 @@ def assert_controls_are_traces(model, average, facts):
         roles = token_roles(query)
         for row, role in enumerate(average.roles):
             sites = random_sites(roles, role, query.subject, seed)
-            assert not {role, "subject_first", "subject_middle", "subject_last"} & {roles[at] for at in sites}
-            n_others = sum(other != role and not other.startswith("subject") for other in roles)
+            assert not {role, "answer", "subject_first", "subject_middle", "subject_last"} & {roles[at] for at in sites}
+            n_others = sum(other not in (role, "answer") and not other.startswith("subject") for other in roles)
             assert len(set(sites)) == len(sites) == min(roles.count(role), n_others)
             torch.testing.assert_close(at_sites.effects[i, row], trace.indirect_effect[sites].mean(dim=0), **close)
         other = random_subject(model, query, seed)

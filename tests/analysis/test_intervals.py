@@ -85,6 +85,16 @@ def test_the_ratio_of_means_has_the_interval_of_the_procedure_written_out():
     assert torch.stack(mean_interval(*given, weights=wild)).isnan().all()
 
 
+def test_a_fact_without_effect_widens_the_interval_wherever_it_stands():
+    effects = torch.tensor([0, 0.3, 0.1, 0.5, 0.2, 0.4], dtype=torch.float64)
+    totals = torch.tensor([0, 0.5, 0.6, 0.7, 0.3, 0.9], dtype=torch.float64)
+    for order in ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]):
+        low, high = mean_interval(effects[order], alone(effects), 0.95, 0, weights=totals[order])
+        assert high - low > 0.1
+    agreeing = mean_interval(totals / 2, alone(totals), 0.95, 0, weights=totals)
+    assert [end.item() for end in agreeing] == [0.5, 0.5]
+
+
 def test_the_interval_of_a_ratio_of_means_covers():
     rng = np.random.RandomState(4)
     totals = rng.uniform(0.2, 1, size=12)

@@ -133,6 +133,21 @@ def test_steps_are_scored_one_by_one(tiny, tmp_path):
         scores.plot(1)
 
 
+@pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
+def test_a_position_that_a_step_has_not_reached_has_no_scores_there(tiny):
+    """As `patch_grid`, which has NaN there."""
+    runs = [tiny.denoise(prompt, max_new_tokens=4) for prompt in ("Gustav Geisser is the", "Tilda Drusser is the")]
+    position, neurons = runs[0].given.sum() + 1, range(tiny.cfg.d_mlp)  # the second position that the run writes
+    settings = dict(steps=[0, 3], layers=[0], positions=[int(position)])
+    scores = neuron_attribution(tiny, *runs, metric, ig_steps=1, top=tiny.cfg.d_mlp, **settings)
+    grid = patch_grid(tiny, *runs, metric, "post", neurons=neurons, method="attribution", check=0, **settings)
+    assert grid.scores[0].isnan().all()
+    assert set(scores.cells[:, 0].tolist()) == {1}
+    assert_close(scores.total[1], grid.effect[1].double().sum(), rtol=1e-3, atol=1e-5)
+    assert scores.kept[0].isnan()
+    assert scores.plot(0).get_title() == "0 neurons, nan% of all"
+
+
 @pytest.mark.parametrize("every", ["llada_moe", "sdar"], indirect=True)
 def test_experts_have_no_neurons_that_could_be_compared(every):
     model, pair = every.model, pair_of(every)
@@ -142,6 +157,8 @@ def test_experts_have_no_neurons_that_could_be_compared(every):
         for neurons, said in (
             ([3, 3], "duplicates"),
             ([[1, 1]], "duplicates"),
+            ([[3, 4], [4, 3]], "duplicates"),
+            ([3, [3]], "duplicates"),
             ([9999], "give numbers from 0 to"),
             ([], "give one index"),
         ):

@@ -13,7 +13,7 @@ from diffusion_lens.data.toy_facts import SENTENCE_LENGTH, load
 ROLES, LAYERS = ["subject_last", "prompt_last", "answer"], [0, 1, 2, 3]
 
 
-def average_of(effects, ids=None, persons=4):
+def average_of(effects, ids=None, persons=6):
     """An average with these effects [fact, role, layer], of facts about so many persons in turn."""
     ids = ids or [f"fact {i}" for i in range(len(effects))]
     facts = {fact_id: {"person": f"person {int(fact_id.split()[1]) % persons}"} for fact_id in ids}
@@ -44,17 +44,17 @@ def test_statistics_are_scipys():
     assert found.values[0, 0, 1] < 1
 
 
-def test_the_interval_is_that_of_resampled_persons():
+def test_the_range_is_that_of_resampled_persons():
     one, other = (average_of(drawn(seed)) for seed in (0, 1))
     found = rank_stability([one, other], resamples=2000, level=0.9)
     rng, values = np.random.default_rng(5), []
     for _ in range(2000):
-        rows = [fact for person in rng.integers(4, size=4) for fact in range(12) if fact % 4 == person]
+        rows = [fact for person in rng.integers(6, size=6) for fact in range(12) if fact % 6 == person]
         means = [each.effects[rows].mean(dim=0).flatten().numpy() for each in (one, other)]
         values.append(stats.spearmanr(*means).statistic)
     ends = np.quantile(values, [0.05, 0.95])
     assert found.between("0", "1")[1:] == pytest.approx(tuple(ends), abs=0.03)
-    fewer = rank_stability([average_of(drawn(seed), persons=3) for seed in (0, 1)])
+    fewer = rank_stability([average_of(drawn(seed), persons=5) for seed in (0, 1)])
     assert fewer.low.isnan().all()
     again = rank_stability([one, other], resamples=2000, level=0.9)
     assert torch.equal(found.low, again.low)
@@ -62,7 +62,7 @@ def test_the_interval_is_that_of_resampled_persons():
 
 def test_facts_in_common_are_compared_whatever_their_order():
     effects = drawn(0)
-    order = [5, 3, 8, 2, 1, 0]
+    order = [5, 3, 8, 4, 1, 0]
     some = average_of(effects[order], [f"fact {i}" for i in order])
     found = rank_stability({"all": average_of(effects), "some": some})
     assert found.record["facts"] == [f"fact {i}" for i in sorted(order)]
@@ -78,8 +78,17 @@ def test_roles_that_no_fact_has_are_no_sites():
     assert found.record["sites"] == 8
     assert not found.low.isnan().any()
     flat = rank_stability([average_of(torch.full((12, 3, 4), 0.5)), average_of(drawn(0))], top_k=2)
-    assert flat.values[:2].isnan().sum() == 6
-    assert not flat.values[2].isnan().any()
+    assert flat.values.isnan().sum() == 9
+
+
+def test_sites_without_an_effect_are_not_among_the_first():
+    """Each result has one site with an effect, another one."""
+    one, other = torch.zeros(2, 12, 3, 4)
+    one[:, 2, 0], other[:, 2, 3] = 0.5, 0.4
+    averages = [average_of(one), average_of(other)]
+    assert rank_stability(averages, top_k=5).values[2].isnan().all()
+    assert rank_stability(averages, top_k=1).values[2].tolist() == [[1, 0], [0, 1]]
+    assert rank_stability(averages, top_k=12).values[2].tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-ar"], indirect=True)

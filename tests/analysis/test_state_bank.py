@@ -14,6 +14,7 @@ from diffusion_lens.analysis import (
     compute_key,
     optimize_value,
     patch_grid,
+    trace_trajectory,
 )
 from diffusion_lens.analysis.causal_tracing import trace as trace_module
 from diffusion_lens.data.toy_facts import load
@@ -54,6 +55,15 @@ def test_the_trace_of_a_bank_is_the_mean_of_the_traces_of_its_canvases(every, se
     assert trace.known == all(one.known for one in each)
     assert [i for i, word in enumerate(trace.str_tokens) if word == "…"] == [6, 7]
     assert len({float(one.clean) for one in each}) == 3
+
+
+@pytest.mark.parametrize("every", ["lit_gpt-mdm"], indirect=True)
+def test_the_clean_run_has_a_row_for_each_canvas_and_the_corrupted_one_for_each_sample(every):
+    rows = []
+    counted = every.model.embed.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    causal_trace(every.model, bank_of(every, 3), noise=0.5, samples=4)
+    counted.remove()
+    assert rows == [3, 12]
 
 
 def test_a_bank_of_one_canvas_is_the_query(every):
@@ -124,7 +134,7 @@ def test_canvases_that_do_not_fit_together_are_run_apart(every, monkeypatch, tmp
         causal_trace(every.model, bank, max_bytes=10, **settings)
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-block", "tiny-uniform"], indirect=True)
+@pytest.mark.parametrize("tiny", ["tiny-mdm", "tiny-uniform"], indirect=True)
 def test_a_bank_reveals_the_text_that_the_model_writes_around_the_answer(tiny):
     query = FACT.to_query(tiny, n_masks=7, first_tokens=1)
     bank = StateBank.of(tiny, query, n=40, seed=3)
@@ -163,6 +173,7 @@ def test_a_bank_of_a_run_has_its_canvases_on_which_the_answer_is_masked(tiny):
     }
     assert {tuple(state.tokens.tolist()) for state in bank} == expected
     assert len(bank) == len(expected)
+    assert bank.origin["steps"] == list(range(int(run.revealed_at[:, answer].max()) + 1))
     first = StateBank.from_trajectory(tiny, run, query, steps=[0])
     assert torch.equal(first.tokens, query.tokens[None])
     with pytest.raises(ValueError, match="before step 8 the answer is not wholly masked, or there is no such step"):
@@ -172,6 +183,27 @@ def test_a_bank_of_a_run_has_its_canvases_on_which_the_answer_is_masked(tiny):
         StateBank.from_trajectory(tiny, run, other)
 
 
+def test_a_bank_of_a_run_has_the_probability_of_the_answer_in_the_run(every):
+    """Or is refused, where the network reads more than its canvas."""
+    model, tokens = every.model, every.tokens[0, :13].clone()
+    if model.cfg.has_mask:
+        tokens[6:] = model.cfg.blank
+    prompt = tokens if model.cfg.has_mask else tokens[:7]
+    run = model.denoise(prompt[None], steps=13, length=13, seed=2)
+    query = Query(tokens, (2, 4), (7,), (int(run.tokens[0, 7]),))
+    reads_more = model.cfg.time_conditioning or model.cfg.self_conditioning or model.cfg.counts_from_prompt
+    if model.cfg.is_autoregressive or reads_more:
+        for make in (lambda: StateBank.of(model, query), lambda: StateBank.from_trajectory(model, run, query)):
+            with pytest.raises(ValueError, match=r"a query has one canvas|beside its canvas.*trace_trajectory"):
+                make()
+        return
+    settings = dict(noise=0.3, samples=1, layers=[0], positions=[2])
+    bank = StateBank.from_trajectory(model, run, query)
+    steps = {tuple(run.canvases[step, 0].tolist()): step for step in bank.origin["steps"]}
+    by_step = trace_trajectory(model, query, steps.values(), trajectory=run, **settings)
+    assert causal_trace(model, bank, **settings).clean == pytest.approx(float(by_step.clean.mean()), abs=1e-6)
+
+
 @pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)
 def test_a_causal_model_has_one_canvas(tiny):
     query = FACT.to_query(tiny, first_tokens=1)
@@ -179,6 +211,12 @@ def test_a_causal_model_has_one_canvas(tiny):
     for make in (lambda: StateBank.of(tiny, FACT), lambda: StateBank.from_trajectory(tiny, run, query)):
         with pytest.raises(ValueError, match="so a query has one canvas"):
             make()
+
+
+@pytest.mark.parametrize("tiny", ["tiny-block"], indirect=True)
+def test_a_model_that_writes_by_blocks_reads_no_random_canvases(tiny):
+    with pytest.raises(ValueError, match=r"writes block by block.*StateBank\.from_trajectory"):
+        StateBank.of(tiny, FACT.to_query(tiny, n_masks=7, first_tokens=1))
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)

@@ -38,8 +38,8 @@ the same facts, because its sequence contains the answer's earlier tokens in bot
 
 Controls, which show what the same restoring gives where nothing is expected of it. Of each fact are drawn at random
 
-    random_site     for each role as many positions as it has, none of them in the subject or with this role. They are
-                    restored in the same corrupted run. If they give as much back, the role is no site.
+    random_site     for each role as many positions as it has, none of them in the subject or the answer or with this
+                    role. They are restored in the same corrupted run. If they give as much back, the role is no site.
     random_subject  a span of the prompt with as many tokens as the subject and none in common with it. It is corrupted
                     with the same noise and traced in the subject's place, and its tokens have the subject's roles. If
                     its total effect is as large, the answer does not depend on the subject more than on other words.
@@ -608,9 +608,10 @@ def mean_by_role(
 
 
 def random_sites(roles: Sequence[str], role: str, subject: tuple[int, int], seed: int) -> list[int]:
-    """As many random positions as have a role, none of which has it or is in the subject, or fewer if there are no
-    more; `roles` has that of each position."""
-    others = [at for at, own in enumerate(roles) if own not in (role, NOT_REACHED) and at not in range(*subject)]
+    """As many random positions as have a role, none of which has it or is in the subject or the answer, or fewer if
+    there are no more; `roles` has that of each position."""
+    left_out = (role, "answer", "answer_revealed", NOT_REACHED)
+    others = [at for at, own in enumerate(roles) if own not in left_out and at not in range(*subject)]
     order = np.random.RandomState(own_seed(seed, f"random_site {role}", bits=32)).permutation(others)
     return sorted(order.tolist()[: roles.count(role)])
 

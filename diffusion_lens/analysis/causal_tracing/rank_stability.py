@@ -10,9 +10,12 @@ the largest indirect effect first:
 A site is a (role, layer) cell of an average, or a (position, layer) cell of a trace. Many sites have no effect, and
 their order is noise: a low ρ beside a high overlap says that only they changed places.
 
-Intervals are those of the percentile bootstrap over persons, with the same resamples for both results, since these have
-the same facts. So they contain what another choice of facts would change, and not what another seed would. A resample
-moves the sites of both results together, and may make them more alike: the statistic is then near the lower end.
+Each statistic has the range of 95% of its resamples of persons, the same for both results, since these have the same
+facts. So the range shows what another choice of facts would change, and not what another seed would. It is no
+confidence interval: resampled effects are noisier than the effects, so that rankings agree less in resamples, and ρ and
+τ of the true effects are outside more often than the level says. In simulations of 30 sites, the ranges of 95% contain
+those of 6, 20 and 60 persons in 73, 87 and 89% (ρ) and in 76, 90 and 90% (τ). A resample also moves the sites of both
+results together, and may make them more alike: the statistic is then near the lower end.
 """
 
 import math
@@ -29,11 +32,11 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.average_result import AverageEffect
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
-from diffusion_lens.analysis.over_facts.intervals import FEWEST
 from diffusion_lens.records.results import PicturedResult, Saved, Table, network_of
 from diffusion_lens.settings import Whole, at_least, check_seed, checked_arguments, one_of, plain_number
 
 STATISTICS = ("spearman", "kendall", "overlap")
+FEWEST = 6  # Persons with a range: resamples of fewer repeat too few of them to show what a choice of facts changes.
 Ranked: TypeAlias = AverageEffect | CausalTrace
 
 
@@ -45,9 +48,10 @@ class RankStability(PicturedResult, Saved):
 
     Attributes:
         values: Float[statistic entry entry], "spearman" and "kendall" from -1 to 1 and "overlap" from 0 to 1, of each
-            pair of results. NaN where all sites of a result have one effect.
-        low, high: Float[statistic entry entry], ends of the confidence intervals; NaN for traces, and for fewer than
-            four persons.
+            pair of results. NaN where all sites of a result have one effect, and of "overlap" also where its k-th site
+            and the next have one effect.
+        low, high: Float[statistic entry entry], ends of the ranges of the resamples; NaN for traces, and for fewer than
+            six persons.
         names: Name of each result.
         record: k, number of sites, facts in common, level, resamples, seed, network and settings of each result.
     """
@@ -65,7 +69,7 @@ class RankStability(PicturedResult, Saved):
         return (("entry", self.names), ("statistic", STATISTICS))
 
     def between(self, one: str, other: str, statistic: str = "spearman") -> tuple[float, float, float]:
-        """A statistic of two results, and the ends of its interval.
+        """A statistic of two results, and the ends of its range.
 
         Raises:
             ValueError: There is no such result or statistic.
@@ -131,7 +135,7 @@ def rank_stability(
             positions and layers. By name, such as {"16 masks": ..., "32 masks": ...}, or in order. Of an average by
             step take one step, `average.at(offset)`, and of a trace by step `trace.at_step(step)`.
         top_k: Number k of the first sites that overlap.
-        level: Probability that an interval covers the statistic.
+        level: Share of the resamples that is inside a range; not the probability that it covers the statistic.
         resamples: Number of resamples of the persons.
         seed: Seed of the resamples.
 
@@ -226,11 +230,14 @@ def _statistics(means: Float[Tensor, "entry cell"], top_k: int) -> Float[Tensor,
     for one in range(n_results):
         if ranks[one].std() == 0:
             values[:2, one] = values[:2, :, one] = np.nan
+        if ranks.shape[1] > top_k and np.ptp(np.sort(ranks[one])[::-1][top_k - 1 : top_k + 1]) == 0:
+            values[2, one] = values[2, :, one] = np.nan  # Nothing says which of the tied sites is among the first.
     for one, other in combinations(range(n_results), 2):
         if not np.isnan(values[0, one, other]):
             rho = np.corrcoef(ranks[one], ranks[other])[0, 1]
             values[:2, one, other] = values[:2, other, one] = rho, stats.kendalltau(ranks[one], ranks[other]).statistic
-        values[2, one, other] = values[2, other, one] = len(first[one] & first[other]) / top_k
+        if not np.isnan(values[2, one, other]):
+            values[2, one, other] = values[2, other, one] = len(first[one] & first[other]) / top_k
     return torch.from_numpy(values)
 
 

@@ -166,46 +166,46 @@ def causal_trace(
     Raises:
         ValueError: A setting out of range, a query without an answer, a budget too small for one cell.
     """
-    # 1. Lay out the inputs of the clean and the corrupted run: a row for each sample, and in both for each of a bank.
+    # 1. Lay out the inputs of the clean and the corrupted run: of each canvas one row, and one for each sample.
     bank: StateBank | None = None
     if isinstance(query, StateBank):
         bank, query = query, query.queries[0]
     elif not isinstance(query, Query):
         query = as_query(model, query)
     settings = settings.with_noise(model, [query])
-    canvas, n_rows, n_canvases = query.tokens.to(model.cfg.device)[None], settings.rows, 1
-    if bank is not None and len(bank) > 1:
-        canvas, n_canvases = bank.tokens.to(model.cfg.device).repeat_interleave(settings.rows, dim=0), len(bank)
-        n_rows = len(canvas)
-    answer = Answer.of(model, query, canvas)
+    canvas = (query.tokens[None] if bank is None else bank.tokens).to(model.cfg.device)
+    by_sample = canvas.repeat_interleave(settings.rows, dim=0)
+    clean_answer = answer = Answer.of(model, query, canvas)
+    if len(canvas) > 1:
+        answer = Answer.of(model, query, by_sample)
     real = model.padding.real(canvas)
     positions = pick_indices("positions", settings.positions, len(query.tokens))
     layers = pick_indices("layers", settings.layers, model.cfg.n_layers)
     rows = answer.rows.tolist()
     clean = NetworkInput(model, canvas, rows, real)
-    real = None if real is None else real.expand(n_rows, -1)
-    hooks = settings.hooks(model, query, n_canvases)
-    corrupted = NetworkInput(model, canvas.expand(n_rows, -1), rows, real, hooks=hooks)
+    real = None if real is None else real.repeat_interleave(settings.rows, dim=0)
+    hooks = settings.hooks(model, query, len(canvas))
+    corrupted = NetworkInput(model, by_sample, rows, real, hooks=hooks)
 
     # 2. Run both, and score every cell.
     try:
         restored = RestoredRuns(clean, corrupted, query.subject, settings, layers, max_bytes)
     except ValueError:
-        if bank is None or n_canvases == 1:
+        if bank is None or len(canvas) == 1:
             raise
         return _of_parts(model, bank, settings, max_bytes, progress)
-    runs = AnswerRuns(restored, clean_answer=answer, answer=answer)
-    by_sample = runs.grid(positions, "trace" if progress else None)
+    runs = AnswerRuns(restored, clean_answer, answer)
+    scores = runs.grid(positions, "trace" if progress else None)
 
     # 3. Average over the samples; an answer's probability is the product of its tokens' probabilities.
     return CausalTrace(
-        scores=by_sample.prod(dim=3).mean(dim=2),
-        token_scores=by_sample.mean(dim=2),
+        scores=scores.prod(dim=3).mean(dim=2),
+        token_scores=scores.mean(dim=2),
         clean_token_scores=runs.clean_scores.mean(dim=0).cpu(),
         corrupted_token_scores=runs.corrupted_scores.mean(dim=0).cpu(),
         clean=runs.clean_scores.prod(dim=1).mean().item(),
         corrupted=runs.corrupted_scores.prod(dim=1).mean().item(),
-        known=answer.is_likeliest(model, restored.clean.logits),
+        known=clean_answer.is_likeliest(model, restored.clean.logits),
         str_tokens=model.words(query.tokens.tolist()) if bank is None else _common_words(model, bank),
         subject=query.subject,
         positions=positions,
@@ -259,10 +259,11 @@ def share_of_total(effect: Float[Tensor, "*rest"], total: Float[Tensor, "*#rest"
 
 
 class RestoredRuns:
-    """The clean and the corrupted run of one canvas, and the cells that are restored in the corrupted one.
+    """The clean and the corrupted run of a canvas, or of several, and the cells that are restored in the corrupted one.
 
-    The clean input has one row, the corrupted one a row per sample; both read the same rows. The corruption touches
-    `subject`. A row takes at least `least_by_row` bytes after its pass.
+    The clean input has a row for each canvas, the corrupted one a row for each sample of each, those of a canvas one
+    after the other; both read the same rows of logits. The corruption touches `subject`. A row takes at least
+    `least_by_row` bytes after its pass.
 
     Raises:
         ValueError: `max_bytes` is too small for the two runs and one cell. Nothing has been run then.
@@ -306,6 +307,9 @@ class RestoredRuns:
         # 3. Refuse a budget that is too small before anything is run.
         n_restored = 0 if self.is_hooked or settings.kind == "resid" else len(set(starts))
         kept_bytes = clean.kept_bytes(len(names)) + corrupted.kept_bytes(len(streams) + n_restored)
+        copies = self.samples // clean.n_rows if clean.n_rows > 1 else 1  # One row stands for all samples.
+        if copies > 1:
+            kept_bytes += corrupted.kept_bytes(len(names))
         if resumes:
             kept_bytes += self.samples * corrupted.past_bytes_by_row
             streams += corrupted.past_points
@@ -313,6 +317,9 @@ class RestoredRuns:
 
         # 4. Run both, and the first block of each span with every position restored.
         self.clean, self.corrupted = clean.run(names), corrupted.run(streams)
+        self._states: Mapping[str, Tensor] = self.clean.activations
+        if copies > 1:
+            self._states = {name: self._states[name].repeat_interleave(copies, dim=0) for name in names}
         self._restored = {} if self.is_hooked else {start: self._restore(start) for start in dict.fromkeys(starts)}
 
     def grid(
@@ -339,7 +346,7 @@ class RestoredRuns:
             yield Patch(span.start, stream_entering(span.start + 1), self._restored[span.start], *at)
         for block in span if self.is_hooked else span[1:]:
             for point in points_of(self.settings.kind, block, self.cfg):
-                yield Patch(block, point, self.clean.activations[point], *at)
+                yield Patch(block, point, self._states[point], *at)
         for block in range(span.start + 1, self.n_layers):
             for point in points_of(self.settings.severed, block, self.cfg):
                 yield Patch(block, point, self.corrupted.activations[point], *at)
@@ -348,9 +355,9 @@ class RestoredRuns:
         """The stream after the first block of a span, at each position when this position alone is restored there."""
         points = points_of(self.settings.kind, block, self.cfg)
         if self.settings.kind == "resid":
-            stream: Resid = self.clean.activations[points[0]]
+            stream: Resid = self._states[points[0]]
             return stream
-        everywhere = {point: self.clean.activations[point].expand(self.samples, -1, -1) for point in points}
+        everywhere = {point: self._states[point].expand(self.samples, -1, -1) for point in points}
         return self.corrupted.resume(
             self.corrupted.stream(block),
             range(block, block + 1),

@@ -38,7 +38,7 @@ from diffusion_lens.settings import Whole, at_least, pick_indices
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NeuronScores(PicturedResult, Saved):
-    """The neurons with the largest scores, of each step the same number; all others are left out.
+    """The neurons with the largest scores of each step; all others are left out.
 
     Columns of the data frame: step (of a trajectory), layer, pos, neuron, token, score.
 
@@ -47,7 +47,7 @@ class NeuronScores(PicturedResult, Saved):
             corrupted run, summed over rows; the largest absolute scores of a step first.
         cells: Int[entry axis], step (index among the steps; 0 without steps), layer, position and neuron of each score.
         total: Float[*step], sum of the scores of all neurons of the chosen layers and positions.
-        kept: Float[*step], share of the sum of their absolute scores that these neurons have.
+        kept: Float[*step], share of the sum of their absolute scores that these neurons have; NaN where this sum is 0.
         clean, corrupted: Float[*step], metric of both runs.
         words: Text at each position of the corrupted run, of each step.
         record: Layers, positions, and the entries of `NodeScores`.
@@ -146,7 +146,8 @@ def neuron_attribution(
     Args:
         model, clean, corrupted, metric, steps, logits_at, max_bytes, progress: The same as in `node_attribution`.
         layers: Blocks whose neurons are scored, negative ones from the end; by default all that have one MLP.
-        positions: Positions at which they are scored; by default all.
+        positions: Positions at which they are scored, negative ones from the end of the longest canvas; by default
+            all. At steps before it is reached, a position has no scores.
         top: Number of neurons to keep of each step.
         ig_steps: Number of gradients that are averaged; 1 is the gradient of the corrupted run, and gives the estimates
             of `patch_grid(..., "post", neurons=[...], method="attribution")`.
@@ -165,16 +166,22 @@ def neuron_attribution(
     passes = partial(_NeuronPasses, chosen, seen)
     scored, _, record = attribute(passes, inputs, reading, averaged, max_bytes, progress)
 
-    # Of each step, the largest of the chosen positions.
+    # Of each step, the largest of the chosen positions that it has reached.
     entries, cells, measures = [], [], []
+    selected_positions = pick_indices("positions", positions, max(side.n_canvas for side in seen))
     for index, ((scores, of_clean, of_corrupted), side) in enumerate(zip(scored, seen, strict=True)):
-        at = pick_indices("positions", positions, side.n_canvas)
+        at = [position for position in selected_positions if position < side.n_canvas]
         selected = scores[:, at]
         flat = selected.flatten().double()
         best = flat.abs().topk(min(count, len(flat))).indices
         layer, place, neuron = torch.unravel_index(best, selected.shape)
         entries.append(flat[best])
-        found = torch.full_like(layer, index), torch.tensor(chosen)[layer], torch.tensor(at)[place], neuron
+        found = (
+            torch.full_like(layer, index),
+            torch.tensor(chosen)[layer],
+            torch.tensor(at, dtype=torch.long)[place],
+            neuron,
+        )
         cells.append(torch.stack(found, dim=1))
         measures.append(torch.stack([flat.sum(), flat[best].abs().sum() / flat.abs().sum(), of_clean, of_corrupted]))
     total, kept, of_clean, of_corrupted = torch.stack(measures, dim=1) if steps is not None else measures[0]

@@ -133,7 +133,7 @@ class StateBank:
         """Canvases of a query on which random other positions are revealed.
 
         The tokens are those that the model itself writes around the answer: `denoise`, with its default settings, of
-        the canvas with the answer in its place. So a canvas is one that the model reads when it writes the answer late.
+        the canvas with the answer in its place. They are revealed in any order, as in the training of masked diffusion.
 
         Args:
             query: Canvas with masked positions beside those of the answer; or a fact, which is laid out as in
@@ -144,10 +144,15 @@ class StateBank:
             seed: Seed of the shares and positions.
 
         Raises:
-            ValueError: The model is causal, so that its query has one canvas; no other position is masked; or a share
-                is not between 0 and 1.
+            ValueError: The model is causal, so that its query has one canvas; it reads more than its canvas, such as
+                the time; it writes block by block; no other position is masked; or a share is not between 0 and 1.
         """
-        _refuse_causal(model)
+        _require_canvases(model)
+        if model.cfg.opens_blocks:
+            raise ValueError(
+                f"{model.cfg.model_name!r} writes block by block, so it never reads a canvas with any other positions "
+                "revealed: take those of a run, StateBank.from_trajectory(model, run, query)"
+            )
         query, count = as_query(model, query), at_least(1, "n", n)
         check_answer(model, query)
         by_canvas = [
@@ -194,16 +199,17 @@ class StateBank:
             steps: Steps whose canvases are taken; by default all before which the whole answer is masked, in any row.
 
         Raises:
-            ValueError: The model is causal; the run has another length or prompt than the query; or at a step part of
-                the answer is revealed in every row, or in none of the steps it is not.
+            ValueError: The model is causal, or reads more than its canvas, as in `of`; the run has another length or
+                prompt than the query; or at a step part of the answer is revealed in every row, or in none of the steps
+                it is not.
         """
-        _refuse_causal(model)
+        _require_canvases(model)
         canvases, answer = trajectory.canvases[:-1], list(query.answer_positions)
         given, own = trajectory.given, query.tokens.to(trajectory.tokens.device)
         if trajectory.tokens.shape[1] != len(own) or bool(((trajectory.tokens != own) & given).any()):
             raise ValueError("the run has another prompt or length than the query: denoise query.tokens[None]")
         masked = trajectory.is_open(canvases)[:, :, answer].all(dim=2)
-        indices = list(range(len(canvases)))
+        indices = masked.any(dim=1).nonzero().flatten().tolist()
         if steps is not None:
             indices = [step - trajectory.first_step for step in whole_numbers("steps", steps)]
             if wrong := [i for i in indices if not 0 <= i < len(canvases) or not bool(masked[i].any())]:
@@ -277,10 +283,22 @@ def _share(value: Real) -> float:
     return share
 
 
-def _refuse_causal(model: DiffusionTransformer) -> None:
-    if model.cfg.is_autoregressive:
+def _require_canvases(model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` if a canvas is not all that a step reads, or is always the same."""
+    cfg = model.cfg
+    beside = {
+        "the time": cfg.time_conditioning,
+        "the prediction of the step before": cfg.self_conditioning,
+        "where the open block begins": cfg.counts_from_prompt,
+    }
+    if more := " and ".join(what for what, is_read in beside.items() if is_read):
         raise ValueError(
-            f"{model.cfg.model_name!r} is a causal model: what precedes its answer is always complete, and it sees "
+            f"{cfg.model_name!r} reads {more} beside its canvas, and a bank has canvases only, so it would not be read "
+            "as in the loop: trace each step of a run with trace_trajectory"
+        )
+    if cfg.is_autoregressive:
+        raise ValueError(
+            f"{cfg.model_name!r} is a causal model: what precedes its answer is always complete, and it sees "
             "nothing behind it, so a query has one canvas. Use the query itself"
         )
 

@@ -70,6 +70,7 @@ class _Sums:
         squares = (residuals / (weight - sizes)[:, None]).square().sum(dim=0)
         # People who agree, each about facts that differ, give 0, or what rounding leaves of it.
         squares = torch.where(squares * weight**2 > _ROUNDING * differences.square().sum(dim=0), squares, 0.0)
+        most = each.abs().argsort(descending=True)[:1]  # A fact of weight 0 and value 0 agrees with all others.
         return cls(
             weight=weight,
             mean=mean,
@@ -77,7 +78,7 @@ class _Sums:
             sizes=sizes,
             error=(squares * (n_clusters - 1) / max(n_clusters, 1)).sqrt(),
             variance=differences.square().mean(dim=0),
-            agree=(numbers * each[:1, None] == numbers[:1] * each[:, None]).all(dim=0),
+            agree=(numbers * each[most, None] == numbers[most] * each[:, None]).all(dim=0),
         )
 
 
