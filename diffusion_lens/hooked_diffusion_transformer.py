@@ -525,7 +525,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
                 check_bool(flag, value)
         if not callable(hook):
             raise TypeError(f"hook={shown(hook)} is {kind_of(hook)}; it must be a function fn(activation, hook)")
-        one_of("fwd", "bwd")("dir", dir)
+        if dir not in ("fwd", "bwd"):
+            one_of("fwd", "bwd")("dir", dir)
         points = check_hookable(self, name)
         with self.clock.held():
             for point in points:
