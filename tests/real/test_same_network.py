@@ -115,4 +115,7 @@ def test_bfloat16(real):
     of_ours, of_theirs = (float((each.float() - exact).square().mean().sqrt() / exact.std()) for each in (ours, theirs))
     assert of_ours < 0.05
     assert of_ours < 1.25 * of_theirs
-    assert (ours.argmax(-1) == exact.argmax(-1)).float().mean() > 0.9
+    first, second = exact.topk(2).values.unbind(dim=-1)
+    clear = first - second > 6 * of_theirs * exact.std()  # How many are closer depends on the products of the machine.
+    assert clear.float().mean() > 0.3
+    assert (ours.argmax(-1) == exact.argmax(-1))[clear].all()
