@@ -55,7 +55,7 @@ from diffusion_lens.records.results import (
     installed_version,
     shown_model,
 )
-from diffusion_lens.settings import checked_arguments, takes
+from diffusion_lens.settings import check_level, checked_arguments, takes
 from diffusion_lens.settings.shared import CompareSettings
 
 Vectors = Float[Tensor, "fact d"]
@@ -540,7 +540,6 @@ def _rows_of(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _tails(
     values: Float[Tensor, "resample statistic"], level: float
 ) -> tuple[Float[Tensor, "statistic"], Float[Tensor, "statistic"]]:
-    if not 0 < level < 1:
-        raise ValueError(f"level={level}; it must be between 0 and 1, e.g. 0.95")
+    level = check_level(level)
     low, high = values.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype), dim=0)
     return low, high

@@ -35,7 +35,7 @@ from weight_conversion import renamed_when_whole
 
 NOTHING = -1
 MAX_BYTES = 2**31
-_LOGITS_AT_ONCE = 24 * 2**20  # bytes of the logits that are sorted together
+CPU_LOGITS_BYTES = 24 * 2**20  # of the logits that are computed or ranked together
 # What `plot` can show: the title of the colour bar, and the colours.
 SHOWN = {
     "entropy": ("entropy (nats)", "viridis_r"),
@@ -365,7 +365,7 @@ class Ranked(NamedTuple):
 def ranked(logits: Float[Tensor, "entry d_vocab_out"], top_k: int, cfg: DiffusionConfig) -> Ranked:
     """The likeliest tokens that a model can write, from logits whose softmax is p(x_0), in float32 at least."""
     writable = cfg.writable(torch.arange(logits.shape[1], device=logits.device))
-    n_at_once = max(1, _LOGITS_AT_ONCE // (4 * logits.shape[1]))
+    n_at_once = max(1, CPU_LOGITS_BYTES // (4 * logits.shape[1]))
     parts = []
     for some in logits.split(n_at_once):
         wide = some.to(torch.promote_types(some.dtype, torch.float32))

@@ -337,6 +337,14 @@ def positive(name: str, value: Any) -> float:
     return number
 
 
+def check_level(level: Any) -> float:
+    """The level of an interval as a float; a `ValueError` unless it is a probability between 0 and 1."""
+    number = plain_number("level", level)
+    if not 0 < number < 1:
+        raise ValueError(f"level={level}; it must be between 0 and 1, e.g. 0.95")
+    return number
+
+
 def one_of(*choices: str) -> Check:
     """A check that a value is one of these texts; the `ValueError` names the nearest."""
 

@@ -41,10 +41,10 @@ from diffusion_lens.settings import (
     Real,
     Whole,
     at_least,
+    check_level,
     check_seed,
     checked_arguments,
     one_of,
-    positive,
     whole_number,
 )
 from diffusion_lens.settings.arguments import kind_of
@@ -150,9 +150,7 @@ class Calibration(PicturedResult, Saved):
         measures, readings = (MEASURES, self.readings) if of == "auroc" else (MEASURES[:1], self._of_probabilities)
         place = measures.index(one_of(*measures)("measure", measure))
         index = self.readings.index(one_of(*readings)("reading", str(reading)))
-        share, seed = positive("level", level), check_seed("seed", seed)
-        if share >= 1:
-            raise ValueError(f"level={share}; it must be between 0 and 1, e.g. 0.95")
+        share, seed = check_level(level), check_seed("seed", seed)
         known = ~self.values[place, index].isnan()
         scores, right = self.values[place, index, known].double(), self.right[known].double()
         names, row = self.rows[known].unique(return_inverse=True)

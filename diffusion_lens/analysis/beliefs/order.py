@@ -27,7 +27,7 @@ from diffusion_lens.analysis.over_facts.intervals import mean_interval
 from diffusion_lens.denoising.predictions import NOTHING, Predictions
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shaped, shown_model, texts_of
-from diffusion_lens.settings import Real, Whole, at_least, check_seed, checked_arguments, positive
+from diffusion_lens.settings import Real, Whole, at_least, check_level, check_seed, checked_arguments
 
 Tagger = Callable[[str], str | None] | Sequence[Sequence[str | None]]
 Frequencies = Mapping[int, Real] | Tensor
@@ -152,9 +152,7 @@ def reveal_order(
         ValueError: A label at a position that was given, an empty class or none at all, or lists of wrong lengths.
     """
     n_orders, seed = at_least(1, "permutations", permutations), check_seed("seed", seed)
-    share = positive("level", level)
-    if share >= 1:
-        raise ValueError(f"level={share}; it must be between 0 and 1, e.g. 0.95")
+    share = check_level(level)
     read, parts = Read(runs), list[dict[str, Tensor]]()
     names: dict[str, int] = {}
     for predictions in read:
@@ -191,9 +189,10 @@ def reveal_order(
             intervals[low].append(ends[0])
             intervals[high].append(ends[1])
     of_classes = {name: torch.stack(values) if values else torch.empty(0) for name, values in intervals.items()}
-    p_random = _p_random(rank, class_of, of_classes["mean"], n_orders, seed)
     if len(set(owners)) < len(owners):
-        p_random = torch.full_like(p_random, torch.nan)
+        p_random = torch.full_like(of_classes["mean"], torch.nan)
+    else:
+        p_random = _p_random(rank, class_of, of_classes["mean"], n_orders, seed)
     return RevealOrder(
         **tables,
         left_to_right=_spearman(rank, place),

@@ -33,7 +33,7 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.average_result import AverageEffect
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
 from diffusion_lens.records.results import PicturedResult, Saved, Table, network_of
-from diffusion_lens.settings import Whole, at_least, check_seed, checked_arguments, one_of, plain_number
+from diffusion_lens.settings import Whole, at_least, check_level, check_seed, checked_arguments, one_of
 
 STATISTICS = ("spearman", "kendall", "overlap")
 FEWEST = 6  # Persons with a range: resamples of fewer repeat too few of them to show what a choice of facts changes.
@@ -145,8 +145,7 @@ def rank_stability(
     """
     named = dict(results) if isinstance(results, Mapping) else {str(i): result for i, result in enumerate(results)}
     count, n_resamples = at_least(1, "top_k", top_k), at_least(1, "resamples", resamples)
-    if not 0 < (share := plain_number("level", level)) < 1:
-        raise ValueError(f"level={level}; it must be between 0 and 1, e.g. 0.95")
+    share = check_level(level)
     if len(named) < 2:
         raise ValueError(f"{len(named)} results are given; a ranking is stable between two or more")
     facts, clusters, effects = _effects_of(named)

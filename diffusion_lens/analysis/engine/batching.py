@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from diffusion_lens.denoising.predictions import CPU_LOGITS_BYTES as CPU_LOGITS_BYTES
 from diffusion_lens.model.config import DiffusionConfig
 
 Item = TypeVar("Item")
@@ -20,7 +21,6 @@ RESERVE_FOR_A_GRAPH = 1.25
 RESERVE_ON_ACCELERATOR = 1.5
 
 CPU_TENSOR_BYTES = 6 * 2**20
-CPU_LOGITS_BYTES = 24 * 2**20
 
 _LISTENER: ContextVar[Callable[[int], None] | None] = ContextVar("listener", default=None)
 

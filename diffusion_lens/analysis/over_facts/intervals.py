@@ -29,6 +29,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.settings import check_level
+
 RESAMPLES = 2000
 FEWEST = 4  # Clusters with an interval of a mean: of fewer, too many resamples contain one cluster only.
 _ROUNDING = 1e-12
@@ -56,8 +58,7 @@ class _Sums:
         level: float,
         weights: Float[Tensor, "fact"] | None = None,
     ) -> "_Sums":
-        if not 0 < level < 1:
-            raise ValueError(f"level={level}; it must be between 0 and 1, e.g. 0.95")
+        level = check_level(level)
         numbers = values.double().reshape(len(values), math.prod(values.shape[1:]))
         rows = {name: row for row, name in enumerate(sorted(set(clusters)))}
         owner = torch.tensor([rows[name] for name in clusters], dtype=torch.long)
