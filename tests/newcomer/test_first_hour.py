@@ -98,10 +98,13 @@ def test_a_sentence_of_ones_own(clone: Path, programs: Path, tmp_path: Path) -> 
 
 
 def test_a_fact_of_ones_own(clone: Path, programs: Path, tmp_path: Path) -> None:
-    """The page's file with one more line, and its code."""
+    """The page's files, its facts with one more line, and its code."""
     page = clone / "docs" / "your_own_facts.md"
-    table = next(text for text in blocks(page, "console") if text.startswith("$ cat facts.csv\n"))
-    (tmp_path / "facts.csv").write_text(table.partition("\n")[2] + OWN_FACT + "\n", encoding="utf-8")
+    shown = [re.fullmatch(r"\$ cat (\S+)\n(.*)", text, re.DOTALL) for text in blocks(page, "console")]
+    files = {match[1]: match[2] for match in shown if match}
+    files["facts.csv"] += OWN_FACT + "\n"
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     said = follow(page, tmp_path, programs)
     assert re.search(r"^z \['zither'\] \[0\]", said, re.MULTILINE)
     assert (tmp_path / "trace.png").read_bytes().startswith(PNG)
