@@ -1,0 +1,119 @@
+/** Questions asked of a run of the manifest: what stands where at which step, and how two runs differ. */
+
+/** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Intervention} Intervention */
+
+import { quoted, readable, shorten } from "./words.js";
+
+/** Steps that a run can show. Its canvases have one entry more, the final canvas, or contain the canvas of each step. */
+export const stepsOf = (/** @type {Run} */ run) => run.steps.slice(0, run.n_steps);
+export const lastStep = (/** @type {Run} */ run) => run.steps[run.n_steps - 1];
+/** The number of positions of a canvas. */
+export const lengthOf = (/** @type {Run} */ run) => run.canvases[0].length;
+/** Index of the canvas that is shown at a step: the one after the step, where there is one. */
+export const canvasAt = (/** @type {Run} */ run, /** @type {number} */ step) =>
+  run.steps.indexOf(step) + (run.canvases.length > run.n_steps ? 1 : 0);
+
+/** The model of a run; a page of traces alone knows no more than the layers that were traced.
+ * @param {import("./types.js").Manifest} manifest @param {Run} run @returns {import("./types.js").Model} */
+export const modelOf = (manifest, run) => manifest.models[run.model] ?? {
+  name: run.label, n_layers: Math.max(0, ...run.traces.flatMap(({ layers }) => layers)) + 1, n_heads: 1, grows: false,
+  masks: true, samplers: [], length: null,
+};
+
+/** Text at a position after a step; null where it is masked or not reached.
+ * @param {Run} run @param {number} step @param {number} position @returns {string|null} */
+export const wordAfter = (run, step, position) => run.words[run.canvases[canvasAt(run, step)]?.[position]] ?? null;
+
+/** Whether a position is masked, or not reached, in the canvas which a step reads.
+ * @param {Run} run @param {number} step @param {number} position */
+export const isOpen = (run, step, position) => run.canvases[run.steps.indexOf(step)]?.[position] < 0;
+
+/** Whether the token at a position came with the prompt, and was not masked again.
+ * @param {Run} run @param {number} position */
+export const isGiven = (run, position) => run.given[position] && !((run.revealed_at?.[position] ?? -1) >= 0);
+
+export const finalWord = (/** @type {Run} */ run, /** @type {number} */ position) => wordAfter(run, lastStep(run), position);
+
+/** Whether a token is another one than was revealed there; the confidence is then not this token's.
+ * @param {Run} run @param {number} step @param {number} position */
+export function replaced(run, step, position) {
+  const at = run.revealed_at?.[position] ?? -1;
+  return at >= 0 && at < step && wordAfter(run, at, position) !== wordAfter(run, step, position);
+}
+
+/** Whether a position is part of the text: no padding, and not after the end token.
+ * @param {Run} run @param {number} position */
+export const isText = (run, position) => run.real[position] && position <= (run.end ?? Infinity);
+
+/** The token whose rank and probability the lens reads at a position: the answer's, or the one that the run wrote.
+ * @param {Run} run @param {number} position @returns {string|null} */
+export function targetAt(run, position) {
+  const { targets, positions } = run.lens ?? {};
+  if (targets) return run.words[targets[positions.indexOf(position)]] ?? null;
+  const at = run.answer ? run.answer.positions.indexOf(position) : -1;
+  return at >= 0 ? run.words[run.answer.words[at]] : finalWord(run, position);
+}
+
+/** Where two runs differ: positions of the final canvas, with the first step, and steps whose canvases differ.
+ * @param {Run} run @param {Run} base */
+export function differences(run, base) {
+  const steps = stepsOf(run).filter((step) => stepsOf(base).includes(step));
+  const positions = Array.from({ length: Math.max(lengthOf(run), lengthOf(base)) }, (_, position) => position);
+  const differ = (step, position) => wordAfter(run, step, position) !== wordAfter(base, step, position);
+  const tokens = positions.filter((position) => finalWord(run, position) !== finalWord(base, position)).map((position) => ({
+    position, was: finalWord(base, position), is: finalWord(run, position), step: steps.find((step) => differ(step, position)) ?? lastStep(run),
+  }));
+  return { tokens, steps: steps.filter((step) => positions.some((position) => differ(step, position))) };
+}
+
+/** The difference of two runs in words, one sentence for each stretch of positions: "Plerrick → Mondall, from step 3".
+ * @param {Run} run @param {Run} base @returns {{text: string, position: number, step: number}[]} */
+export function differenceInWords(run, base) {
+  const stretches = [];
+  for (const token of differences(run, base).tokens) {
+    if (!isText(run, token.position) && !isText(base, token.position)) continue;
+    const last = stretches.at(-1);
+    if (last && last.at(-1).position === token.position - 1) last.push(token);
+    else stretches.push([token]);
+  }
+  const text = (words) => words.map((word) => (word === null ? "·" : readable(word))).join(" ");
+  return stretches.map((tokens) => {
+    const step = Math.min(...tokens.map((token) => token.step));
+    const [was, is] = [tokens.map((token) => token.was), tokens.map((token) => token.is)].map(text);
+    return { text: `${was} → ${is}, from step ${step}`, position: tokens[0].position, step };
+  });
+}
+
+export const sites = { resid: "residual stream", attn: "attention", mlp: "MLP", head: "head" };
+
+/** Numbers in words, runs of them as ranges: "step 3", "steps 0–4, 7".
+ * @param {string} noun @param {number[]} numbers */
+export function listed(noun, numbers) {
+  /** @type {number[][]} */ const ranges = [];
+  for (const n of numbers) {
+    if (ranges.length && ranges.at(-1)[1] === n - 1) ranges.at(-1)[1] = n;
+    else ranges.push([n, n]);
+  }
+  const texts = ranges.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`));
+  return `${noun}${numbers.length > 1 ? "s" : ""} ${texts.join(", ")}`;
+}
+
+/** The name of a run in a list: its label, with its prompt where others have the same label.
+ * @param {Run[]} runs @param {Run} run */
+export function nameIn(runs, run) {
+  const alike = runs.filter(({ label }) => label === run.label);
+  return alike.length < 2 ? run.label : `${run.label} ${alike.indexOf(run) + 1}: ${shorten(run.prompt, 40)}`;
+}
+
+/** An intervention in words.
+ * @param {Intervention} edit @param {Run[]} runs */
+export function describe(edit, runs = []) {
+  if (edit.what === "force") {
+    return `position ${edit.position} ${edit.token === null ? "masked" : `set to ${quoted(edit.token)}`} before step ${edit.step}`;
+  }
+  const site = edit.site === "head" ? `head ${edit.head}` : sites[edit.site];
+  const source = runs.find((run) => run.id === edit.source)?.label ?? "the run without interventions";
+  const change = { zero: "set to zero", mean: `set to its mean in ${source}`, patch: `patched from ${source}` }[edit.what];
+  const at = (noun, numbers) => (numbers === null ? `all ${noun}s` : listed(noun, numbers));
+  return `block ${edit.layer} ${site} ${change} at ${at("position", edit.positions)}, ${at("step", edit.steps)}`;
+}

@@ -1,0 +1,66 @@
+"""The explorer's ES modules, put together as one that stands in an HTML file.
+
+Each module imports names of its neighbours, `import { a, b } from "./neighbour.js";`, and exports its own. The one
+module has them in the order of their imports, without these statements: all names are in one scope, so each is unique.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from pathlib import PurePosixPath
+
+FIRST = "mount.js"  # imports the others
+_IMPORT = re.compile(r'^import \{[^}]*\} from "([^"]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.MULTILINE)
+_NOTHING = re.compile(r"^export \{\};\n", re.MULTILINE)
+_NAMED = re.compile(r"^(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+
+
+@cache
+def explorer_files() -> tuple[str, str]:
+    """The explorer as one module, and its style, safe to stand inside an HTML element.
+
+    Raises:
+        ValueError: Two modules define one name, or a file contains a tag that would end its element.
+    """
+    texts = dict(_ordered(FIRST))
+    counted = Counter(name for text in texts.values() for name in set(_NAMED.findall(text)))
+    if twice := [name for name, count in counted.items() if count > 1]:
+        raise ValueError(f"several modules of the explorer define {', '.join(twice)}; rename all but one")
+    module = "\n".join(standing_alone(text) for text in texts.values())
+    style = _read("explorer.css")
+    for name, text in {"the module": module, "explorer.css": style}.items():
+        if any(mark in text.lower() for mark in ("</script", "</style", "<!--")):
+            raise ValueError(f"{name} contains an HTML tag that would end its element; write it in two parts")
+    return module, style
+
+
+def standing_alone(text: str) -> str:
+    """A module without its imports and exports."""
+    return _EXPORT.sub("", _NOTHING.sub("", _IMPORT.sub("", text)))
+
+
+def _ordered(name: str, known: set[str] | None = None) -> Iterator[tuple[str, str]]:
+    """A module and those that it imports, each once and after those that it needs."""
+    known = set() if known is None else known
+    if name in known:
+        return
+    known.add(name)
+    text = _read(name)
+    for path in _IMPORT.findall(text):
+        yield from _ordered(_joined(PurePosixPath(name).parent, path), known)
+    yield name, text
+
+
+def _joined(folder: PurePosixPath, path: str) -> str:
+    """The name of a module that another one in this folder imports."""
+    parts: list[str] = [*folder.parts]
+    for part in PurePosixPath(path).parts:
+        parts = parts[:-1] if part == ".." else [*parts, part]
+    return "/".join(parts)
+
+
+def _read(name: str) -> str:
+    return files("diffusion_lens.pages").joinpath("explorer", *name.split("/")).read_text(encoding="utf-8")
