@@ -15,7 +15,8 @@ from diffusion_lens.explorer.session import Session
 from diffusion_lens.explorer.spec import RUN_SETTINGS, Spec
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.pages.page import explorer_files, html_path, write_page
+from diffusion_lens.pages.modules import explorer_files
+from diffusion_lens.pages.page import html_path, write_page
 from diffusion_lens.settings import Whole, check_keywords, whole_numbers
 
 Models = HookedDiffusionTransformer | Sequence[HookedDiffusionTransformer]

@@ -1,7 +1,7 @@
 """Explorer pages: runs, lenses, attention and traces in one HTML file that needs no network.
 
 A page is a manifest, which says what there is, and binary chunks with the numbers, one for each step of a view. The
-module `explorer.js` shows them. `trajectory.explore(path)` writes such a page; this package knows no model, and takes
+ES modules below `explorer/` show them. `trajectory.explore(path)` writes such a page; this package knows no model, and takes
 plain data.
 """
 

@@ -5,15 +5,14 @@ import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
+from diffusion_lens.pages.modules import explorer_files
 from diffusion_lens.pages.views import View, Words, trace_entry, trace_view
 from weight_conversion import renamed_when_whole
 
@@ -202,17 +201,6 @@ def document(title: str, body: str, start: str, policy: str, nonce: str = "") ->
         f'<main id="explorer" class="dl-explorer"></main>\n{body}'
         f'<script type="module"{admitted}>{module}\n{start}</script>\n</body>\n</html>\n'
     )
-
-
-@cache
-def explorer_files() -> tuple[str, str]:
-    """The explorer's module and style, safe to stand inside an HTML element."""
-    folder = files("diffusion_lens.pages")
-    module, style = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("explorer.js", "explorer.css"))
-    for name, text in {"explorer.js": module, "explorer.css": style}.items():
-        if any(mark in text.lower() for mark in ("</script", "</style", "<!--")):
-            raise ValueError(f"{name} contains an HTML tag that would end its element; write it in two parts")
-    return module, style
 
 
 def _packed(data: bytes) -> str:

@@ -2,7 +2,7 @@
 
 /** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Intervention} Intervention */
 
-import { quoted, readable, shorten } from "./words.js";
+import { number, quoted, readable, shorten } from "./words.js";
 
 /** Steps that a run can show. Its canvases have one entry more, the final canvas, or contain the canvas of each step. */
 export const stepsOf = (/** @type {Run} */ run) => run.steps.slice(0, run.n_steps);
@@ -39,6 +39,13 @@ export const finalWord = (/** @type {Run} */ run, /** @type {number} */ position
 export function replaced(run, step, position) {
   const at = run.revealed_at?.[position] ?? -1;
   return at >= 0 && at < step && wordAfter(run, at, position) !== wordAfter(run, step, position);
+}
+
+/** The step that explains what stands at a position after a step: of a token that stays, the one that wrote it.
+ * @param {Run} run @param {import("./types.js").Model} model @param {number} step @param {number} position */
+export function decisiveStep(run, model, step, position) {
+  const at = run.revealed_at?.[position] ?? -1, stays = model.masks || model.grows;
+  return stays && at >= 0 && at < step && !isOpen(run, step, position) ? at : step;
 }
 
 /** Whether a position is part of the text: no padding, and not after the end token.
@@ -117,3 +124,26 @@ export function describe(edit, runs = []) {
   const at = (noun, numbers) => (numbers === null ? `all ${noun}s` : listed(noun, numbers));
   return `block ${edit.layer} ${site} ${change} at ${at("position", edit.positions)}, ${at("step", edit.steps)}`;
 }
+
+/** What stands at a position after a step, and since when.
+ * @param {import("./types.js").Seen} seen */
+export function stateAt({ run, model, base }, step, position) {
+  const word = wordAfter(run, step, position), start = `step ${step}, position ${position}, `;
+  if (!run.real[position]) return `${start}padding`;
+  const unopened = step + 1 < (run.opened_at?.[position] ?? 0);
+  if (word === null) return `${start}${unopened ? "in a block that is not open yet" : model.grows ? "not reached" : "masked"}`;
+  const was = base && differs(run, base, step, position) ? wordAfter(base, step, position) : undefined;
+  const changed = was === undefined ? "" : `; the base run has ${was === null ? "a mask" : quoted(was)}`;
+  const said = `${start}${quoted(word)}`, at = run.revealed_at?.[position];
+  if (isGiven(run, position)) return `${said}, given${changed}`;
+  if (at === undefined) return `${said}${changed}`;
+  if (replaced(run, step, position)) return `${said}, set by an intervention in place of the token of step ${at}${changed}`;
+  if (at < 0 || at > step) return `${said}, not yet final${changed}`;
+  const confidence = run.confidence ? ` with confidence ${number(run.confidence[position])}` : "";
+  return `${said}, ${model.masks || model.grows ? "revealed" : "last changed"} at step ${at}${confidence}${changed}`;
+}
+
+/** Whether two runs differ at a position after a step that both have.
+ * @param {Run} run @param {Run} base @param {number} step @param {number} position */
+export const differs = (run, base, step, position) =>
+  stepsOf(base).includes(step) && wordAfter(run, step, position) !== wordAfter(base, step, position);

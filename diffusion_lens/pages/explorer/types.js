@@ -131,6 +131,7 @@
  * @property {string} canvas  what the colours of the canvas show
  * @property {string} colour  what the colours of the lens show
  * @property {string} trace  name of the trace
+ * @property {boolean} facts  whether the table of facts is open
  *
  * @typedef {Object} Seen  a selection in one of the runs that are shown, for its canvas, its band and its views
  * @property {Run} run
@@ -145,12 +146,16 @@
  * @property {State} state
  * @property {boolean} dark
  * @property {boolean} live
- * @property {(name: string, run?: Run) => Promise<Chunk>} chunk  one of the chunks of this run, or of another one
+ * @property {(name: string, run?: Run, told?: Told, signal?: AbortSignal) => Promise<Chunk>} chunk  a chunk of this run, or of another one
+ * @property {(name: string) => boolean} loaded  whether a chunk of this run has come already
+ * @property {((site?: string) => void)|null} change  open the drawer of interventions; null where nothing can be computed
+ * @property {(() => void)|null} ask  ask for answer and subject; null where nothing can be computed
  * @property {() => boolean} current  whether nothing else has been selected since
  * @property {(change: Partial<State>) => Promise<void>} select  select something in this run
  * @property {(text: string) => void} say  show a text in the status line
- * @property {(task: (told: Told, signal: AbortSignal) => Promise<any>) => Promise<any>} work  do what takes long, with
- *   progress and a way to cancel it; the error that is thrown has become an alert
+ * @property {(name: string, task: (told: Told, signal: AbortSignal) => Promise<any>) => Promise<any>} work  do what takes
+ *   long, with progress and a way to cancel it; null where it failed, which an alert says, or was cancelled
+ * @property {(view: string, title: string, values?: Record<string, any>) => void} code  show the Python code of a view
  *
  * @typedef {Object} Pane  the elements of a view for one run
  * @property {HTMLElement} element

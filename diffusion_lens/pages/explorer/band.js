@@ -1,0 +1,67 @@
+/** The layers of one run at the selected position, at the step that decided it: what each would have written. */
+
+import { paint, ramp } from "./colours.js";
+import { h, setText } from "./elements.js";
+import { lensAt, lensText } from "./lens_cells.js";
+import { clamp } from "./numbers.js";
+import { decisiveStep } from "./runs.js";
+import { listed } from "./runs.js";
+import { number, quoted, readable } from "./words.js";
+
+/** @typedef {import("./types.js").Seen} Seen */
+
+export class LayerBand {
+  constructor() {
+    /** @type {Seen|null} */ this.seen = null;
+    this.heading = h("span", { class: "dl-layers-name" });
+    this.cells = h("div", { class: "dl-layers", role: "group", "aria-label": "Layers" });
+    this.reading = h("span", { class: "dl-layers-reading" });
+    this.element = h("div", { class: "dl-layer-band" }, this.heading, this.cells, this.reading);
+    this.cells.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+      if (move === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      const layers = this.layers, at = clamp(layers.indexOf(this.seen.layer) + move, 0, layers.length - 1);
+      this.seen.select({ layer: layers[at] });
+      this.cells.children[at].focus();
+    });
+  }
+
+  get layers() { return this.seen.run.lens?.layers ?? []; }
+
+  async draw(/** @type {Seen} */ seen) {
+    const { run, model, position, layer, dark } = seen, { lens } = run;
+    const step = decisiveStep(run, model, seen.step, position), last = lens?.layers.length - 1;
+    this.seen = seen;
+    const missing = !lens ? run.missing.lens ?? "There is no lens." : !lens.steps.includes(step) ? `The lens was read at ${listed("step", lens.steps)}.`
+      : !lens.positions.includes(position) ? "The lens reads nothing at this position." : null;
+    setText(this.heading, `Layers at step ${step}${step === seen.step ? "" : ", which wrote it"}`);
+    this.cells.hidden = missing !== null;
+    if (missing) return setText(this.reading, missing);
+    const chunk = await seen.chunk(`lens/${step}`);
+    if (!seen.current()) return;
+    const colours = ramp("lens", dark), wide = this.cells.clientWidth / lens.layers.length >= 44;
+    while (this.cells.children.length < lens.layers.length) {
+      const index = this.cells.children.length;
+      this.cells.append(h("button", { type: "button", onclick: () => this.seen.select({ layer: this.layers[index] }),
+        onpointerenter: (/** @type {any} */ event) => this.seen.say(event.target.ariaLabel) }));
+    }
+    [...this.cells.children].forEach((/** @type {any} */ button, i) => {
+      button.hidden = i > last;
+      if (i > last) return;
+      const cell = lensAt(run, chunk, lens.layers[i], position), [word, p] = cell?.top[0] ?? ["", NaN];
+      const { background, ink } = Number.isNaN(p) ? { background: "", ink: "" } : paint(colours, p);
+      button.style.background = background;
+      button.style.color = ink;
+      button.className = cell?.rank === 0 ? "dl-hit" : "";
+      button.tabIndex = lens.layers[i] === layer ? 0 : -1;
+      setText(button, wide ? readable(word) : cell?.rank === 0 ? "•" : "");
+      button.setAttribute("aria-label", `layer ${lens.labels[i]}: ${lensText(cell)}`);
+      button.setAttribute("aria-pressed", String(lens.layers[i] === layer));
+    });
+    const at = lens.layers.indexOf(layer), cell = at < 0 ? null : lensAt(run, chunk, layer, position);
+    const place = layer < model.n_layers ? `what enters block ${layer}` : "what leaves the last block";
+    setText(this.reading, !cell ? "" : `${place} reads ${cell.top.slice(0, 2).map(([word, p]) => `${quoted(word)} ${number(p)}`).join(", ")}` +
+      (cell.target === null || cell.rank < 1 ? "" : `; ${quoted(cell.target)} has rank ${cell.rank}`));
+  }
+}

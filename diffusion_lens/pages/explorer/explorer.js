@@ -1,0 +1,652 @@
+/**
+ * The explorer: the runs that are shown, what is selected, and the order of the page.
+ *
+ * From top to bottom: prompt, the canvases of one or two runs, the steps, the layers at the selected position, and one
+ * of the views, which shows more of what is selected. A selection is a change of the state; each part draws itself from
+ * it. All that is computed comes from the source.
+ */
+
+import { needed, readAddress, written } from "./address.js";
+import { RunCanvas, OVERLAYS, drawOverlayLegend, overlayOf, overlaysOf } from "./canvas.js";
+import { LayerBand } from "./band.js";
+import { ChangesDrawer, sentences } from "./changes.js";
+import { button, field, fillSelect, h, ids, setText } from "./elements.js";
+import { FactsTable } from "./facts.js";
+import { clamp, decodeChunk } from "./numbers.js";
+import { predictedOf } from "./predicted.js";
+import { AnswerForm, PromptForm } from "./prompt.js";
+import { decisiveStep, differenceInWords, differences, lastStep, lengthOf, listed, modelOf, nameIn, stateAt, stepsOf } from "./runs.js";
+import { VIEWS } from "./views.js";
+import { fillIn } from "./words.js";
+
+/** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Spec} Spec @typedef {import("./types.js").State} State */
+/** @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Chunk} Chunk @typedef {import("./types.js").Told} Told */
+/** @typedef {import("./types.js").Pane} Pane */
+
+const HELP = "Arrow keys move inside the text, the layers and a map; [ and ] change the step, the space bar plays, Escape closes what is open.";
+const WHOLE_PLAY = 5000, SLOWEST = 700; // milliseconds for all steps, and at most for one
+
+/** One run on the page: its head, its canvas, its layers, and a pane for each view. */
+class Column {
+  constructor(/** @type {Explorer} */ explorer) {
+    this.explorer = explorer;
+    /** @type {Run|null} */ this.run = null;
+    this.name = h("h2");
+    this.verdict = h("span", { class: "dl-verdict" });
+    this.ask = button("Mark the answer…", () => explorer.answers.open(this.run), { class: "dl-code" });
+    this.change = button("Change…", () => { explorer.activate(this); explorer.drawer.toggle(true); }, { class: "dl-change" });
+    this.edits = h("span", { class: "dl-edits" });
+    this.differs = h("div", { class: "dl-differs" });
+    this.canvas = new RunCanvas((seen, position) => explorer.hover(position ?? -1));
+    this.band = new LayerBand();
+    this.element = h("section", { class: "dl-run" },
+      h("header", {}, this.name, this.verdict, this.ask, this.change), this.edits, this.differs, this.canvas.element);
+    /** @type {Map<string, {pane: Pane, box: HTMLElement, note: HTMLElement}>} */ this.panes = new Map();
+    for (const part of [this.element, this.band.element]) {
+      part.addEventListener("pointerdown", () => explorer.activate(this));
+      part.addEventListener("focusin", () => explorer.activate(this));
+    }
+  }
+
+  /** The pane of a view in its box, made when it is first shown. */
+  pane(/** @type {import("./types.js").View} */ view) {
+    if (!this.panes.has(view.name)) {
+      const pane = view.create(), note = h("p", { class: "dl-note", hidden: true });
+      const box = h("div", { class: `dl-pane dl-${view.name}` }, note, pane.element);
+      for (const name of ["pointerdown", "focusin"]) box.addEventListener(name, () => this.explorer.activate(this));
+      this.panes.set(view.name, { pane, box, note });
+    }
+    return this.panes.get(view.name);
+  }
+
+  /** What belongs to this run on the page. @returns {HTMLElement[]} */
+  get parts() { return [this.element, this.band.element, ...[...this.panes.values()].map(({ box }) => box)]; }
+
+  /** Draw a view, or say why there is none. */
+  async drawPane(/** @type {import("./types.js").View} */ view, /** @type {Seen} */ seen) {
+    const { pane, box, note } = this.pane(view);
+    const show = (/** @type {string|null} */ reason) => {
+      pane.element.hidden = reason !== null;
+      note.hidden = reason === null;
+      note.replaceChildren(reason ?? "", " ", reason !== null && view.name === "trace" && seen.ask ? button("Give answer and subject", seen.ask) : "");
+    };
+    const reason = view.missing(seen);
+    show(reason);
+    if (reason !== null) return;
+    box.setAttribute("aria-busy", "true");
+    try {
+      await pane.draw(seen);
+    } catch (error) {
+      if (seen.current()) show(`This view could not be read: ${error.message}`);
+    }
+    if (seen.current()) box.removeAttribute("aria-busy");
+  }
+
+  async draw(/** @type {Seen} */ seen) {
+    const { run } = seen, { explorer } = this, { verdict } = run;
+    setText(this.name, explorer.runs.length > 2 ? nameIn(explorer.runs, run) : run.label);
+    this.verdict.hidden = !verdict;
+    this.verdict.className = `dl-verdict ${verdict?.right ? "dl-good" : "dl-bad"}`;
+    setText(this.verdict, !verdict ? "" : verdict.right ? `✓ right: ${verdict.answer.trim()}` : `✗ wrong: the answer is ${verdict.answer.trim()}`);
+    this.ask.hidden = Boolean(verdict) || !seen.ask;
+    this.change.hidden = !seen.change;
+    if (this.edits.dataset.key !== run.id) {
+      this.edits.dataset.key = run.id;
+      this.edits.replaceChildren(...sentences(explorer, run));
+      this.edits.hidden = !this.edits.childElementCount;
+    }
+    this.drawDifference(seen);
+    await Promise.all([this.canvas.draw(seen), this.band.draw(seen)]);
+  }
+
+  drawDifference(/** @type {Seen} */ { run, base }) {
+    this.differs.hidden = base === null;
+    const key = `${run.id} ${base?.id}`;
+    if (base === null || this.differs.dataset.key === key) return;
+    this.differs.dataset.key = key;
+    const said = differenceInWords(run, base), { steps } = differences(run, base);
+    const none = steps.length ? `The text is the same in the end; the canvases differ after ${listed("step", steps)}.` : "The run is the same as the base run.";
+    this.differs.replaceChildren(...(said.length ? said.map(({ text, position, step }) =>
+      button(text, () => this.explorer.set({ run: run.id, position, step }))) : [h("span", {}, none)]));
+  }
+}
+
+/** All of it: the state, what is loaded, and the parts of the page. */
+export class Explorer {
+  constructor(/** @type {HTMLElement} */ element, /** @type {import("./types.js").Source} */ source, /** @type {boolean} */ hasAddress) {
+    this.root = element;
+    this.source = source;
+    this.hasAddress = hasAddress;
+    /** @type {import("./types.js").Manifest} */ this.manifest = null;
+    /** @type {Map<string, Promise<Chunk>>} */ this.chunks = new Map();
+    /** @type {Set<string>} */ this.loaded = new Set();
+    /** @type {State} */
+    this.state = {
+      run: "", compare: "", step: -1, position: -1, layer: -1, head: 0, key: null, view: "", colour: "top", canvas: "confidence", trace: "", facts: false,
+    };
+    /** @type {number[]} */ this.steps = [0];
+    this.drawing = 0;
+    this.working = false;
+    /** @type {any} */ this.timer = 0;
+    this.abort = new AbortController();
+    element.classList.add("dl-explorer");
+  }
+
+  get runs() { return this.manifest.runs; }
+  /** The runs that are shown, in their order on the page. @returns {Run[]} */
+  get shown() { return this.columns.map(({ run }) => run).filter(Boolean); }
+  get active() { return this.columns.find(({ run }) => run?.id === this.state.run) ?? this.columns[0]; }
+  get view() { return VIEWS.find(({ name }) => name === this.state.view) ?? VIEWS[0]; }
+  get dark() { return getComputedStyle(this.root).getPropertyValue("--dl-dark").trim() === "1"; }
+
+  async start() {
+    try {
+      this.manifest = await this.source.manifest();
+    } catch (error) {
+      this.root.append(h("p", { role: "alert", class: "dl-alert" }, error.message));
+      return;
+    }
+    this.build();
+    const opened = await this.open({ ...this.manifest.state, ...this.source.state?.() });
+    const [first] = this.runs;
+    if (!first) return;
+    const other = this.runs.find((run) => run.base === null && run.model !== first.model);
+    if (!this.runs.some((run) => run.id === this.state.run)) this.state.run = first.id;
+    if (other && !("run" in opened)) this.state.compare = other.id;
+    const plays = !("step" in opened) && !matchMedia("(prefers-reduced-motion: reduce)").matches;
+    await this.set({ step: plays ? 0 : this.state.step });
+    if (plays) this.play(true);
+  }
+
+  /** Take over a kept state and the address, and compute the runs that they name. @returns {Promise<Partial<State>>} */
+  async open(/** @type {any} */ kept) {
+    const address = this.hasAddress ? readAddress(location.hash) : { state: {}, specs: [] };
+    const { specs = [], ...before } = kept, opened = { ...before, ...address.state };
+    for (const name of Object.keys(opened)) if (!(name in this.state)) delete opened[name];
+    Object.assign(this.state, opened);
+    const lacking = [...specs, ...address.specs].filter((spec) => !this.runs.some((run) => JSON.stringify(run.spec) === JSON.stringify(spec)));
+    if (!this.source.run) return opened;
+    for (const spec of lacking) {
+      const run = await this.work("opening the run of the link", (told, signal) => this.source.run(spec, told, signal));
+      if (run && !this.runs.some(({ id }) => id === run.id)) this.runs.push(run);
+    }
+    return opened;
+  }
+
+  build() {
+    const chosen = (/** @type {string} */ name, convert = (/** @type {string} */ x) => /** @type {any} */ (x)) =>
+      h("select", { onchange: (/** @type {any} */ event) => this.set({ [name]: convert(event.target.value) }) });
+    const { live } = this.source;
+    this.columns = [new Column(this), new Column(this)];
+    this.form = live ? new PromptForm(this) : null;
+    this.answers = new AnswerForm(this);
+    this.drawer = new ChangesDrawer(this);
+    this.facts = new FactsTable(this);
+    this.factsButton = button("Facts", () => this.set({ facts: !this.state.facts }), { "aria-pressed": "false" });
+    this.factsButton.hidden = !this.manifest.facts?.length;
+    this.runSelect = chosen("run");
+    this.compareSelect = chosen("compare");
+    this.choice = h("span", { class: "dl-group dl-runs" }, field("Run", this.runSelect), field("beside", this.compareSelect));
+    this.tools = h("span", { class: "dl-group dl-tools" }, this.factsButton,
+      button("as Python", () => this.code("run", "The run"), { class: "dl-code" }));
+    this.title = h("h1", {}, this.manifest.title);
+    this.head = h("header", { class: "dl-title" }, this.title, this.form?.element ?? h("span", { class: "dl-prompt-text" }), this.choice, this.tools);
+
+    this.slider = h("input", { type: "range", min: 0, step: 1, oninput: () => { this.play(false); this.set({ step: this.steps[Number(this.slider.value)] }); } });
+    this.stepText = h("span", { class: "dl-step-text" });
+    this.playing = button("Play", () => this.play(!this.timer), { "aria-pressed": "false" });
+    this.overlaySelect = chosen("canvas");
+    this.overlay = field("Colours show", this.overlaySelect);
+    this.legend = h("span", { class: "dl-legend" });
+    const step = (/** @type {number} */ by, /** @type {string} */ text, /** @type {string} */ label) =>
+      button(text, () => { this.play(false); this.stepBy(by); }, { "aria-label": label });
+    this.transport = h("div", { class: "dl-transport", role: "group", "aria-label": "Steps" },
+      this.playing, step(-1, "◀", "previous step"), field("Step", this.slider, "dl-grow"), step(1, "▶", "next step"), this.stepText,
+      h("span", { class: "dl-group" }, this.overlay, this.legend));
+
+    this.stage = h("div", { class: "dl-stage" });
+    this.bands = h("div", { class: "dl-bands" });
+    this.tabs = h("div", { class: "dl-tabs", role: "tablist", "aria-label": "Views" });
+    this.panel = h("div", { class: "dl-panel", role: "tabpanel", id: ids(), tabindex: 0 });
+    this.buildTabs();
+    this.status = h("div", { class: "dl-status", role: "status", "aria-live": "polite" });
+    this.alert = h("div", { class: "dl-alert", role: "alert", hidden: true });
+    this.bar = h("progress");
+    this.progress = h("div", { class: "dl-progress", hidden: true }, this.bar, h("span"), button("Cancel", () => this.cancel?.abort()));
+    this.dialog = h("dialog", { class: "dl-dialog", "aria-labelledby": ids() });
+    this.main = h("div", { class: "dl-main" }, this.stage, this.transport, this.bands, this.answers.element, this.tabs, this.panel);
+    this.main.hidden = this.runs.length === 0;
+    this.root.append(this.head, h("div", { class: "dl-body" }, this.facts.element, this.main, this.drawer.element),
+      h("div", { class: "dl-foot" }, this.alert, this.progress, this.status), this.dialog);
+    this.listen();
+  }
+
+  buildTabs() {
+    this.tabs.replaceChildren(...VIEWS.map((view) => h("button", {
+      type: "button", role: "tab", id: ids(), "data-view": view.name, "aria-controls": this.panel.id, title: view.help,
+      onclick: () => this.set({ view: view.name }),
+    }, view.title)));
+    this.tabs.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      const open = [...this.tabs.children].filter((tab) => !tab.hidden), at = open.findIndex((tab) => tab.dataset.view === this.view.name);
+      const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: open.length - 1 }[event.key];
+      if (to === undefined) return;
+      event.preventDefault();
+      const tab = open[(to + open.length) % open.length];
+      this.set({ view: tab.dataset.view });
+      tab.focus();
+    });
+  }
+
+  listen() {
+    const { signal } = this.abort;
+    this.root.addEventListener("keydown", (/** @type {any} */ event) => {
+      if (event.target.closest("input:not([type=range]):not([type=checkbox]), textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.key === "[" || event.key === "]") { this.play(false); this.stepBy(event.key === "[" ? -1 : 1); }
+      if (event.key === " " && !event.target.closest("button, input, [role=grid], summary, a")) { event.preventDefault(); this.play(!this.timer); }
+    }, { signal });
+    // Who looks at something wants it to hold still.
+    this.root.addEventListener("pointerdown", (/** @type {any} */ event) => event.target.closest("button") !== this.playing && this.play(false), { signal });
+    let { dark } = this;
+    const repaint = () => {
+      if (this.dark === dark) return;
+      dark = this.dark;
+      this.render();
+    };
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint, { signal });
+    this.themes = new MutationObserver(repaint);
+    const attributeFilter = ["data-theme", "class", "data-jp-theme-light"];
+    for (const themed of [document.documentElement, document.body]) this.themes.observe(themed, { attributeFilter });
+    let width = 0;
+    this.sizes = new ResizeObserver(() => {
+      if (this.main.clientWidth !== width && this.shown.length) this.render();
+      width = this.main.clientWidth;
+    });
+    this.sizes.observe(this.main);
+    if (this.hasAddress) {
+      addEventListener("hashchange", async () => {
+        if (location.hash.slice(1) === written(this.state, this.runs)) return;
+        await this.open({});
+        this.set({});
+      }, { signal });
+    }
+  }
+
+  /** A chunk, decoded. @returns {Promise<Chunk>} */
+  chunk(/** @type {Run} */ run, /** @type {string} */ name, /** @type {Told|undefined} */ told = undefined, /** @type {AbortSignal|undefined} */ signal = undefined) {
+    const key = `${run.id} ${name}`;
+    if (!this.chunks.has(key)) {
+      const again = async (/** @type {any} */ error) => {
+        if (!error.unknown || !run.spec || !this.source.run) throw error;
+        await this.recompute(run.spec);
+        return this.source.chunk(run.id, name, told, signal);
+      };
+      const promise = this.source.chunk(run.id, name, told, signal).catch(again).then(decodeChunk);
+      promise.then(() => this.loaded.add(key), () => this.chunks.delete(key));
+      this.chunks.set(key, promise);
+    }
+    return this.chunks.get(key);
+  }
+
+  /** Compute a run. Those that it names, and that the source has dropped since, are computed again. @returns {Promise<Run>} */
+  async recompute(/** @type {Spec} */ spec, /** @type {Told|undefined} */ told = undefined, /** @type {AbortSignal|undefined} */ signal = undefined) {
+    try {
+      return await this.source.run(spec, told, signal);
+    } catch (error) {
+      const named = [spec.base, ...spec.interventions.map(({ source }) => source)];
+      const dropped = needed(this.runs, named.filter(Boolean)).filter((run) => run.spec);
+      if (!error.unknown || !dropped.length) throw error;
+      for (const run of dropped) await this.source.run(run.spec, told, signal);
+      return this.source.run(spec, told, signal);
+    }
+  }
+
+  /** Do what takes long: with progress, the time, and a way to cancel it. Null where it failed or was cancelled. */
+  async work(/** @type {string} */ name, /** @type {(told: Told, signal: AbortSignal) => Promise<any>} */ task) {
+    if (this.working) return null;
+    const began = performance.now(), pressed = /** @type {any} */ (document.activeElement), [bar, text] = this.progress.children;
+    const cancel = (this.cancel = new AbortController());
+    let said = name;
+    const say = () => setText(text, `${said} · ${((performance.now() - began) / 1000).toFixed(0)} s`);
+    const told = (/** @type {import("./types.js").Progress} */ { what, done, of }) => {
+      said = `${what} ${done} of ${of}`;
+      [bar.max, bar.value] = [of, done];
+      say();
+    };
+    bar.removeAttribute("value");
+    const timer = setInterval(say, 500), appear = setTimeout(() => { this.progress.hidden = false; }, 150);
+    this.busy(true);
+    this.fail(null);
+    say();
+    let result = null;
+    try {
+      result = (await task(told, cancel.signal)) ?? null;
+    } catch (error) {
+      if (cancel.signal.aborted) this.say(`Cancelled: ${name}.`);
+      else this.fail(error.message);
+    }
+    clearInterval(timer);
+    clearTimeout(appear);
+    this.progress.hidden = true;
+    this.busy(false);
+    // A button that is disabled loses the focus, and the keyboard its place.
+    if (document.activeElement === document.body && this.root.contains(pressed)) pressed.focus({ preventScroll: true });
+    return result;
+  }
+
+  busy(/** @type {boolean} */ is) {
+    this.working = is;
+    this.root.classList.toggle("dl-computing", is);
+    if (this.form) this.form.go.disabled = is;
+    this.drawer.draw(this.seen());
+  }
+
+  /** Compute runs, and show them: the first, and the second or another one beside it. */
+  async compute(/** @type {Spec[]} */ specs, beside = "") {
+    this.play(false);
+    const runs = await this.work(`computing ${specs.length > 1 ? `${specs.length} runs` : "the run"}`, async (told, signal) => {
+      /** @type {Run[]} */ const came = [];
+      try {
+        for (const spec of specs) came.push(await this.recompute(spec, told, signal));
+      } catch (error) {
+        if (!came.length || signal.aborted) throw error;
+        this.fail(error.message); // The first model has answered; its run is shown.
+      }
+      return came;
+    });
+    if (!runs) return;
+    for (const run of runs) {
+      const at = this.runs.findIndex(({ id }) => id === run.id);
+      if (at < 0) this.runs.push(run);
+      else this.runs[at] = run;
+    }
+    this.main.hidden = false;
+    const [first, second] = runs, isNew = !this.shown.some(({ prompt }) => prompt === first.prompt);
+    await this.set({ run: first.id, compare: second?.id ?? beside, ...(isNew ? { step: -1, position: -1 } : {}) });
+    const base = this.runs.find((run) => run.id === first.base), said = base ? differenceInWords(first, base).map(({ text }) => text) : [];
+    this.say(`Done: ${first.text}.${!base ? "" : said.length ? ` ${said.join("; ")}` : " It is the same as the base run."}`);
+    if (isNew && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
+      await this.set({ step: this.steps[0] });
+      this.play(true);
+    }
+  }
+
+  /** Run again with one more intervention, beside the run that has none, or the other model. */
+  change(/** @type {Run} */ run, /** @type {import("./types.js").Intervention} */ edit) {
+    const base = this.runs.find(({ id }) => id === run.base) ?? run;
+    return this.compute([{ ...run.spec, interventions: [...run.spec.interventions, edit], base: base.id }], this.besides(run, base));
+  }
+
+  /** Run again without one of the interventions. */
+  undo(/** @type {Run} */ run, /** @type {number} */ index) {
+    const interventions = run.spec.interventions.filter((_, i) => i !== index), base = interventions.length ? run.base : null;
+    const other = this.besides(run, interventions.length ? this.runs.find(({ id }) => id === run.base) : null);
+    return this.compute([{ ...run.spec, interventions, base }], other);
+  }
+
+  /** The run to show beside a changed one: that of another model where one is shown, otherwise the base. */
+  besides(/** @type {Run} */ run, /** @type {Run|null|undefined} */ base) {
+    return this.shown.find((other) => other.model !== run.model)?.id ?? base?.id ?? "";
+  }
+
+  /** Show the runs of a fact on all models; those that are not there are computed. */
+  async openFact(/** @type {import("./types.js").Fact} */ fact) {
+    const { models } = this.manifest, known = models.map((_, model) => this.runs.find((run) => run.model === model && run.base === null &&
+      run.prompt === fact.prompt && (run.id === fact.values[model]?.run || run.spec?.answer === fact.answer)));
+    if (known.every(Boolean) || !this.source.fact) {
+      const [first, second] = known.filter(Boolean);
+      if (first) return this.set({ run: first.id, compare: second?.id ?? "", step: -1, position: -1 });
+      return this.say("This page does not contain the run of this fact.");
+    }
+    const specs = await this.work("computing the fact", async (told, signal) => {
+      const came = [];
+      for (const [model] of models.entries()) {
+        const { run, spec, ...measured } = await this.source.fact({ id: fact.id, model, effect: false }, told, signal);
+        fact.values[model] = { ...fact.values[model], ...measured, effect: measured.effect ?? fact.values[model]?.effect ?? null, run };
+        came.push(spec);
+      }
+      return came;
+    });
+    if (specs) await this.compute(specs);
+  }
+
+  /** Change the state and draw. */
+  async set(/** @type {Partial<State>} */ change) {
+    Object.assign(this.state, change);
+    if (change.position !== undefined && change.key === undefined) this.state.key = null;
+    if (!this.runs.length) return;
+    this.settle();
+    if (change.run !== undefined) this.form?.read(this.runs.find(({ id }) => id === this.state.run));
+    this.keep();
+    await this.render();
+    this.say(this.summary());
+  }
+
+  /** Bring the state into the ranges of the run. */
+  settle() {
+    const { state } = this, run = this.runs.find((one) => one.id === state.run) ?? this.runs[0], model = modelOf(this.manifest, run);
+    state.run = run.id;
+    if (!this.runs.some((one) => one.id === state.compare) || state.compare === state.run) state.compare = "";
+    if (state.position < 0) state.position = Math.max(0, run.answer?.positions[0] ?? run.revealed_at?.findIndex((at) => at >= 0) ?? 0);
+    state.position = Math.min(state.position, lengthOf(run) - 1);
+    if (!(state.canvas in OVERLAYS)) state.canvas = "confidence";
+    const middle = Math.floor(model.n_layers / 2), cached = run.attention?.layers ?? [];
+    if (state.layer < 0) state.layer = cached.includes(middle) ? middle : cached[0] ?? middle;
+    const other = this.runs.find((one) => one.id === state.compare);
+    this.steps = [...new Set([run, ...(other ? [other] : [])].flatMap(stepsOf))].sort((a, b) => a - b);
+    if (state.step < 0) state.step = this.steps.at(-1);
+    state.step = this.steps.findLast((step) => step <= state.step) ?? this.steps[0];
+    state.layer = clamp(state.layer, 0, model.n_layers);
+    state.head = clamp(state.head, 0, model.n_heads - 1);
+    if (!VIEWS.some(({ name }) => name === state.view)) state.view = VIEWS[0].name;
+  }
+
+  /** What is selected in a run, for its parts. @returns {Seen|null} */
+  seen(/** @type {Run|null} */ run = this.active?.run ?? null) {
+    if (!run) return null;
+    const { state, drawing } = this, model = modelOf(this.manifest, run);
+    const canCompute = this.source.live && run.spec !== null && run.spec !== undefined;
+    return {
+      run, model, state, live: this.source.live, dark: this.dark,
+      base: this.runs.find(({ id }) => id === run.base) ?? null,
+      step: stepsOf(run).findLast((step) => step <= state.step) ?? run.steps[0],
+      position: clamp(state.position, 0, lengthOf(run) - 1),
+      layer: Math.min(state.layer, model.n_layers),
+      block: clamp(state.layer, 0, model.n_layers - 1),
+      head: clamp(state.head, 0, model.n_heads - 1),
+      key: state.key,
+      chunk: (name, of = run, told, signal) => this.chunk(of, name, told, signal),
+      loaded: (name) => this.loaded.has(`${run.id} ${name}`),
+      current: () => this.drawing === drawing,
+      select: (change) => this.set(this.shown.includes(run) && run.id !== state.run ? { run: run.id, compare: state.run, ...change } : change),
+      say: (text) => this.say(text),
+      work: (name, task) => this.work(name, task),
+      code: (view, title, values) => this.code(view, title, values, run),
+      change: canCompute ? (site = "") => this.drawer.toggle(true, site) : null,
+      ask: canCompute ? () => this.answers.open(run) : null,
+    };
+  }
+
+  async render() {
+    const { state, runs, stage, bands } = this;
+    const wanted = [state.run, state.compare].map((id) => runs.find((run) => run.id === id)).filter(Boolean);
+    // The run on the left stays on the left when the other one becomes the active one, or is another.
+    if (wanted.length === 2 && this.columns[0].run === wanted[1]) wanted.reverse();
+    this.columns.forEach((column, i) => { column.run = wanted[i] ?? null; });
+    const drawing = ++this.drawing, columns = this.columns.filter(({ run }) => run);
+    this.root.dataset.state = "drawing";
+    for (const part of [stage, bands, this.panel]) part.classList.toggle("dl-pair", columns.length === 2);
+    const { view } = this;
+    replace(stage, columns.map(({ element }) => element));
+    replace(bands, columns.map(({ band }) => band.element));
+    replace(this.panel, columns.map((column) => column.pane(view).box));
+    this.markActive();
+    this.drawTransport();
+    this.drawTabs();
+    this.facts.draw();
+    this.factsButton.setAttribute("aria-pressed", String(state.facts));
+    this.drawer.draw(this.seen());
+    try {
+      await Promise.all(columns.flatMap((column) => {
+        const seen = this.seen(column.run);
+        return [column.draw(seen), column.drawPane(view, seen)];
+      }));
+    } catch (error) {
+      this.fail(error.message);
+    }
+    if (this.drawing !== drawing) return;
+    this.root.dataset.state = "ready";
+    if (!this.source.live) this.prepare();
+  }
+
+  drawTransport() {
+    const { state, runs, active: { run } } = this, seen = this.seen();
+    this.slider.max = String(this.steps.length - 1);
+    this.slider.value = String(this.steps.indexOf(state.step));
+    const time = run.times?.[run.steps.indexOf(seen.step)];
+    setText(this.stepText, `${seen.step} of ${run.steps[0]}–${lastStep(run)}${time === undefined ? "" : `, t ${time.toFixed(2)}`}`);
+    this.slider.setAttribute("aria-valuetext", `step ${seen.step}`);
+    const overlay = overlayOf(seen);
+    fillSelect(this.overlaySelect, overlaysOf(run).map((name) => [name, OVERLAYS[name]]), overlay);
+    this.overlay.hidden = !run.predictions;
+    const drawing = this.drawing;
+    predictedOf(seen).catch(() => null).then((predicted) => drawing === this.drawing && drawOverlayLegend(this.legend, overlay, predicted, seen.dark));
+    const named = runs.map((one) => [one.id, nameIn(runs, one)]);
+    this.choice.hidden = runs.length < 2 || (runs.length === 2 && this.shown.length === 2);
+    fillSelect(this.runSelect, named, state.run);
+    fillSelect(this.compareSelect, [["", "–"], ...named.filter(([id]) => id !== state.run)], state.compare);
+    if (!this.form) setText(this.head.children[1], run.prompt);
+  }
+
+  drawTabs() {
+    const seens = this.shown.map((run) => this.seen(run));
+    [...this.tabs.children].forEach((tab, i) => {
+      const is = VIEWS[i] === this.view, { missing, name } = VIEWS[i];
+      // A view for which no run of the page has anything is not offered, unless the page says what would make it.
+      tab.hidden = !is && seens.every((seen) => missing(seen) !== null && !(name in (seen.run.missing ?? {})) && !seen.run[name]);
+      tab.setAttribute("aria-selected", String(is));
+      tab.tabIndex = is ? 0 : -1;
+      if (is) this.panel.setAttribute("aria-labelledby", tab.id);
+    });
+  }
+
+  /** Decode what the neighbouring steps show, while nothing else happens. */
+  prepare() {
+    const idle = window.requestIdleCallback ?? ((/** @type {() => void} */ job) => setTimeout(job, 50));
+    for (const { run, step, block, position, model } of this.shown.map((one) => this.seen(one))) {
+      idle(() => {
+        const at = run.steps.indexOf(step), decisive = decisiveStep(run, model, step, position);
+        for (const near of stepsOf(run).filter((one, i) => Math.abs(i - at) === 1 || one === decisive)) {
+          const wanted = [run.lens?.steps.includes(near) && `lens/${near}`,
+            ...run.traces.map(({ name, steps, lazy }) => !lazy && steps.includes(near) && `trace/${name}/${near}`),
+            run.attention?.layers.includes(block) && run.attention.steps.includes(near) && `attention/${block}/${near}`];
+          for (const name of wanted) if (name) this.chunk(run, name).catch(() => null);
+        }
+      });
+    }
+  }
+
+  /** The run whose selection is meant is the one that was touched last. */
+  activate(/** @type {Column} */ { run }) {
+    if (!run || run.id === this.state.run) return;
+    [this.state.run, this.state.compare] = [run.id, this.state.run];
+    this.markActive();
+    this.drawTransport();
+    this.form?.read(run);
+    this.keep();
+  }
+
+  markActive() {
+    for (const column of this.columns) for (const part of column.parts) part.classList.toggle("dl-active", column === this.active);
+  }
+
+  /** Mark a position under the pointer in every part; -1 for none. */
+  hover(/** @type {number} */ position) {
+    for (const column of this.columns) {
+      if (!column.run) continue;
+      column.canvas.hover(position);
+      column.pane(this.view).pane.hover?.(position);
+    }
+  }
+
+  /** The selection in words. */
+  summary() {
+    const seen = this.seen();
+    return seen ? stateAt(seen, seen.step, seen.position) : "";
+  }
+
+  stepBy(/** @type {number} */ change) {
+    const index = this.steps.indexOf(this.state.step) + change;
+    return this.set({ step: this.steps[clamp(index, 0, this.steps.length - 1)] });
+  }
+
+  play(/** @type {boolean} */ on) {
+    clearInterval(this.timer);
+    const last = () => this.state.step === this.steps.at(-1), every = clamp(WHOLE_PLAY / this.steps.length, 90, SLOWEST);
+    this.timer = on ? setInterval(() => {
+      if (last()) this.play(false);
+      else this.stepBy(1);
+    }, every) : 0;
+    if (on && last()) this.set({ step: this.steps[0] });
+    this.playing.setAttribute("aria-pressed", String(on));
+    setText(this.playing, on ? "Pause" : "Play");
+  }
+
+  say(/** @type {string} */ text) { setText(this.status, text); }
+
+  fail(/** @type {string|null} */ message) {
+    this.alert.hidden = message === null;
+    setText(this.alert, message ?? "");
+  }
+
+  /** The code that gives a view's numbers, with the selection in it. */
+  code(/** @type {string} */ view, /** @type {string} */ title, /** @type {Record<string, any>} */ values = {}, run = this.active.run) {
+    const { step, block, layer, head, position } = this.seen(run), trace = run.traces.find(({ name }) => name === this.state.trace) ?? run.traces[0];
+    const selected = { step, layer: view === "attention" ? block : layer, head, position, name: trace?.name ?? "", ...values };
+    const code = fillIn(run.python?.[view] ?? "", selected);
+    const pre = h("pre", { tabindex: 0 }, h("code", {}, code));
+    const copy = button("Copy", async () => {
+      try {
+        await navigator.clipboard.writeText(code);
+        setText(copy, "Copied");
+      } catch {
+        getSelection().selectAllChildren(pre);
+        setText(copy, "Selected: press Ctrl+C");
+      }
+    }, { class: "dl-primary" });
+    const heading = h("h2", { id: this.dialog.getAttribute("aria-labelledby") }, `${title} as Python`);
+    this.dialog.replaceChildren(heading, pre, h("div", { class: "dl-buttons" }, copy, button("Close", () => this.dialog.close())));
+    this.dialog.showModal();
+  }
+
+  /** Keep the state in the address, or in the notebook. */
+  keep() {
+    const specs = needed(this.runs, [this.state.run, this.state.compare]).map(({ spec }) => spec).filter(Boolean);
+    this.source.keep?.({ ...this.state, specs });
+    if (!this.hasAddress) return;
+    try {
+      history.replaceState(null, "", `#${written(this.state, this.runs)}`);
+    } catch { /* A sandboxed frame has no history; the state then lives in the page only. */ }
+    document.title = this.manifest.title;
+  }
+
+  /** The address of what is shown; "" in a notebook. */
+  link() { return this.hasAddress ? location.href : ""; }
+
+  /** The parts have other widths now. */
+  fit() { if (this.shown.length) this.render(); }
+
+  close() {
+    this.abort.abort();
+    this.play(false);
+    this.themes?.disconnect();
+    this.sizes?.disconnect();
+    this.source.close?.();
+    this.root.replaceChildren();
+  }
+}
+
+/** Make elements the children of another one, without touching it where they are already: a focus stays. */
+function replace(/** @type {HTMLElement} */ parent, /** @type {HTMLElement[]} */ children) {
+  const now = [...parent.children];
+  if (now.length !== children.length || now.some((child, i) => child !== children[i])) parent.replaceChildren(...children);
+}
