@@ -4,8 +4,7 @@ import { paint, ramp } from "./colours.js";
 import { h, setText } from "./elements.js";
 import { lensAt, lensText } from "./lens_cells.js";
 import { clamp } from "./numbers.js";
-import { decisiveStep } from "./runs.js";
-import { listed } from "./runs.js";
+import { decisiveStep, listed } from "./runs.js";
 import { number, quoted, readable } from "./words.js";
 
 /** @typedef {import("./types.js").Seen} Seen */
@@ -60,8 +59,8 @@ export class LayerBand {
       button.setAttribute("aria-pressed", String(lens.layers[i] === layer));
     });
     const at = lens.layers.indexOf(layer), cell = at < 0 ? null : lensAt(run, chunk, layer, position);
-    const place = layer < model.n_layers ? `what enters block ${layer}` : "what leaves the last block";
-    setText(this.reading, !cell ? "" : `${place} reads ${cell.top.slice(0, 2).map(([word, p]) => `${quoted(word)} ${number(p)}`).join(", ")}` +
+    const place = layer < model.n_layers ? `before block ${layer}` : "after the last block";
+    setText(this.reading, !cell ? "" : `${place}: ${cell.top.slice(0, 2).map(([word, p]) => `${quoted(word)} ${number(p)}`).join(", ")}` +
       (cell.target === null || cell.rank < 1 ? "" : `; ${quoted(cell.target)} has rank ${cell.rank}`));
   }
 }

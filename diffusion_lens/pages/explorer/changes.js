@@ -28,8 +28,12 @@ export class ChangesDrawer {
     this.forceIt = button("Write it", () => this.token.value && this.add(this.force(this.token.value)));
     this.remask = button("Mask it instead", () => this.add(this.force(null)));
     this.tokenPlace = h("span");
-    [this.what, this.site, this.layer, this.source, this.where, this.when] =
-      ["Change", "Site", "Block", "From", "Positions", "Steps"].map(select);
+    this.what = select("Change");
+    this.site = select("Site");
+    this.layer = select("Block");
+    this.source = select("From");
+    this.where = select("Positions");
+    this.when = select("Steps");
     this.layer.addEventListener("change", () => this.seen.select({ layer: Number(this.layer.value) }));
     this.from = h("span", {}, " from ", this.source);
     this.said = h("p", { class: "dl-numbers" });

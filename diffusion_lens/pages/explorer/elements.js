@@ -8,7 +8,7 @@ import { number, quoted } from "./words.js";
 /** An element; strings among the children become text, `on...` attributes listeners.
  * @param {string} tag @param {Record<string, any>} attributes @param {...any} children @returns {any} */
 export function h(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
+  const element = /** @type {any} */ (document.createElement(tag));
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "value") element.value = value;

@@ -188,7 +188,8 @@ export class Explorer {
     this.compareSelect = chosen("compare");
     this.choice = h("span", { class: "dl-group dl-runs" }, field("Run", this.runSelect), field("beside", this.compareSelect));
     this.tools = h("span", { class: "dl-group dl-tools" }, this.factsButton,
-      button("as Python", () => this.code("run", "The run"), { class: "dl-code" }));
+      button("as Python", () => this.code("run", "The run"), { class: "dl-code" }),
+      button("?", () => this.show("Keys", h("p", {}, HELP)), { "aria-label": "Keys", class: "dl-code" }));
     this.title = h("h1", {}, this.manifest.title);
     this.head = h("header", { class: "dl-title" }, this.title, this.form?.element ?? h("span", { class: "dl-prompt-text" }), this.choice, this.tools);
 
@@ -613,8 +614,13 @@ export class Explorer {
         setText(copy, "Selected: press Ctrl+C");
       }
     }, { class: "dl-primary" });
-    const heading = h("h2", { id: this.dialog.getAttribute("aria-labelledby") }, `${title} as Python`);
-    this.dialog.replaceChildren(heading, pre, h("div", { class: "dl-buttons" }, copy, button("Close", () => this.dialog.close())));
+    this.show(`${title} as Python`, pre, copy);
+  }
+
+  /** Show something in a dialog, which Escape closes. */
+  show(/** @type {string} */ title, /** @type {HTMLElement} */ content, /** @type {HTMLElement[]} */ ...buttons) {
+    const heading = h("h2", { id: this.dialog.getAttribute("aria-labelledby") }, title);
+    this.dialog.replaceChildren(heading, content, h("div", { class: "dl-buttons" }, ...buttons, button("Close", () => this.dialog.close())));
     this.dialog.showModal();
   }
 

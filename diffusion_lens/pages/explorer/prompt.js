@@ -99,7 +99,8 @@ export class AnswerForm {
     this.explorer = explorer;
     this.answer = h("input", { type: "text", spellcheck: "false" });
     this.subject = h("input", { type: "text", placeholder: "first, end", spellcheck: "false" });
-    [this.answers, this.subjects] = [h("span", { class: "dl-suggestions" }), h("span", { class: "dl-suggestions" })];
+    this.answers = h("span", { class: "dl-suggestions" });
+    this.subjects = h("span", { class: "dl-suggestions" });
     const onsubmit = (/** @type {Event} */ event) => {
       event.preventDefault();
       this.use();
