@@ -1,5 +1,6 @@
 """`diffusion-lens explore` shows the runs of a model in a browser."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,15 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diffusion_lens.cli.load_model import LoadingOptions, model_label, name_and_mode
-from diffusion_lens.cli.options import LENGTH, Model, command, each_from_0
+from diffusion_lens.cli.options import LENGTH, FactsOptions, Model, command, each_from_0
 from diffusion_lens.cli.report import require
 from diffusion_lens.settings import at_least, setting
 from diffusion_lens.settings.shared import DenoiseFields
 
 if TYPE_CHECKING:
+    from diffusion_lens.cli.load_model import ModelChoice
+    from diffusion_lens.data.fact_files import FactSource
     from diffusion_lens.facts.fact import Fact
 
 PAIR = "pair"
+FACTS_BY_DEFAULT = 10  # of a bundled model's training, for each pair of directions
 
 
 def port_number(name: str, value: int) -> int:
@@ -26,10 +30,16 @@ def port_number(name: str, value: int) -> int:
     return value
 
 
-@command()
+@command(
+    data="Facts for the table beside the canvas: site, site-attributes, toy, reversal-curse, known-1000, parent-child, "
+    "poems, or a path as in other commands. Default: the facts of a bundled model's training, otherwise none.",
+    limit="Largest number of facts per pair of directions (trained, queried), evenly spread. Default: all of --data, "
+    f"and {FACTS_BY_DEFAULT} of a bundled model's training.",
+)
 def explore(
     model: Model,
     run: DenoiseFields,
+    chosen_facts: FactsOptions,
     loading: LoadingOptions,
     against: Annotated[
         str | None,
@@ -39,11 +49,17 @@ def explore(
             "checkpoint that is both, its causal mode; NAME@MODE is any mode of a checkpoint.",
         ),
     ] = None,
-    prompt: str | None = setting(None, "Text to continue. Default: the first fact of a bundled model's training."),
+    prompt: str | None = setting(
+        None,
+        "Text to continue. Default: the first fact of the table that is asked in reverse, or forward of an AR model "
+        "alone.",
+    ),
     subject: str | None = setting(None, "Subject of the fact, a part of the prompt, for traces."),
     answer: str | None = setting(None, "Answer with its leading space, which the lens ranks and traces follow."),
     length: int | None = LENGTH,
-    steps: int = setting(16, "Number of denoising steps.", partial(at_least, 1)),
+    steps: int | None = setting(
+        None, "Number of denoising steps. Default: one for each position to write, 16 at most.", partial(at_least, 1)
+    ),
     attention: list[int] | None = setting(
         None,
         "With --out: layer whose attention patterns the file contains. Repeat the option for several.",
@@ -89,27 +105,39 @@ def explore(
     if shared := len(set(names)) < len(names) and (against == PAIR or second_mode is not None):
         mode = mode or "bidirectional"
         second_mode = second_mode or "ar"
-    asked: Fact | str
-    asked, of_data = _first_fact(model) if prompt is None else (prompt, None)
-    if prompt is not None and subject is not None and answer is not None:
-        asked = Fact(prompt, subject, answer)
     choices = [loading.of(model, mode, beside=shared)]
     if shared:
         choices.append(loading.of(model, second_mode, beside=True))
     else:
         others = replace(loading, config=None, block_size=None, mask_token_id=None, ignore_config_keys=None)
         choices += [others.of(name, second_mode) for name in names[1:]]
+    source = _facts_of(model, chosen_facts)
+    limit = chosen_facts.limit or (None if chosen_facts.data else FACTS_BY_DEFAULT)
+    facts = source.pick(chosen_facts.trained, chosen_facts.asked, limit) if source else []
+    asked: Fact | str
+    if prompt is None:
+        if not facts:
+            raise ValueError(
+                f"{model_label(model)!r} is not bundled, so there is no default prompt: give prompt= or data="
+            )
+        asked = _first_fact(facts, choices)
+    else:
+        asked = prompt if subject is None or answer is None else Fact(prompt, subject, answer)
+    of_data = source.length if source and (prompt is None or asked in facts) else None
     lengths = [choice.length(length, of_data) for choice in choices]
     length = min((known for known in lengths if known is not None), default=None)
 
     # 2. Load the models, and compute the first run on each.
     from diffusion_lens.explorer import Session
-    from diffusion_lens.explorer.explore import LARGEST_PAGE, first_specs
+    from diffusion_lens.explorer.explore import compute_facts
+    from diffusion_lens.explorer.prompts import first_specs
+    from diffusion_lens.pages.page import LARGEST_PAGE
 
     loaded = [choices[0].load()]
     loaded += [choice.load(weights_of=loaded[0] if shared else None) for choice in choices[1:]]
-    session = Session(loaded)
-    specs = first_specs(session, asked, **vars(run), length=length)
+    settings = {**vars(run), "length": length}
+    session = Session(loaded, facts=facts, settings=settings)
+    specs = first_specs(loaded, asked, **settings)
     if answer is not None and subject is None:
         specs = [replace(spec, answer=answer) for spec in specs]
     runs = [session.run(spec)["id"] for spec in specs]
@@ -118,6 +146,7 @@ def explore(
     if out is not None:
         from diffusion_lens.pages import write_page
 
+        compute_facts(session)
         write_page(session.page(runs, attention or ()), out, LARGEST_PAGE)
         typer.echo(f"Wrote {out} ({out.stat().st_size:,} bytes).")
         return
@@ -151,12 +180,20 @@ def _second(model: str, against: str, loading: LoadingOptions) -> str:
     return pair.causal
 
 
-def _first_fact(model: str) -> "tuple[Fact, int | None]":
-    """The first fact of a bundled model's training, and the canvas of its data set."""
-    from diffusion_lens.data.fact_files import default_source, open_source
+def _facts_of(model: str, chosen: FactsOptions) -> "FactSource | None":
+    """The data set of the table; `None` where none is given and the model is not bundled."""
     from diffusion_lens.loading.catalogue import BUNDLED
 
-    if model.lower() not in BUNDLED:
-        raise ValueError(f"{model_label(model)!r} is not bundled, so there is no default prompt: give prompt=")
-    source = open_source(default_source(model.lower()))
-    return source.pick(trained="p2d", asked="p2d")[0], source.length
+    if chosen.data is None and model.lower() not in BUNDLED:
+        return None
+    source: FactSource = chosen.source(model.lower(), outline_only=False)
+    return source
+
+
+def _first_fact(facts: "Sequence[Fact]", choices: "Sequence[ModelChoice]") -> "Fact":
+    """The first fact that is queried in reverse for a name, which a diffusion model may know and its AR baseline does
+    not; for an AR model alone the first that is queried as it is trained."""
+    shape = choices[0].known_shape()
+    alone = len(choices) == 1 and shape is not None and shape.is_autoregressive
+    wanted = ("p2d", "p2d") if alone else ("p2d", "d2p")
+    return next((fact for fact in facts if (fact.trained, fact.asked) == wanted), facts[0])

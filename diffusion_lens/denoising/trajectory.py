@@ -482,6 +482,7 @@ class Trajectory(Saved, Result):
         attention: TrajectoryCache | None = None,
         logits: TrajectoryCache | None = None,
         predictions: Any = None,
+        answer: str | None = None,
         row: SupportsIndex = 0,
         max_bytes: SupportsIndex = 16 * 2**20,
     ) -> Any:
@@ -499,6 +500,8 @@ class Trajectory(Saved, Result):
             logits: Ignored, and will be removed.
             predictions: `trajectory.predictions(model, top_k=5)`, in place of those that were recorded with the run.
                 Without either, the last layer of the lens gives them where there is no guidance.
+            answer: Text that should follow the prompt, such as " Paris"; the page says whether the run wrote it. By
+                default that of the trace.
             row: Row of the batch.
             max_bytes: Largest size of the file; a larger one is refused, with what to leave out.
 
@@ -519,7 +522,7 @@ class Trajectory(Saved, Result):
         if path is not None:
             html_path(path)
         traces = () if trace is None else tuple(trace) if isinstance(trace, Sequence) else (trace,)
-        page = page_of(self, lens, traces, attention, predictions, whole_number("row", row))
+        page = page_of(self, lens, traces, attention, predictions, whole_number("row", row), answer)
         return page if path is None else write_page(page, path, whole_number("max_bytes", max_bytes))
 
     def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":

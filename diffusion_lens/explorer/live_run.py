@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis import commitment, logit_lens, trace_trajectory
 from diffusion_lens.analysis.engine.inputs import Inputs
+from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
 from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.loop import run_loop
@@ -23,6 +24,7 @@ from diffusion_lens.explorer.as_python import TOP_K, TRACE_SCORES, lens_call, qu
 from diffusion_lens.explorer.page_of_run import canvas_entry
 from diffusion_lens.explorer.plan import Plan, check_position, require_reached
 from diffusion_lens.explorer.spec import Spec
+from diffusion_lens.explorer.verdict import verdict_of, written_by
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.names import FwdHooks, loop_hook
 from diffusion_lens.model.noise import hidden_tokens
@@ -112,11 +114,11 @@ class LiveRun:
     asked: Asked
 
     @classmethod
-    def of(cls, plan: Plan, each_step: Callable[[], None] = lambda: None) -> "LiveRun":
+    def of(cls, plan: Plan, each_step: Callable[[int, int], None] = lambda step, n_steps: None) -> "LiveRun":
         """Compute a run; a `ValueError` if settings, interventions or the answer do not fit the model or the prompt.
 
         Args:
-            each_step: Called at every step; an exception that it raises ends the run.
+            each_step: Called at every step with its index and their number; an exception that it raises ends the run.
         """
         model, spec = plan.model, plan.spec
         with warnings.catch_warnings(record=True) as caught:
@@ -124,7 +126,8 @@ class LiveRun:
             run = predicting(model, spec, plan.fwd_hooks, each_step)
         plan = replace(plan, weights=run.record["weights_sha256"])
         asked, words = Asked.of(model, spec, run), Words()
-        entry = canvas_entry(run, 0, words)
+        end, wrote = written_by(model, run)
+        entry = {**canvas_entry(run, 0, words), "end": end, "verdict": verdict_of(spec.answer, wrote)}
         assert run.recorded is not None
         committed = commitment(run.recorded).committed_at[0].tolist()
         predictions = views.predictions_view(run.recorded, committed, words)
@@ -208,22 +211,50 @@ class LiveRun:
             )
         return views.view_of_trace(trace, kind, str(self.plan.spec.answer).strip())
 
+    @torch.no_grad()
+    def answer_probabilities(self, corrupt: bool) -> tuple[float, float | None]:
+        """Probability of the answer on the first canvas of the run, and its mean over samples with noise at the
+        subject, as a trace of that step reads them.
 
-def predicting(model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, each_step: Callable[[], None]) -> Trajectory:
+        Args:
+            corrupt: Whether to compute the second; it is also `None` without a subject.
+        """
+        model, query, first = self.plan.model, self.asked.query, self.trajectory.first_step
+        if query is None:
+            raise ValueError("the run has no answer, so there is no probability of it: give answer=")
+        with self._reading(), model.hooks(fwd_hooks=self.plan.network_hooks):
+            if corrupt and self.plan.spec.subject is not None:
+                cell = {"layers": [0], "positions": [query.subject[1] - 1]}
+                trace = trace_trajectory(
+                    model, query, steps=[first], trajectory=self.trajectory, samples=SAMPLES, **cell
+                )
+                return trace.clean.item(), trace.corrupted.item()
+            run = TracedTrajectory.of(model, query, self.trajectory)
+            canvas = run.canvas(first)[None]
+            answer = run.answer(first, canvas)
+            with model.clock.at(run.state(first, canvas)):
+                read = answer.probabilities(model(run.seen(canvas), logits_at=answer.rows), 1)
+            return read.prod().item(), None
+
+
+def predicting(
+    model: DiffusionTransformer, spec: Spec, hooks: FwdHooks, each_step: Callable[[int, int], None]
+) -> Trajectory:
     """`model.denoise(..., predictions=TOP_K)` with the settings and hooks of a run, which calls `each_step`."""
     settings = DenoiseSettings(spec.steps, spec.sampler, spec.cfg_scale, spec.temperature, spec.seed)
     canvas = lay_out(model, spec.prompt, spec.length)
     looks = (loop_hook("hook_tokens"), lambda tokens, hook: require_reached(spec, tokens, hook.step.index))
 
-    def around(step: int) -> AbstractContextManager[None]:
-        each_step()
-        return nullcontext()
-
     with run_of(model, hooks):
         run = prepare(model, canvas, settings)
-        n_given = int(canvas.given.sum())
+        n_given, n_steps = int(canvas.given.sum()), len(run.times) - 1
         for one in spec.interventions:
-            check_position(model, one, n_given, canvas.tokens.shape[1], len(run.times) - 1)
+            check_position(model, one, n_given, canvas.tokens.shape[1], n_steps)
+
+        def around(step: int) -> AbstractContextManager[None]:
+            each_step(step, n_steps)
+            return nullcontext()
+
         run.record_predictions(TOP_K)
         record = run_loop(run, fwd_hooks=[looks, *hooks], around=around)
         return Trajectory.of(run, {**run.describe(), **record})

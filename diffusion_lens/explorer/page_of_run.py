@@ -15,6 +15,7 @@ from diffusion_lens.denoising.predictions import Predictions
 from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance, without_canvas_hooks
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.explorer.as_python import TOP_K, RunCode, lens_statements, trace_statements, views_code
+from diffusion_lens.explorer.verdict import recorded_by, verdict_of
 from diffusion_lens.model.config import reached
 from diffusion_lens.pages import views
 from diffusion_lens.pages.page import Page, PageRun
@@ -39,8 +40,9 @@ def page_of(
     attention: TrajectoryCache | None = None,
     predictions: Any = None,
     row: int = 0,
+    answer: str | None = None,
 ) -> Page:
-    """The page of one row of a trajectory, with results on it as in `Trajectory.explore`.
+    """The page of one row of a trajectory, with results on it and an answer as in `Trajectory.explore`.
 
     Raises:
         ValueError: A result of another run or network, or without what its view shows.
@@ -50,6 +52,8 @@ def page_of(
     row %= len(trajectory)
     words, code, record = Words(), RunCode(trajectory, row), trajectory.record
     entry = canvas_entry(trajectory, row, words)
+    entry["end"], wrote = recorded_by(trajectory, row)
+    entry["verdict"] = verdict_of(answer, wrote)
     if lens is not None:
         _accepted("lens", check_lens, trajectory, lens, row)
     predicted, is_whole = _predicted(trajectory, lens, predictions, row)
@@ -72,6 +76,8 @@ def page_of(
     if traced:
         python["trace"] = f"{code.run}\n\n{trace_statements(named)}"
         entry["answer"] = answer_of(traces[0].record, words)
+        if answer is None:
+            entry["verdict"] = verdict_of_trace(trajectory, row, traces[0].record, wrote)
     present = {*shown, *(["trace"] if traced else [])}
     entry["words"] = words.texts
     entry["missing"] = {view: sentence for view, sentence in _MISSING.items() if view not in present}
@@ -247,6 +253,17 @@ def answer_of(record: Mapping[str, Any], words: Words) -> dict[str, list[int]] |
     texts = dict(zip(query["answer_tokens"], record["answer"], strict=True))
     indices = words.indices(query["answer_tokens"], texts)
     return {"positions": list(query["answer_positions"]), "words": indices.tolist()}
+
+
+def verdict_of_trace(trajectory: Trajectory, row: int, record: Mapping[str, Any], wrote: str) -> dict[str, Any] | None:
+    """The verdict on the answer that a trace follows, whose tokens stand at their positions where the run is right;
+    `None` for files of earlier versions."""
+    if (query := record.get("query")) is None:
+        return None
+    right = trajectory.tokens[row][query["answer_positions"]].tolist() == list(query["answer_tokens"])
+    words = list(record["answer"])
+    texts = ("".join(words), " ".join(words))
+    return {"right": right, "wrote": wrote, "answer": next((text for text in texts if text.strip() in wrote), texts[1])}
 
 
 def _model_info(record: Mapping[str, Any]) -> dict[str, Any]:

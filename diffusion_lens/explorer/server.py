@@ -1,9 +1,17 @@
 """The live page: a session behind a small web server on this machine.
 
     GET  /            the page, with ?token=
-    GET  api/manifest the models and the runs so far
+    GET  api/manifest the models, the facts and the runs so far
     GET  api/chunk    ?run=ID&name=NAME, the bytes of a chunk
-    POST api/run      a spec as JSON; the run's entry
+    GET  api/progress {"what", "done", "of"} of what the session computes now, or {}; it waits for nothing
+    POST api/run      a spec as JSON; {"run": its entry}
+    POST api/fact     {"id", "model", "effect"}; {"fact": the values of a fact of the table on a model}
+    POST api/suggest  {"prompt", "model"}; {"subjects", "answers"}
+    POST api/page     {"runs", "state", "attention"}; a page with these runs, as HTML
+
+api/run and api/fact answer with lines of JSON: {"progress": {"what", "done", "of"}} while they compute, and at the end
+the result, or {"error", "unknown"}, where unknown says that there is no such run. An error before the first line is
+JSON with a status of its own, as everywhere.
 
 Whoever reaches the server can make the models compute, so it listens on 127.0.0.1 unless another address is asked for,
 and every request needs the session's random token: the page in its address, the others in the header X-Token. A
@@ -21,17 +29,22 @@ import ipaddress
 import json
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from logging import getLogger
 from threading import Event
 from typing import Any, TypeVar
 
-from diffusion_lens.explorer.session import RequestCancelledError, Session
-from diffusion_lens.pages.page import document
+from diffusion_lens.explorer.requests import PageRequest, SuggestionRequest
+from diffusion_lens.explorer.session import Session
+from diffusion_lens.explorer.turns import RequestCancelledError
+from diffusion_lens.pages.page import LARGEST_PAGE, document, require_size
 
 LARGEST_REQUEST = 2**20
 SECONDS = 10.0  # in which a request has to be sent
+REFUSED = (ValueError, TypeError, OverflowError, FloatingPointError)  # errors of the library that say what does not fit
 T = TypeVar("T")
+_MOMENT = 0.1  # seconds between two lines of progress
 _EVERYWHERE = ("0.0.0.0", "::", "")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HEADERS = {
@@ -77,7 +90,7 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
         from starlette.applications import Starlette
         from starlette.concurrency import run_in_threadpool
         from starlette.requests import ClientDisconnect, Request
-        from starlette.responses import HTMLResponse, JSONResponse, Response
+        from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
         from starlette.routing import Route
     except ImportError as error:
         raise ImportError("the live explorer needs starlette: pip install 'diffusion-lens[explore]'") from error
@@ -96,22 +109,18 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
                 return refusal(403, "the token is missing or wrong; open the address that the command printed")
             try:
                 response = await answer(request)
-            except KeyError as error:
-                return refusal(404, str(error.args[0] if error.args else error))
-            except (ValueError, TypeError, OverflowError, FloatingPointError) as error:
-                return refusal(400, str(error))
-            except (RequestCancelledError, ClientDisconnect):
+            except ClientDisconnect:
                 return refusal(408, "the client has left")
             except Exception as error:
-                getLogger("uvicorn.error").exception("a request failed")
-                return refusal(500, f"{type(error).__name__}: {error}")
+                return refusal(*said_of(error))
             response.headers.update(_HEADERS)
             return response
 
         return endpoint
 
-    async def computed(request: Request, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of `work` in a thread; its last argument tells it whether the client has left."""
+    @asynccontextmanager
+    async def watched(request: Request) -> AsyncIterator[Event]:
+        """An event that is set when the client leaves, or nobody waits inside the block any more."""
         left = Event()
 
         async def watch() -> None:
@@ -121,9 +130,53 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
 
         watching = asyncio.ensure_future(watch())
         try:
-            return await run_in_threadpool(work, *arguments, left.is_set)
+            yield left
         finally:
+            left.set()
             watching.cancel()
+
+    async def computed(request: Request, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of `work` in a thread; its last argument tells it whether the client has left."""
+        async with watched(request) as left:
+            return await run_in_threadpool(work, *arguments, left.is_set)
+
+    async def reported(request: Request, name: str, work: Callable[..., Any], *arguments: Any) -> Response:
+        """The result of `work` as the last line of JSON, after lines with the progress of the session."""
+
+        async def lines() -> AsyncIterator[dict[str, Any]]:
+            async with watched(request) as left:
+                working = asyncio.ensure_future(run_in_threadpool(work, *arguments, left.is_set))
+                working.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+                said: dict[str, Any] = {}
+                while not (await asyncio.wait({working}, timeout=_MOMENT))[0]:
+                    if (progress := session.progress) != said and progress:
+                        said = progress
+                        yield {"progress": said}
+                yield {name: await working}
+
+        async def text(first: dict[str, Any]) -> AsyncIterator[str]:
+            yield _line(first)
+            try:
+                async for line in rest:
+                    yield _line(line)
+            except Exception as error:
+                status, message = said_of(error)
+                yield _line({"error": message, "unknown": status == 404})
+
+        rest = lines()
+        return StreamingResponse(text(await anext(rest)), media_type="application/x-ndjson")
+
+    async def sent(request: Request) -> Any:
+        """The JSON that a request brings; a `ValueError` if it is too long or is none."""
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_REQUEST:
+                raise _TooLargeError(f"a request has at most {LARGEST_REQUEST:,} bytes")
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"a request brings a JSON object: {error}") from None
 
     async def page(request: Request) -> Response:
         nonce = secrets.token_urlsafe(16)
@@ -141,24 +194,38 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
         run, name = (request.query_params.get(key, "") for key in ("run", "name"))
         return Response(await computed(request, session.chunk, run, name), media_type="application/octet-stream")
 
+    async def progress(request: Request) -> Response:
+        return JSONResponse(session.progress)
+
     async def run(request: Request) -> Response:
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > LARGEST_REQUEST:
-                return refusal(413, f"a spec has at most {LARGEST_REQUEST:,} bytes")
-        try:
-            spec = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            return refusal(400, f"a spec is a JSON object: {error}")
-        return JSONResponse(await computed(request, session.run, spec))
+        return await reported(request, "run", session.run, await sent(request))
+
+    async def fact(request: Request) -> Response:
+        return await reported(request, "fact", session.fact, await sent(request))
+
+    async def suggest(request: Request) -> Response:
+        asked = SuggestionRequest.of(await sent(request))
+        return JSONResponse(await computed(request, session.suggest, asked.prompt, asked.model))
+
+    async def whole_page(request: Request) -> Response:
+        asked = PageRequest.of(await sent(request))
+
+        def written(cancelled: Callable[[], bool]) -> str:
+            page = session.page(asked.runs, asked.attention, asked.state, cancelled)
+            return require_size(page, page.html(), LARGEST_PAGE)
+
+        return HTMLResponse(await computed(request, written))
 
     return Starlette(
         routes=[
             Route("/", guarded(page, in_url=True)),
             Route("/api/manifest", guarded(manifest)),
             Route("/api/chunk", guarded(chunk)),
+            Route("/api/progress", guarded(progress)),
             Route("/api/run", guarded(run), methods=["POST"]),
+            Route("/api/fact", guarded(fact), methods=["POST"]),
+            Route("/api/suggest", guarded(suggest), methods=["POST"]),
+            Route("/api/page", guarded(whole_page), methods=["POST"]),
         ]
     )
 
@@ -253,6 +320,28 @@ def _timely_protocol(seconds: float) -> type[asyncio.Protocol]:
                 self.timer = None
 
     return Timely
+
+
+class _TooLargeError(ValueError):
+    """A request that brings more than is read."""
+
+
+def said_of(error: Exception) -> tuple[int, str]:
+    """The status and the text with which the server answers where a request fails."""
+    if isinstance(error, KeyError):
+        return 404, str(error.args[0] if error.args else error)
+    if isinstance(error, _TooLargeError):
+        return 413, str(error)
+    if isinstance(error, REFUSED):
+        return 400, str(error)
+    if isinstance(error, RequestCancelledError):
+        return 408, "the client has left"
+    getLogger("uvicorn.error").error("a request failed", exc_info=error)
+    return 500, f"{type(error).__name__}: {error}"
+
+
+def _line(data: dict[str, Any]) -> str:
+    return json.dumps(data, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def _is_address(name: str) -> bool:

@@ -1,18 +1,25 @@
 """`Session`: one or two models, and the runs that the explorer asks of them."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from threading import RLock
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
+from diffusion_lens.analysis.engine.batching import watching
 from diffusion_lens.denoising import TrajectoryCache
 from diffusion_lens.denoising.samplers import fitting_samplers
 from diffusion_lens.explorer.as_python import LOGITS
+from diffusion_lens.explorer.facts_table import FactsTable
 from diffusion_lens.explorer.live_run import LiveRun
+from diffusion_lens.explorer.memory import Memory
 from diffusion_lens.explorer.plan import Plan, settings_of
+from diffusion_lens.explorer.prompts import spec_on
+from diffusion_lens.explorer.requests import FactRequest, SuggestionRequest, check_state
 from diffusion_lens.explorer.spec import Intervention, Spec
+from diffusion_lens.explorer.suggestions import answers_of, subjects_of
+from diffusion_lens.explorer.turns import Cancelled, Turns, never
+from diffusion_lens.explorer.verdict import written_by
+from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.pages.page import FORMAT, Page, PageRun
 from diffusion_lens.records.identity import describe_hooks
@@ -20,18 +27,6 @@ from diffusion_lens.settings import pick_indices
 
 LARGEST_MEMORY = 2**30
 MOST_RUNS = 512
-T = TypeVar("T")
-Cancelled = Callable[[], bool]
-_ATTENTION = 0.1  # seconds after which a request that waits for its turn asks whether it is cancelled
-
-
-class RequestCancelledError(Exception):
-    """Nobody waits for the result of a request any more."""
-
-
-def never() -> bool:
-    """A request that is not cancelled."""
-    return False
 
 
 class Session:
@@ -40,12 +35,17 @@ class Session:
     A run is a function of its spec, so a result that was dropped is computed again when it is needed. Models with hooks
     of their own, or whose weights have changed since the first run, are refused with a `ValueError`.
 
-    Some methods take `cancelled`, which says whether the request still matters. They ask it before the request's turn
-    and at every step of a run, and raise a `RequestCancelledError` where it does not.
+    Some methods take `cancelled`, which says whether the request still matters. They ask it before the request's turn,
+    at every step of a run and after every pass of a trace, and raise a `RequestCancelledError` where it does not.
+    Meanwhile `progress` says how far the request is.
 
     Args:
         models: One model, or several to compare, such as those of a pair.
         title: Title of the page.
+        facts: Facts for the table beside the canvas (`explorer.facts_table`), which also become suggestions.
+        results: Saved results of a study of these facts, `Recall` or `AverageEffect`, that fill in the table.
+        settings: Settings of the runs of the facts as in `denoise`: length, steps, sampler, cfg_scale, temperature,
+            seed.
         max_bytes: Largest size of what is kept, in bytes.
         max_runs: Largest number of specs that are kept, without those from which kept runs take activations.
     """
@@ -56,29 +56,45 @@ class Session:
         title: str | None = None,
         max_bytes: int = LARGEST_MEMORY,
         max_runs: int = MOST_RUNS,
+        *,
+        facts: Iterable[Fact] | None = None,
+        results: Iterable[Any] = (),
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         if not models:
             raise ValueError("a session needs a model")
         self.models = list(models)
         self.title = title or " and ".join(model.cfg.name_and_mode for model in models)
         self.max_runs = max_runs
+        self.table = FactsTable(self.models, facts or (), settings, results)
         self._specs: dict[str, Spec] = {}
         self._memory = Memory(max_bytes)
         self._weights: dict[int, str] = {}  # of each model, by its first run
-        # Hooks of two requests on one model must not mix, and a request that waits is answered in turn.
-        self._lock = RLock()
-        self._cancelled: Cancelled = never  # of the request whose turn it is
+        self._turns = Turns()
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The models, and the last of the runs that were asked for."""
+        """The models, the facts, and the last of the runs that were asked for."""
         return self.described()
+
+    @property
+    def progress(self) -> dict[str, str | int]:
+        """What the session computes now, how many parts are done, and how many there are, as {"what": "denoising",
+        "done": 3, "of": 16}; empty where it computes nothing. It waits for nothing."""
+        return self._turns.progress
 
     def described(self, cancelled: Cancelled = never) -> dict[str, Any]:
         """`manifest`, unless it is cancelled."""
-        with self._turn(cancelled):
+        with self._turns.turn(cancelled):
             runs = [self._entry(spec) for spec in self._specs.values()]
-        return {"format": FORMAT, "title": self.title, "models": [model_info(x) for x in self.models], "runs": runs}
+            return {
+                "format": FORMAT,
+                "title": self.title,
+                "models": [model_info(x) for x in self.models],
+                "runs": runs,
+                "facts": self.table.entries(),
+                "state": None,
+            }
 
     def run(self, given: Spec | Mapping[str, Any], cancelled: Cancelled = never) -> dict[str, Any]:
         """The manifest's entry of a run.
@@ -87,7 +103,7 @@ class Session:
             ValueError, TypeError, KeyError: The spec does not fit the model, or names an unknown run.
         """
         spec = Spec.of(given)
-        with self._turn(cancelled):
+        with self._turns.turn(cancelled):
             for known in (spec.base, *(one.source for one in spec.interventions)):
                 if known is not None:
                     self._spec(known)
@@ -103,41 +119,92 @@ class Session:
             KeyError: There is no such run or chunk.
             ValueError: The view does not exist at this step.
         """
-        with self._turn(cancelled):
+        with self._turns.turn(cancelled):
             live = self._live(self._spec(run_id))
             if name == "predictions":
                 return live.predictions
-            return self._memory.get((run_id, name), lambda: live.compute(name), len)
+            with watching(partial(self._turns.at, "tracing")):
+                return self._memory.get((run_id, name), lambda: live.compute(name), len)
 
-    def page(self, run_ids: Sequence[str], attention: Sequence[int] = ()) -> Page:
-        """Runs as a page that contains all its numbers.
+    def kept_chunk(self, run_id: str, name: str) -> bytes | None:
+        """A chunk of a run if it was computed before and is still kept."""
+        if name == "predictions":
+            live = self._memory.kept(run_id)
+            return None if live is None else live.predictions
+        chunk: bytes | None = self._memory.kept((run_id, name))
+        return chunk
+
+    def fact(self, given: Mapping[str, Any], cancelled: Cancelled = never) -> dict[str, Any]:
+        """The values of a fact of the table on one model, {"id", "model", "run", "spec", "recalled", "p", "commitment",
+        "effect", "error"}; `spec` gives the run.
+
+        Args:
+            given: {"id", "model", "effect"}: index of the fact and of the model, and whether to compute the effect of
+                noise at the subject.
+
+        Raises:
+            ValueError, TypeError: A wrong request, or a fact that the model cannot be queried for.
+            KeyError: There is no such fact.
+        """
+        asked = FactRequest.of(given)
+        with self._turns.turn(cancelled), watching(partial(self._turns.at, "tracing")):
+            spec = self.table.spec(asked.id, asked.model)
+            values = self.table.measure(asked.id, asked.model, self._live(spec), asked.effect)
+            return {"id": asked.id, "model": asked.model, "spec": spec.to_json(), **values}
+
+    def suggest(self, prompt: str, model: int | None = None, cancelled: Cancelled = never) -> dict[str, Any]:
+        """Subjects and answers for a prompt: names of the session's facts and capitalised words, and answers of facts
+        and what each model writes (`explorer.suggestions`).
+
+        Args:
+            model: Index of the model by whose tokens the subjects are placed; by default the first.
+
+        Returns:
+            {"subjects": [{"text", "first", "end", "why"}, ...], "answers": [{"text", "why"}, ...]}, where first and end
+            are the position of a subject's first token and one past its last.
+        """
+        asked = SuggestionRequest.of({"prompt": prompt, "model": model})
+        with self._turns.turn(cancelled):
+            one = self._model(Spec(model=asked.model or 0))
+            written = []
+            for index, each in enumerate(self.models):
+                live = self._live(spec_on(self.models, index, prompt, {"length": self.table.settings.get("length")}))
+                written.append((each.cfg.name_and_mode, written_by(each, live.trajectory)[1]))
+            return {
+                "subjects": subjects_of(one, prompt, self.table.facts),
+                "answers": answers_of(prompt, self.table.facts, written),
+            }
+
+    def page(
+        self,
+        run_ids: Sequence[str],
+        attention: Sequence[int] = (),
+        state: Mapping[str, Any] | None = None,
+        cancelled: Cancelled = never,
+    ) -> Page:
+        """Runs as a page that contains all their numbers, and the runs of the facts whose values are known.
+
+        Of a fact's run, the page contains the canvas and the predictions.
 
         Args:
             attention: Layers whose attention patterns the page contains, at every step.
+            state: What the page shows at first, as its front end writes it.
+
+        Raises:
+            KeyError: There is no such run.
+            ValueError, TypeError: There is no such layer, or the state is no plain data.
         """
+        state = check_state("state", state)
         for model in self.models:
             pick_indices("attention", attention or [0], model.cfg.n_layers)
-        with self._lock:
+        with self._turns.turn(cancelled), watching(partial(self._turns.at, "tracing")):
             runs = [self._whole(run_id, attention) for run_id in run_ids]
-        return Page(self.title, [model_info(model) for model in self.models], runs)
-
-    @contextmanager
-    def _turn(self, cancelled: Cancelled) -> Iterator[None]:
-        """The turn of a request: no other computes in the meantime."""
-        while not self._lock.acquire(timeout=_ATTENTION):
-            _require_wanted(cancelled)
-        before = self._cancelled
-        try:
-            self._cancelled = cancelled
-            self._go_on()
-            yield
-        finally:
-            self._cancelled = before
-            self._lock.release()
-
-    def _go_on(self) -> None:
-        """Raise a `RequestCancelledError` if the request whose turn it is was cancelled."""
-        _require_wanted(self._cancelled)
+            for index, model_index in self.table.computed():
+                live = self._live(self.table.spec(index, model_index))
+                if live.plan.spec.id not in run_ids:
+                    runs.append(of_fact(live, index))
+            models = [model_info(model) for model in self.models]
+            return Page(self.title, models, runs, facts=self.table.entries(), state=state)
 
     def _drop(self) -> None:
         """Forget the oldest specs beyond `max_runs`, but none from which another run takes activations."""
@@ -177,7 +244,8 @@ class Session:
             )
 
         def compute() -> LiveRun:
-            live = LiveRun.of(Plan.of(model, spec, self._source, self._cache), self._go_on)
+            plan = Plan.of(model, spec, self._source, self._cache)
+            live = LiveRun.of(plan, partial(self._turns.at, "denoising"))
             live.require_weights(self._weights.setdefault(spec.model, live.plan.weights))
             return live
 
@@ -201,7 +269,7 @@ class Session:
         spec = plan.spec
 
         def compute() -> TrajectoryCache:
-            hooks = [*plan.fwd_hooks, (LOGITS, lambda logits, hook: self._go_on())]
+            hooks = [*plan.fwd_hooks, (LOGITS, lambda logits, hook: self._turns.go_on())]
             settings = {"names_filter": point, "fwd_hooks": hooks, **settings_of(spec)}
             return self._model(spec).denoise_with_cache(spec.prompt, **settings)[1]
 
@@ -225,9 +293,13 @@ class Session:
         return PageRun({**entry, **whole, "missing": {**entry["missing"], **missing}}, chunks)
 
 
-def _require_wanted(cancelled: Cancelled) -> None:
-    if cancelled():
-        raise RequestCancelledError("the request was cancelled")
+def of_fact(live: LiveRun, fact: int) -> PageRun:
+    """The run of a fact of the table with its canvas and predictions, which a file contains."""
+    missing = dict.fromkeys(("lens", "attention", "trace"), "The page contains the canvas of this fact's run only.")
+    left_out: dict[str, Any] = {"spec": None, "lens": None, "attention": None, "traces": []}
+    python = {name: live.entry["python"][name] for name in ("run", "canvas", "predictions")}
+    entry = {**live.entry, **left_out, "missing": missing, "python": python, "fact": fact}
+    return PageRun(entry, {"predictions": live.predictions})
 
 
 def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
@@ -242,29 +314,3 @@ def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
         "samplers": fitting_samplers(cfg),
         "length": cfg.trained_length,
     }
-
-
-class Memory:
-    """Results within a bound on memory, in bytes; those that were not used for longest are dropped first.
-
-    A result that is larger than the bound is computed at every request.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.n_bytes = 0
-        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
-
-    def get(self, key: Hashable, compute: Callable[[], T], size: Callable[[T], int]) -> T:
-        """The result of a key, which is computed if it is not kept."""
-        if key not in self._kept:
-            result = compute()
-            self._kept[key] = (result, size(result))
-            self.n_bytes += size(result)
-            while self.n_bytes > self.max_bytes:
-                _, (_, dropped) = self._kept.popitem(last=False)
-                self.n_bytes -= dropped
-            return result
-        self._kept.move_to_end(key)
-        kept: T = self._kept[key][0]
-        return kept

@@ -101,7 +101,9 @@ def _interventions(name: str, value: Any) -> tuple[Intervention, ...]:
         raise TypeError(f"{name}={value!r} is no list")
     if len(value) > MOST_INTERVENTIONS:  # Each is a hook at every step.
         raise ValueError(f"{name}= has {len(value):,} entries; a run takes at most {MOST_INTERVENTIONS} interventions")
-    return tuple(one if isinstance(one, Intervention) else _read(Intervention, "an intervention", one) for one in value)
+    return tuple(
+        one if isinstance(one, Intervention) else read_as(Intervention, "an intervention", one) for one in value
+    )
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Spec(Settings):
             ValueError: An unknown entry, or a number out of range.
             TypeError: An entry of the wrong type.
         """
-        return given if isinstance(given, cls) else _read(cls, "a run", given)
+        return given if isinstance(given, cls) else read_as(cls, "a run", given)
 
     def to_json(self) -> dict[str, Any]:
         """The spec as plain data; `of` is the inverse."""
@@ -148,8 +150,17 @@ class Spec(Settings):
         return "r" + hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _read(kind: Any, what: str, given: Any) -> Any:
-    """The settings of a mapping, each checked; an error if one is not a field of their class."""
+def read_as(kind: Any, what: str, given: Any) -> Any:
+    """The settings of a mapping from the browser, each checked.
+
+    Args:
+        kind: Class of the settings.
+        what: What they describe, for messages.
+
+    Raises:
+        ValueError: An unknown or missing entry, or a number out of range.
+        TypeError: An entry of the wrong type.
+    """
     known = fields_of(kind)
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} is described by a JSON object, and this is {type(given).__name__}")

@@ -17,6 +17,7 @@ from diffusion_lens.pages.views import View, Words, trace_entry, trace_view
 from weight_conversion import renamed_when_whole
 
 FORMAT = 1
+LARGEST_PAGE = 16 * 2**20  # bytes
 _HEIGHT = 640  # pixels of the frame in a notebook
 # Nothing is fetched and no form is sent, whatever the tokens contain. Scripts and styles are in the file itself.
 POLICY = (
@@ -28,7 +29,19 @@ _MISSING = "This page contains a causal trace only. trajectory.explore(path, tra
 # What the entry of a run does not need to give: its views, and what only runs of a model have.
 _WITHOUT: dict[str, Any] = {
     **dict.fromkeys(
-        ("spec", "base", "times", "revealed_at", "confidence", "predictions", "lens", "attention", "answer")
+        (
+            "spec",
+            "base",
+            "times",
+            "revealed_at",
+            "confidence",
+            "predictions",
+            "lens",
+            "attention",
+            "answer",
+            "end",
+            "verdict",
+        )
     ),
     "model": 0,
     "prompt": "",
@@ -66,17 +79,28 @@ class Page:
         title: Title of the page.
         models: Models of the runs, as plain data.
         runs: The runs, the first one shown first.
+        facts: Facts of the table, as plain data; a run whose entry has a `fact` belongs to it.
+        state: What the page shows at first, as its front end writes it; `None` for the beginning.
     """
 
     title: str
     models: Sequence[Mapping[str, Any]]
     runs: Sequence[PageRun]
+    facts: Sequence[Mapping[str, Any]] = ()
+    state: Mapping[str, Any] | None = None
 
     @property
     def manifest(self) -> dict[str, Any]:
         """What the page contains, as plain data; the numbers are in the chunks."""
         runs = [run.entry for run in self.runs]
-        return {"format": FORMAT, "title": self.title, "models": list(self.models), "runs": runs}
+        return {
+            "format": FORMAT,
+            "title": self.title,
+            "models": list(self.models),
+            "runs": runs,
+            "facts": list(self.facts),
+            "state": self.state,
+        }
 
     def html(self) -> str:
         """The page as one HTML document, the same for the same data."""
@@ -114,14 +138,19 @@ def write_page(page: Page, path: str | Path, max_bytes: int | None = None) -> Pa
     Raises:
         ValueError: The path has another ending, or the page is too large.
     """
-    target = html_path(path)
-    text = page.html()
-    size = len(text.encode())
-    if max_bytes is not None and size > max_bytes:
-        raise ValueError(f"the page would have {size:,} bytes, and max_bytes is {max_bytes:,}: {_largest(page)}")
+    target, text = html_path(path), page.html()
+    if max_bytes is not None:
+        require_size(page, text, max_bytes)
     with renamed_when_whole(target) as part:
         part.write_text(text, encoding="utf-8", newline="\n")
     return target
+
+
+def require_size(page: Page, text: str, max_bytes: int) -> str:
+    """The text of a page; a `ValueError` that says what to leave out if it has more than `max_bytes`."""
+    if (size := len(text.encode())) > max_bytes:
+        raise ValueError(f"the page would have {size:,} bytes, and max_bytes is {max_bytes:,}: {_largest(page)}")
+    return text
 
 
 def step_slider(
@@ -208,9 +237,9 @@ def _packed(data: bytes) -> str:
     return base64.b64encode(gzip.compress(data, compresslevel=9, mtime=0)).decode("ascii")
 
 
-def _json(manifest: Mapping[str, Any]) -> str:
+def _json(data: Mapping[str, Any]) -> str:
     """JSON in ASCII without "<", so that no token ends the element or begins a comment in it."""
-    return json.dumps(manifest, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _largest(page: Page) -> str:
@@ -218,13 +247,16 @@ def _largest(page: Page) -> str:
     sizes: dict[str, int] = {}
     for run in page.runs:
         for name, data in run.chunks.items():
-            view = name.partition("/")[0]
+            view = "facts" if "fact" in run.entry else name.partition("/")[0]
             sizes[view] = sizes.get(view, 0) + len(_packed(data))
+        if "fact" in run.entry:
+            sizes["facts"] += len(_json(run.entry))
     advice = {
         "attention": "cache fewer layers or steps of hook_pattern",
         "lens": "read fewer steps, positions or layers, or take a smaller top_k",
         "predictions": "give those of fewer tokens, predictions=trajectory.predictions(model, top_k=1)",
         "trace": "trace fewer steps",
+        "facts": "give fewer of them",
     }
     largest: Iterable[str] = sorted(sizes, key=lambda view: -sizes[view])
     shown = "; ".join(f"{view} takes {sizes[view]:,} ({advice[view]})" for view in largest)

@@ -89,7 +89,7 @@ def client(tiny):
 
 def test_runs_and_chunks_are_those_of_the_session(tiny, client):
     status, _, body = client("/api/run", "POST", json.dumps(SPEC).encode())
-    run = json.loads(body)
+    run = json.loads(body.splitlines()[-1])["run"]
     assert status == 200
     assert run == Session([tiny]).run(SPEC)
     manifest = json.loads(client("/api/manifest")[2])
@@ -121,9 +121,9 @@ def test_others_are_refused(client):
         assert re.search(message, json.loads(body)["error"]), body
         assert "access-control-allow-origin" not in headers
 
-    paths = ("/api/manifest", "/api/chunk?run=x&name=lens/0", "/api/run")
-    for path in paths:
-        method = "POST" if path == "/api/run" else "GET"
+    posted = ("/api/run", "/api/fact", "/api/suggest", "/api/page")
+    for path in ("/api/manifest", "/api/chunk?run=x&name=lens/0", "/api/progress", *posted):
+        method = "POST" if path in posted else "GET"
         for token in ("", "a-tokem", "ä", None):
             refused(403, "token is missing or wrong", path, method, token=token)
         for host in ("evil.example:8000", "127.0.0.1:8001", "127.0.0.1", "", "127.0.0.1.evil.example:8000"):
@@ -137,7 +137,8 @@ def test_others_are_refused(client):
     refused(400, "unknown sampler 'best'", "/api/run", "POST", json.dumps({**SPEC, "sampler": "best"}).encode())
     for wide in ({"cfg_scale": 1e300}, {"cfg_scale": 10**400}, {"length": 10**400}):
         refused(400, "cfg_scale|too big|too large", "/api/run", "POST", json.dumps({**SPEC, **wide}).encode())
-    refused(413, "at most", "/api/run", "POST", b" " * (LARGEST_REQUEST + 1))
+    for path in posted:
+        refused(413, "at most", path, "POST", b" " * (LARGEST_REQUEST + 1))
     assert client("/api/run")[0] == 405
     assert client("/api/secret")[0] == 404
 

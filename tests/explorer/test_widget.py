@@ -7,7 +7,7 @@ from page_reader import PageFile, unpack
 from diffusion_lens import Fact, load_pair
 from diffusion_lens.analysis import logit_lens
 from diffusion_lens.explorer import Session, Spec, explore
-from diffusion_lens.explorer.explore import answer
+from diffusion_lens.explorer.widget import answer
 
 FACT = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
 
@@ -24,7 +24,8 @@ def test_messages_are_answered(tiny, monkeypatch):
     def ask(**message):
         sent.clear()
         shown._handle_custom_msg(message, [])
-        ((content, buffers),) = sent
+        assert shown.work.wait(20.0)
+        ((content, buffers),) = [one for one in sent if "progress" not in one[0]]
         return content, buffers
 
     content, (chunk,) = ask(id=7, ask="chunk", run=run["id"], name="lens/1")
@@ -39,7 +40,7 @@ def test_messages_are_answered(tiny, monkeypatch):
         "error": "steps=0; it must be at least 1",
     }
     assert "no run 'x'" in ask(id=10, ask="chunk", run="x", name="lens/0")[0]["error"]
-    assert "must be 'chunk' or 'run'" in ask(id=11)[0]["error"]
+    assert "must be one of 'run', 'fact', 'suggest'" in ask(id=11)[0]["error"]
 
 
 @pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)

@@ -23,6 +23,7 @@ RESERVE_ON_ACCELERATOR = 1.5
 CPU_TENSOR_BYTES = 6 * 2**20
 
 _LISTENER: ContextVar[Callable[[int], None] | None] = ContextVar("listener", default=None)
+_WATCHER: ContextVar[Callable[[int, int], None] | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
@@ -39,6 +40,22 @@ def keeps(n_bytes: int) -> None:
     """Say how many bytes a job keeps beside its passes, where somebody listens."""
     if (hear := _LISTENER.get()) is not None:
         hear(n_bytes)
+
+
+@contextmanager
+def watching(see: Callable[[int, int], None]) -> Iterator[None]:
+    """Inside, `see` gets the number of cells that are scored and of all, after every pass; its exception ends them."""
+    token = _WATCHER.set(see)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
+
+
+def scored(done: int, of: int) -> None:
+    """Say how many cells are scored, where somebody watches."""
+    if (see := _WATCHER.get()) is not None:
+        see(done, of)
 
 
 def in_batches(

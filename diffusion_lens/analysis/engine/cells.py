@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from diffusion_lens.analysis.engine.batching import in_batches, keeps, reserved, row_bytes, rows_at_once
+from diffusion_lens.analysis.engine.batching import in_batches, keeps, reserved, row_bytes, rows_at_once, scored
 from diffusion_lens.analysis.engine.kept_run import KeptRun, NetworkInput, stream_entering
 from diffusion_lens.interventions import Hook
 
@@ -144,16 +144,20 @@ class CellRuns:
         for index in reaching:
             groups.setdefault(self._group(cells[index], positions_per_group), []).append(index)
         with tqdm(total=len(cells), desc=progress, unit="cell", disable=progress is None) as bar:
-            bar.update(len(cells) - len(reaching))
+            done = len(cells) - len(reaching)
+            bar.update(done)
+            scored(done, len(cells))
             for (_, _, whole_last_block), members in groups.items():
                 ordered = sorted(members, key=lambda index: cells[index].entry)
 
                 def score(indices: Sequence[int], whole_last_block: bool = whole_last_block) -> Tensor:
                     return self._score_group([cells[index] for index in indices], whole_last_block)
 
-                for indices, scored in in_batches(score, ordered, self._cells_at_once([cells[i] for i in members])):
-                    scores[list(indices)] = scored.to(scores.dtype)
+                for indices, found in in_batches(score, ordered, self._cells_at_once([cells[i] for i in members])):
+                    scores[list(indices)] = found.to(scores.dtype)
+                    done += len(indices)
                     bar.update(len(indices))
+                    scored(done, len(cells))
         return scores
 
     def _score_group(self, cells: Sequence[Cell], whole_last_block: bool) -> Float[Tensor, "cell ..."]:

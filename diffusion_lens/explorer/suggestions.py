@@ -1,0 +1,66 @@
+"""What a prompt may be about, and what may follow it: suggestions for a fact that is traced.
+
+Subjects are names of the session's facts that occur in the prompt, the longest first, and then capitalised words.
+Answers are those of facts with this prompt, and then what each model writes.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from diffusion_lens.facts.fact import Fact, mentions
+from diffusion_lens.model.text import token_spans
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+MOST = 8  # suggestions of each kind
+_ARTICLES = ("the", "a", "an")
+_WORD = re.compile(r"[^\W\d_][\w'’-]*")
+
+
+def subjects_of(model: DiffusionTransformer, prompt: str, facts: Sequence[Fact]) -> list[dict[str, Any]]:
+    """Subjects that occur in a prompt, each as {"text", "first", "end", "why"}: its text, its first token's position on
+    the model's canvas and one past its last, and where it comes from."""
+    spans = token_spans(model, prompt)
+    names = sorted({name for fact in facts for name in (fact.subject, fact.person) if name.strip()}, key=len)
+    found = [(start, start + len(name), "a subject of the table") for name in names for start in mentions(name, prompt)]
+    found.sort(key=lambda span: (span[0] - span[1], span[0]))
+    subjects: dict[tuple[int, int], dict[str, Any]] = {}
+    for start, stop, why in (*found, *((*span, "capitalised") for span in capitalised(prompt))):
+        tokens = [i for i, (first, last) in enumerate(spans) if first < stop and last > start]
+        if tokens and (place := (tokens[0], tokens[-1] + 1)) not in subjects:
+            subjects[place] = {"text": prompt[start:stop], "first": place[0], "end": place[1], "why": why}
+    return list(subjects.values())[:MOST]
+
+
+def capitalised(prompt: str) -> Iterator[tuple[int, int]]:
+    """First character, and one past the last, of each span of words that begin with a capital letter."""
+    span: tuple[int, int] | None = None
+    for word in _WORD.finditer(prompt):
+        is_name = word[0][0].isupper() and word[0].lower() not in _ARTICLES
+        if is_name and span is not None and prompt[span[1] : word.start()] == " ":
+            span = span[0], word.end()
+            continue
+        if span is not None:
+            yield span
+        span = word.span() if is_name else None
+    if span is not None:
+        yield span
+
+
+def answers_of(prompt: str, facts: Sequence[Fact], written: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """Answers to a prompt, each as {"text", "why"}, with the leading space that the prompt leaves to them.
+
+    Args:
+        written: Name of each model, and what it writes after the prompt.
+    """
+    found = [(fact.answer, "an answer of the table") for fact in facts if fact.prompt == prompt]
+    found += [(_following(prompt, text), f"{name} writes this") for name, text in written if text.strip()]
+    answers: dict[str, str] = {}
+    for text, why in found:
+        # Two models may write the same, and the answer of a fact.
+        answers[text] = f"{answers[text]}; {why}" if text in answers and why not in answers[text] else why
+    return [{"text": text, "why": why} for text, why in answers.items()][:MOST]
+
+
+def _following(prompt: str, text: str) -> str:
+    return text.strip() if not prompt or prompt[-1].isspace() else f" {text.strip()}"

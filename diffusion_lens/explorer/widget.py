@@ -1,0 +1,236 @@
+"""The explorer in a notebook: a widget that computes beside the kernel, and keeps what it shows in the notebook's file.
+
+The module in the browser sends messages {id, ask, ...}:
+
+    ask       also                      answer
+    run       spec                      {id, ok: true, run}
+    fact      fact: {id, model, effect} {id, ok: true, fact}
+    suggest   prompt, model             {id, ok: true, suggestions: {subjects, answers}}
+    chunk     run, name                 {id, ok: true}, with the chunk as a buffer
+    page      runs, state, attention    {id, ok: true}, with the HTML as a buffer
+    cancel    of: the id of a message   {id, ok: true}; the message `of` is answered with `cancelled`
+
+Work is done in a thread, one message after the other, so that a message that cancels is read meanwhile. While one is
+worked on, {id, progress: {what, done, of}} is sent at most ten times a second. An error is {id, ok: false, error}, with
+unknown: true where there is no such run, chunk or fact, and cancelled: true where the message was cancelled.
+
+Hooks of the explorer are attached to the model while it computes, so a cell that is run meanwhile waits until it has
+finished.
+
+Requires the extra `explore`.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Event
+from typing import Any
+
+from diffusion_lens.explorer.requests import PageRequest, SuggestionRequest
+from diffusion_lens.explorer.session import Session
+from diffusion_lens.explorer.turns import Cancelled, RequestCancelledError, never
+from diffusion_lens.pages.modules import explorer_files
+from diffusion_lens.pages.page import LARGEST_PAGE, require_size
+
+Send = Callable[[dict[str, Any], list[bytes]], None]
+LARGEST_KEPT = 4 * 2**20  # bytes
+_MOMENT = 0.1  # seconds between two messages with progress
+ASKS = ("run", "fact", "suggest", "chunk", "page")
+
+
+def widget(session: Session) -> Any:
+    """The widget of a session, an `anywidget.AnyWidget`; Jupyter shows it where it is the last value of a cell.
+
+    A notebook that is saved with the state of its widgets contains three traits, from which the front end draws without
+    a kernel:
+
+        manifest  as of a page, with the runs that are shown: those in `state["runs"]`, a list of ids, or else the first
+                  one of each model; and those with which they are compared
+        state     what is shown, which the front end writes
+        kept      the chunks of these runs by "{run}/{name}": predictions, and the lens at `state["step"]` where it was
+                  asked for, at most 4 MB together
+
+    `manifest` and `kept` are set anew when a run or a fact is computed, and when runs or step of `state` change.
+    """
+    try:
+        import anywidget
+        import traitlets
+    except ImportError as error:
+        raise ImportError("the widget needs anywidget: pip install 'diffusion-lens[explore]'") from error
+    module, style = explorer_files()
+
+    class Explorer(anywidget.AnyWidget):
+        """The explorer of a session."""
+
+        _esm = module
+        _css = style
+        manifest = traitlets.Dict().tag(sync=True)
+        live = traitlets.Bool(True).tag(sync=True)
+        state = traitlets.Dict().tag(sync=True)
+        kept = traitlets.Dict().tag(sync=True)
+
+        def __init__(self) -> None:
+            super().__init__(**saved(session, {}))
+            self.session = session
+            self.work = Work(session, lambda content, buffers: self.send(content, buffers), self.keep)
+            self.on_msg(lambda _, message, buffers: self.work.take(message))
+            self.observe(self.state_changed, "state")
+
+        def keep(self) -> None:
+            """Set the traits that the notebook keeps."""
+            for name, value in saved(session, self.state).items():
+                setattr(self, name, value)
+
+        def state_changed(self, change: Any) -> None:
+            """Keep what is shown now."""
+            if any(_of(change.old, name) != _of(change.new, name) for name in ("runs", "step")):
+                self.work.later(self.keep)
+
+        def close(self) -> None:
+            self.work.cancel()
+            super().close()
+
+        def __repr__(self) -> str:
+            return f"Explorer({session.title})"
+
+    return Explorer()
+
+
+def saved(session: Session, state: Any) -> dict[str, Any]:
+    """The traits `manifest` and `kept` for a state of the front end."""
+    whole = session.manifest
+    by_id = {run["id"]: run for run in whole["runs"]}
+    given = _of(state, "runs")
+    shown = [by_id[run] for run in given if run in by_id] if isinstance(given, list) else []
+    if not shown:
+        first: dict[int, dict[str, Any]] = {}
+        for run in whole["runs"]:
+            first.setdefault(run["model"], run)
+        shown = list(first.values())
+    compared = [by_id[run["base"]] for run in shown if run["base"] in by_id]
+    runs = list({run["id"]: run for run in (*shown, *compared)}.values())
+    names = ["predictions", f"lens/{_of(state, 'step')}"]
+    kept: dict[str, bytes] = {}
+    for name, run in ((name, run) for name in names for run in runs):
+        chunk = session.kept_chunk(run["id"], name)
+        if chunk is not None and sum(map(len, kept.values())) + len(chunk) <= LARGEST_KEPT:
+            kept[f"{run['id']}/{name}"] = chunk
+    return {"manifest": {**whole, "runs": runs}, "kept": kept}
+
+
+class Work:
+    """Answers messages of the browser in a thread, one after the other.
+
+    Args:
+        session: Models and runs.
+        send: Takes an answer and its buffers.
+        computed: Called in the thread after each message that computes a run or a fact.
+    """
+
+    def __init__(self, session: Session, send: Send, computed: Callable[[], None] = lambda: None) -> None:
+        self.session, self.send, self.computed = session, send, computed
+        self._pool = ThreadPoolExecutor(1, "explorer")
+        self._unwanted: dict[Any, Event] = {}  # by the id of each message that is not answered yet
+        self._futures: set[Future[None]] = set()
+        _let_cells_wait(self)
+
+    def take(self, message: Any) -> None:
+        """Answer a message, later if it takes work."""
+        asked: Mapping[str, Any] = message if isinstance(message, Mapping) else {}
+        number = asked.get("id")
+        if asked.get("ask") == "cancel":
+            if (unwanted := self._unwanted.get(_key(asked.get("of")))) is not None:
+                unwanted.set()
+            self.send({"id": number, "ok": True}, [])
+            return
+        unwanted = self._unwanted[_key(number)] = Event()
+        self.later(lambda: self._answer(asked, unwanted))
+
+    def later(self, do: Callable[[], None]) -> None:
+        """Call a function after all messages before it."""
+        future = self._pool.submit(do)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until everything is answered; whether it was within `timeout` seconds."""
+        return not wait(list(self._futures), timeout).not_done
+
+    def cancel(self) -> None:
+        """Cancel all messages."""
+        for unwanted in list(self._unwanted.values()):
+            unwanted.set()
+
+    def _answer(self, asked: Mapping[str, Any], unwanted: Event) -> None:
+        number, said = asked.get("id"), time.monotonic()
+
+        def cancelled() -> bool:
+            nonlocal said
+            if (progress := self.session.progress) and time.monotonic() - said >= _MOMENT:
+                said = time.monotonic()
+                self.send({"id": number, "progress": progress}, [])
+            return unwanted.is_set()
+
+        answer(self.session, asked, self.send, cancelled)
+        self._unwanted.pop(_key(number), None)
+        if asked.get("ask") in ("run", "fact") and not unwanted.is_set():
+            self.computed()
+
+
+def answer(session: Session, message: Any, send: Send, cancelled: Cancelled = never) -> None:
+    """Answer one message of the browser that takes work; `send` takes the answer and its buffers."""
+    asked: Mapping[str, Any] = message if isinstance(message, Mapping) else {}
+    number, ask = asked.get("id"), asked.get("ask")
+    entries = {name: x for name, x in asked.items() if name not in ("id", "ask")}
+    said: tuple[dict[str, Any], list[bytes]]
+    try:
+        if ask == "run":
+            said = {"run": session.run(asked.get("spec") or {}, cancelled)}, []
+        elif ask == "fact":
+            said = {"fact": session.fact(asked.get("fact") or {}, cancelled)}, []
+        elif ask == "suggest":
+            prompt = SuggestionRequest.of(entries)
+            said = {"suggestions": session.suggest(prompt.prompt, prompt.model, cancelled)}, []
+        elif ask == "chunk":
+            said = {}, [session.chunk(str(asked.get("run")), str(asked.get("name")), cancelled)]
+        elif ask == "page":
+            wanted = PageRequest.of(entries)
+            page = session.page(wanted.runs, wanted.attention, wanted.state, cancelled)
+            said = {}, [require_size(page, page.html(), LARGEST_PAGE).encode()]
+        else:
+            raise ValueError(f"ask={ask!r:.60}; it must be one of {', '.join(map(repr, (*ASKS, 'cancel')))}")
+    except RequestCancelledError as error:
+        send({"id": number, "ok": False, "error": str(error), "cancelled": True}, [])
+    except Exception as error:  # The page shows its text; without an answer it would wait.
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        unknown = {"unknown": True} if isinstance(error, KeyError) else {}
+        send({"id": number, "ok": False, "error": text, **unknown}, [])
+    else:
+        send({"id": number, "ok": True, **said[0]}, said[1])
+
+
+def _let_cells_wait(work: Work) -> None:
+    """Let every cell that is run wait until the work is done, so that it does not meet the hooks of the explorer."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return
+    if (shell := get_ipython()) is None:
+        return
+    mine = weakref.ref(work)
+
+    def finish() -> None:
+        if (alive := mine()) is not None:
+            alive.wait()
+
+    shell.events.register("pre_execute", finish)
+
+
+def _key(number: Any) -> Any:
+    """An id as a key; anything else than a number or a text is none."""
+    return number if isinstance(number, int | str) else None
+
+
+def _of(state: Any, name: str) -> Any:
+    return state.get(name) if isinstance(state, Mapping) else None
