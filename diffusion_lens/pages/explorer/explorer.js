@@ -416,7 +416,7 @@ export class Explorer {
     if (change.position !== undefined && change.key === undefined) this.state.key = null;
     if (!this.runs.length) return;
     this.settle();
-    if (change.run !== undefined) this.form?.read(this.runs.find(({ id }) => id === this.state.run));
+    this.form?.read(this.runs.find(({ id }) => id === this.state.run));
     this.keep();
     await this.render();
     this.say(this.summary());

@@ -14,6 +14,17 @@ const MEASURES = {
 };
 const NOTHING = { recalled: null, p: null, commitment: null, effect: null };
 
+/** Names without what all of them begin with, up to a mark between words: "site-mdm" and "site-ar" are "mdm" and "ar".
+ * @param {string[]} names */
+function withoutPrefix(names) {
+  if (names.length < 2) return names;
+  const [first] = names;
+  let shared = 0;
+  while (shared < first.length && names.every((name) => name[shared] === first[shared])) shared++;
+  const cut = Math.max(...["-", "_", "/", " ", "@"].map((mark) => first.lastIndexOf(mark, shared - 1))) + 1;
+  return cut > shared ? names : names.map((name) => name.slice(cut));
+}
+
 export class FactsTable {
   constructor(/** @type {any} */ explorer) {
     this.explorer = explorer;
@@ -24,12 +35,13 @@ export class FactsTable {
       this.chosen = new Set(this.all.checked ? this.rows.map(({ id }) => id) : []);
       this.draw();
     } });
+    this.groups = h("tr");
     this.head = h("tr");
     this.body = h("tbody");
     this.foot = h("tr");
     this.compute = button("Measure", () => this.measure(false));
     this.effects = button("With effects", () => this.measure(true), { title: "Also how far p(answer) falls when the subject is corrupted; this takes longer" });
-    const table = h("table", {}, h("thead", {}, this.head), this.body, h("tfoot", {}, this.foot));
+    const table = h("table", {}, h("thead", {}, this.groups, this.head), this.body, h("tfoot", {}, this.foot));
     this.element = h("aside", { class: "dl-facts", "aria-label": "Facts", hidden: true },
       h("header", {}, h("h3", {}, "Facts"), this.filter, this.compute, this.effects, button("Close", () => explorer.set({ facts: false }))),
       h("div", { class: "dl-facts-scroll", tabindex: 0, role: "group", "aria-label": "Table of facts" }, table));
@@ -68,11 +80,15 @@ export class FactsTable {
       this.sorted = { key, down: this.sorted.key === key ? !this.sorted.down : true };
       this.draw();
     };
-    const short = (/** @type {number} */ model) => (models.length > 1 ? ` ${models[model].name}` : "");
-    this.head.replaceChildren(h("th", {}, this.all), h("th", { scope: "col" }, "prompt → answer"), ...columns.map(([name, model]) => {
-      const key = `${name} ${model}`, is = this.sorted.key === key;
+    const names = withoutPrefix(models.map((/** @type {any} */ { name }) => name));
+    const measures = [...new Set(columns.map(([name]) => name))];
+    this.groups.hidden = models.length < 2;
+    this.groups.replaceChildren(h("td", { colspan: 2 }), ...measures.map((name) => h("th", { scope: "colgroup", colspan: models.length }, MEASURES[name].title)));
+    this.head.replaceChildren(h("td", {}, this.all), h("th", { scope: "col" }, "prompt → answer"), ...columns.map(([name, model]) => {
+      const key = `${name} ${model}`, is = this.sorted.key === key, arrow = is ? (this.sorted.down ? " ↓" : " ↑") : "";
+      const text = models.length > 1 ? names[model] : MEASURES[name].title;
       return h("th", { scope: "col", "aria-sort": is ? (this.sorted.down ? "descending" : "ascending") : "none" },
-        button(`${MEASURES[name].title}${short(model)}${is ? (this.sorted.down ? " ↓" : " ↑") : ""}`, () => sort(key)));
+        button(`${text}${arrow}`, () => sort(key), { "aria-label": `Sort by ${MEASURES[name].title}, ${models[model].name}` }));
     }));
     const shown = explorer.shown.map((/** @type {any} */ { prompt }) => prompt);
     this.body.replaceChildren(...rows.map((fact) => {
@@ -101,7 +117,7 @@ export class FactsTable {
       const mean = numbers.reduce((a, b) => a + b, 0) / numbers.length;
       return h("td", { title: `over ${numbers.length} of ${over.length}` }, numbers.length ? MEASURES[name].mean(mean) : "");
     });
-    this.foot.replaceChildren(h("th"), h("th", { scope: "row" }, `mean of ${selected.length ? `${over.length} selected` : `all ${over.length}`}`), ...cells);
+    this.foot.replaceChildren(h("td"), h("th", { scope: "row" }, `mean of ${selected.length ? `${over.length} selected` : `all ${over.length}`}`), ...cells);
   }
 
   /** Compute what is not known of the selected rows, or of all. */

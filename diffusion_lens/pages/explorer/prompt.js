@@ -53,7 +53,7 @@ export class PromptForm {
 
   /** Show the settings of a run in the form, unless they would replace what was typed and not run. */
   read(/** @type {Run|undefined} */ run) {
-    if (this.edited) return;
+    if (this.edited || (run && run.spec === this.spec)) return;
     const { models } = this.explorer.manifest, spec = (this.spec = run?.spec ?? null);
     const several = models.length > 1, both = several ? [["all", "all, side by side"]] : [];
     const all = several && (this.model.value === "" || this.model.value === "all");
