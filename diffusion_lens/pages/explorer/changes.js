@@ -30,11 +30,10 @@ export class ChangesDrawer {
     this.tokenPlace = h("span");
     this.what = select("Change");
     this.site = select("Site");
-    this.layer = select("Block");
+    this.layer = h("select", { "aria-label": "Block", onchange: () => this.seen.select({ layer: Number(this.layer.value) }) });
     this.source = select("From");
     this.where = select("Positions");
     this.when = select("Steps");
-    this.layer.addEventListener("change", () => this.seen.select({ layer: Number(this.layer.value) }));
     this.from = h("span", {}, " from ", this.source);
     this.said = h("p", { class: "dl-numbers" });
     this.apply = button("Apply", () => this.add(this.ablation()), { class: "dl-primary" });

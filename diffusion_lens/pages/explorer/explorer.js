@@ -84,7 +84,7 @@ class Column {
 
   async draw(/** @type {Seen} */ seen) {
     const { run } = seen, { explorer } = this, { verdict } = run;
-    setText(this.name, explorer.runs.length > 2 ? nameIn(explorer.runs, run) : run.label);
+    setText(this.name, run.spec ? seen.model.name : run.label); // Its prompt and its interventions stand beside it.
     this.verdict.hidden = !verdict;
     this.verdict.className = `dl-verdict ${verdict?.right ? "dl-good" : "dl-bad"}`;
     setText(this.verdict, !verdict ? "" : verdict.right ? `✓ right: ${verdict.answer.trim()}` : `✗ wrong: the answer is ${verdict.answer.trim()}`);
@@ -364,7 +364,7 @@ export class Explorer {
     const [first, second] = runs, isNew = !this.shown.some(({ prompt }) => prompt === first.prompt);
     await this.set({ run: first.id, compare: second?.id ?? beside, ...(isNew ? { step: -1, position: -1 } : {}) });
     const base = this.runs.find((run) => run.id === first.base), said = base ? differenceInWords(first, base).map(({ text }) => text) : [];
-    this.say(`Done: ${first.text}.${!base ? "" : said.length ? ` ${said.join("; ")}` : " It is the same as the base run."}`);
+    this.say(`Done.${!base ? "" : said.length ? ` ${said.join("; ")}` : " It is the same as the base run."}`);
     if (isNew && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
       await this.set({ step: this.steps[0] });
       this.play(true);
