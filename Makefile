@@ -37,7 +37,7 @@ real: $(REAL)  ## test real models, SmolLM2-135M and Qwen2.5-Coder-0.5B (0.6 GB 
 signals: $(READY)  ## interrupt eight public calls 2,000 times each by Ctrl-C, and look what is left (about an hour)
 	$(BIN)/python tests/interrupted.py 2000
 
-browser: $(READY)  ## test the explorer and the built site in Chromium (it and axe-core are installed on first use)
+browser: $(READY)  ## test the explorer and the built site in Chromium (it, axe-core and TypeScript are installed on first use)
 	.ci/browser
 	$(BIN)/python -m pytest -q tests/browser
 
