@@ -1,0 +1,264 @@
+/** A run as a picture: an SVG that needs nothing else, for a slide, a paper or a film. */
+
+import { paint, ramp } from "./colours.js";
+import { canvasAt, isGiven, isText, lastStep, lengthOf, replaced, stepsOf, wordAfter } from "./runs.js";
+import { number, readable, shorten } from "./words.js";
+
+/** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Paint} Paint
+ * @typedef {import("./predicted.js").Predicted} Predicted
+ *
+ * @typedef {Object} Shown  what a picture shows of each run
+ * @property {number} step  the canvas after this step, or after the last one that a run has before it
+ * @property {string} overlay  what the colours show, as in `State.canvas`
+ * @property {boolean} dark
+ * @property {(Predicted|null)[]} [predicted]  what the steps of each run predicted
+ *
+ * @typedef {{x: number, y: number, width: number, position: number, word: string|null, shade: number, guess: boolean}} Box
+ */
+
+const SVG = "http://www.w3.org/2000/svg";
+const FONT = "'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif";
+const WIDTH = 720, BESIDE = 480, PAD = 28; // px of one run, of one of two that stand side by side, and of the margin
+const LINE = 38, BOX = 29, SIZE = 15; // px of a line of tokens, a box and its font
+const LONGEST = 32; // characters of a token
+const COMMITTED = 0.45; // as on the canvas
+const INKS = {
+  light: { paper: "#ffffff", ink: "#1b1f24", soft: "#57606a", line: "#d0d7de", right: "#116329", wrong: "#a1260d" },
+  dark: { paper: "#14171b", ink: "#e6e9ed", soft: "#a3adb8", line: "#434b55", right: "#6fdd8b", wrong: "#ff9a80" },
+};
+const OVERLAYS = {
+  confidence: "confidence when written", entropy: "entropy of the prediction (nats)", probability: "p(likeliest)",
+  margin: "p(first) − p(second)", commitment: "committed",
+};
+
+/** @param {string} tag @param {Record<string, any>} attributes @param {...(Node|string)} children @returns {any} */
+function drawn(tag, attributes, ...children) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, typeof value === "number" ? String(Math.round(10 * value) / 10) : value);
+  element.append(...children);
+  return element;
+}
+
+/** The width of a text in px. */
+const widthOf = ((/** @type {CanvasRenderingContext2D|null} */ context) =>
+  (/** @type {string} */ text, /** @type {number} */ size, /** @type {number} */ weight = 400) => {
+    context ??= document.createElement("canvas").getContext("2d");
+    context.font = `${weight} ${size}px ${FONT}`;
+    return context.measureText(text).width;
+  })(null);
+
+/** A text in lines that are at most so wide; what has no place in the last one is left out.
+ * @param {string} text @param {number} size @param {number} weight @param {number} width @param {number} most */
+function linesOf(text, size, weight, width, most) {
+  const fits = (/** @type {string} */ line) => widthOf(line, size, weight) <= width;
+  const cut = (/** @type {string} */ line) => {
+    let n = line.length;
+    while (!fits(shorten(line, n))) n -= 1;
+    return shorten(line, n);
+  };
+  const lines = [""];
+  for (const word of text.split(/(?<= )/)) {
+    if (lines.at(-1) === "" || fits(`${lines.at(-1)}${word}`.trimEnd())) lines[lines.length - 1] += word;
+    else lines.push(word);
+  }
+  const kept = lines.slice(0, most);
+  if (lines.length > most) kept[most - 1] += lines.slice(most).join("");
+  return kept.map((line) => cut(line.trimEnd()));
+}
+
+/** The step of a run that is shown when another one shows `step`.
+ * @param {Run} run @param {number} step */
+const stepIn = (run, step) => stepsOf(run).findLast((own) => own <= step) ?? stepsOf(run)[0];
+
+/** What the canvas shows at a position after a step: its word, and the value of its colour, NaN for none.
+ * @param {Run} run @param {Predicted|null} predicted @param {string} overlay @param {number} step @param {number} position */
+function pictured(run, predicted, overlay, step, position) {
+  const word = wordAfter(run, step, position);
+  if (overlay === "confidence" || !predicted) {
+    const known = word !== null && !isGiven(run, position) && !replaced(run, step, position);
+    return { word, guess: false, shade: known ? run.confidence?.[position] ?? 0.25 : NaN };
+  }
+  const seen = predicted.at(step, position), since = predicted.committed(position);
+  const shade = overlay === "commitment" ? (since !== null && step >= since ? COMMITTED : NaN) :
+    !seen ? NaN : overlay === "entropy" ? 1 - seen.entropy / predicted.highest : seen[overlay];
+  const guess = word === null && seen !== null && seen.top.length > 0;
+  return { word: guess ? seen.top[0][0] : word, guess, shade };
+}
+
+const inQuotes = (/** @type {string} */ text) => `“${readable(text)}”`;
+
+/** The text of a token in its box.
+ * @param {string} word */
+const boxed = (word) => shorten(readable(word), LONGEST);
+
+/** The boxes of a run's tokens after a step. A box is as wide as the widest word that is ever in it, so nothing moves from
+ * step to step, and pieces of one word stay together.
+ * @param {Run} run @param {Predicted|null} predicted @param {string} overlay @param {number} step @param {number} width
+ * @returns {{boxes: Box[], height: number}} */
+function laidOut(run, predicted, overlay, step, width) {
+  const positions = Array.from({ length: lengthOf(run) }, (_, position) => position).filter((position) => isText(run, position));
+  const spaces = run.words.some((word) => /^[ ▁]/.test(word)); // Tokens of a vocabulary of words have none.
+  const last = (/** @type {number} */ position) => wordAfter(run, lastStep(run), position);
+  /** @type {Box[][]} */ const words = [];
+  for (const position of positions) {
+    const shown = pictured(run, predicted, overlay, step, position);
+    const all = new Set([...run.canvases.map((canvas) => run.words[canvas[position]]), shown.word].filter((word) => typeof word === "string"));
+    const widest = Math.max(14, ...[...all].map((word) => widthOf(boxed(word), SIZE)));
+    const box = { x: 0, y: 0, width: Math.min(width, widest + 14), position, ...shown };
+    const joins = spaces && position !== run.end && /^[^ ▁\n]/.test(last(position) ?? "");
+    if (joins && words.length) words.at(-1).push(box);
+    else words.push([box]);
+  }
+  let x = 0, y = 0;
+  for (const word of words) {
+    const whole = word.reduce((sum, box) => sum + box.width + 2, 0) - 2;
+    if (x > 0 && x + whole > width) { x = 0; y += LINE; }
+    for (const box of word) {
+      if (x > 0 && x + box.width > width) { x = 0; y += LINE; }
+      Object.assign(box, { x, y });
+      x += box.width + 2;
+    }
+    x += spaces ? 5 : 3;
+  }
+  return { boxes: words.flat(), height: y + BOX };
+}
+
+/** A token: a box in the colour of its value, dashed where nothing is written, framed where the step wrote it.
+ * @param {Run} run @param {Box} box @param {number} step @param {Paint[]} colours @param {typeof INKS.light} inks */
+function drawToken(run, box, step, colours, inks) {
+  const { x, y, width, position, word, shade, guess } = box, isMask = word === null || guess;
+  const coloured = Number.isNaN(shade) ? null : paint(colours, shade);
+  const isNew = !isMask && run.revealed_at?.[position] === step, given = isGiven(run, position);
+  const frame = isNew ? { stroke: inks.ink, "stroke-width": 2 } : isMask ? { stroke: inks.soft, "stroke-width": 1, "stroke-dasharray": "3 3" } : {};
+  const inset = isNew ? 1 : 0.5;
+  const group = drawn("g", {}, drawn("rect", {
+    x: x + inset, y: y + inset, width: width - 2 * inset, height: BOX - 2 * inset, rx: 5, fill: coloured?.background ?? "none", ...frame,
+  }));
+  if (word === null) return group;
+  const text = boxed(word), wide = Math.min(widthOf(text, SIZE), width - 6);
+  const style = guess ? { "font-style": "italic" } : {};
+  const ink = coloured?.ink ?? (given || guess || position === run.end ? inks.soft : inks.ink);
+  group.append(drawn("text", {
+    x: x + width / 2, y: y + 20, "text-anchor": "middle", "font-size": SIZE, fill: ink, textLength: wide, lengthAdjust: "spacingAndGlyphs", ...style,
+  }, text));
+  return group;
+}
+
+/** The verdict on a run, once its answer is written as it is in the end.
+ * @param {Run} run @param {number} step */
+function verdictAt(run, step) {
+  const { answer, verdict } = run, now = canvasAt(run, step);
+  if (!verdict) return null;
+  const decided = answer ? answer.positions.every((position) => run.canvases[now][position] === run.canvases.at(-1)[position]) : step === lastStep(run);
+  return decided ? verdict : null;
+}
+
+/** A line under the positions of the answer, in the colour of the verdict.
+ * @param {Run} run @param {Box[]} boxes @param {string} colour */
+function underlined(run, boxes, colour) {
+  const answer = boxes.filter(({ position }) => run.answer?.positions.includes(position));
+  return answer.map(({ x, y, width }) => drawn("path", { d: `M${(x + 2).toFixed(1)} ${y + BOX + 3.5}h${(width - 4).toFixed(1)}`, stroke: colour, "stroke-width": 2.5, "stroke-linecap": "round", fill: "none" }));
+}
+
+/** One run, from its own left upper corner.
+ * @param {Run} run @param {number} width @param {Shown} shown @param {Predicted|null} predicted
+ * @returns {{element: SVGGElement, height: number, said: string}} */
+function drawRun(run, width, { step: wanted, overlay, dark }, predicted) {
+  const step = stepIn(run, wanted), inks = dark ? INKS.dark : INKS.light, colours = ramp("canvas", dark);
+  const element = drawn("g", {});
+  let y = 0;
+  const write = (/** @type {string[]} */ lines, /** @type {number} */ size, /** @type {number} */ high, /** @type {Record<string, any>} */ attributes) => {
+    for (const line of lines) {
+      y += high;
+      element.append(drawn("text", { x: 0, y, "font-size": size, ...attributes }, line));
+    }
+  };
+  const where = `after step ${step} of ${stepsOf(run)[0]}–${lastStep(run)}`;
+  element.append(drawn("text", { x: width, y: 21, "text-anchor": "end", "font-size": 13, fill: inks.soft }, where));
+  write(linesOf(readable(run.label), 17, 700, width - 20 - widthOf(where, 13), 2), 17, 21, { "font-weight": 700, fill: inks.ink });
+  if (run.prompt) {
+    y += 3;
+    write(linesOf(inQuotes(run.prompt), 14, 400, width, 3), 14, 19, { fill: inks.soft });
+  }
+  y += 16;
+  const { boxes, height } = laidOut(run, predicted, overlay, step, width);
+  const verdict = verdictAt(run, step), colour = verdict ? (verdict.right ? inks.right : inks.wrong) : inks.line;
+  element.append(drawn("g", { transform: `translate(0 ${y})` }, ...boxes.map((box) => drawToken(run, box, step, colours, inks)), ...underlined(run, boxes, colour)));
+  y += height;
+  const judged = !verdict ? "" : verdict.right ? `✓ right: ${inQuotes(verdict.wrote)}` : `✗ wrong: ${inQuotes(verdict.wrote)}, the answer is ${inQuotes(verdict.answer)}`;
+  if (run.verdict) {
+    y += 14;
+    // The line has its place at every step, so that the pictures of all steps have one size.
+    const lines = linesOf(judged, 15, 700, width, 2), most = run.verdict.right ? 1 : 2;
+    write(Array.from({ length: most }, (_, i) => lines[i] ?? ""), 15, 19, { "font-weight": 700, fill: colour });
+  }
+  const text = boxes.map(({ word, guess }) => (word === null || guess ? "·" : readable(word))).join(" ");
+  return { element, height: y + 4, said: `${readable(run.label)} after step ${step}: ${text}${judged ? `; ${judged}` : ""}` };
+}
+
+/** The settings of a run in words; empty where they are not known.
+ * @param {Run} run */
+function settingsOf({ spec }) {
+  if (!spec) return "";
+  const parts = [`${spec.steps} steps`, spec.sampler, spec.cfg_scale ? `guidance ${spec.cfg_scale}` : null,
+    `temperature ${spec.temperature}`, `seed ${spec.seed}`];
+  return parts.filter((part) => part).join(", ");
+}
+
+/** The scale of the colours, ended at `x`.
+ * @param {string} overlay @param {Predicted|null} predicted @param {Paint[]} colours @param {typeof INKS.light} inks @param {number} right @param {number} y */
+function drawScale(overlay, predicted, colours, inks, right, y) {
+  const [low, high] = overlay === "entropy" ? [number(predicted?.highest), "0"] : overlay === "commitment" ? ["no", "yes"] : ["0", "1"];
+  const size = 12, bar = 84, parts = 21, start = right - widthOf(high, size) - 6 - bar;
+  const group = drawn("g", { "font-size": size, fill: inks.soft });
+  const value = (/** @type {number} */ i) => (overlay === "commitment" ? (i < parts / 2 ? 0 : COMMITTED) : i / (parts - 1));
+  for (let i = 0; i < parts; i++) {
+    group.append(drawn("rect", { x: start + (i * bar) / parts, y: y - 10, width: bar / parts + 0.4, height: 12, fill: paint(colours, value(i)).background }));
+  }
+  group.append(drawn("rect", { x: start - 0.5, y: y - 10.5, width: bar + 1, height: 13, fill: "none", stroke: inks.line }),
+    drawn("text", { x: right, y, "text-anchor": "end" }, high),
+    drawn("text", { x: start - 6, y, "text-anchor": "end" }, `${OVERLAYS[overlay]}  ${low}`));
+  return group;
+}
+
+/** Runs side by side, or one above the other where they would be taller than wide, with a line that says what is shown.
+ * @param {Run[]} runs @param {Shown} shown @returns {SVGSVGElement} */
+export function pictureOfRuns(runs, shown) {
+  const overlay = OVERLAYS[shown.overlay] && shown.predicted?.every((one) => one) ? shown.overlay : "confidence";
+  const all = (/** @type {number} */ width) => runs.map((run, i) => drawRun(run, width, { ...shown, overlay }, shown.predicted?.[i] ?? null));
+  let parts = runs.length > 1 ? all(BESIDE) : all(WIDTH);
+  const beside = runs.length > 1 && parts.every(({ height }) => height < BESIDE);
+  if (runs.length > 1 && !beside) parts = all(WIDTH);
+  const wide = beside ? BESIDE : WIDTH, gap = 40;
+  const inks = shown.dark ? INKS.dark : INKS.light;
+  const width = 2 * PAD + (beside ? runs.length * wide + (runs.length - 1) * gap : wide);
+  const picture = drawn("svg", { xmlns: SVG, role: "img", "aria-label": parts.map(({ said }) => said).join("; "), "font-family": FONT, width });
+  let x = PAD, y = PAD - 8, lowest = y;
+  parts.forEach(({ element, height }, i) => {
+    element.setAttribute("transform", `translate(${x} ${y})`);
+    picture.append(element);
+    lowest = Math.max(lowest, y + height);
+    if (i < parts.length - 1) {
+      const line = beside ? `M${x + wide + gap / 2} ${y + 6}V${y + Math.max(...parts.map((part) => part.height))}` : `M${PAD} ${y + height + gap / 2 - 4}H${width - PAD}`;
+      picture.append(drawn("path", { d: line, stroke: inks.line, "stroke-width": 1, fill: "none" }));
+    }
+    if (beside) x += wide + gap;
+    else y += height + gap;
+  });
+  const settings = runs.map(settingsOf), alike = new Set(settings).size === 1;
+  const said = alike ? [settings[0]] : runs.map((run, i) => `${readable(run.label)}: ${settings[i]}`);
+  const foot = lowest + 40, line = 17;
+  picture.append(
+    drawn("path", { d: `M${PAD} ${foot - 21}H${width - PAD}`, stroke: inks.line, "stroke-width": 1, fill: "none" }),
+    ...said.map((text, i) => drawn("text", { x: PAD, y: foot + i * line, "font-size": 12, fill: inks.soft }, ...linesOf(text, 12, 400, width - 2 * PAD - 290, 1))),
+    drawScale(overlay, shown.predicted?.[0] ?? null, ramp("canvas", shown.dark), inks, width - PAD, foot));
+  const height = Math.ceil(foot + (said.length - 1) * line + 18);
+  picture.setAttribute("height", String(height));
+  picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  picture.prepend(drawn("rect", { width, height, fill: inks.paper }));
+  return picture;
+}
+
+/** One run as a picture.
+ * @param {Run} run @param {Omit<Shown, "predicted"> & {predicted?: Predicted|null}} shown @returns {SVGSVGElement} */
+export const runPicture = (run, { predicted = null, ...shown }) => pictureOfRuns([run], { ...shown, predicted: [predicted] });
