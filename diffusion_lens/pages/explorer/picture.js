@@ -39,13 +39,28 @@ function drawn(tag, attributes, ...children) {
   return element;
 }
 
-/** The width of a text in px. */
-const widthOf = ((/** @type {CanvasRenderingContext2D|null} */ context) =>
-  (/** @type {string} */ text, /** @type {number} */ size, /** @type {number} */ weight = 400) => {
-    context ??= document.createElement("canvas").getContext("2d");
-    context.font = `${weight} ${size}px ${FONT}`;
-    return context.measureText(text).width;
-  })(null);
+/** @type {CanvasRenderingContext2D|null} */ let measuring = null;
+
+/** The width of a text in px.
+ * @param {string} text @param {number} size @param {number} weight */
+function widthOf(text, size, weight = 400) {
+  measuring ??= document.createElement("canvas").getContext("2d");
+  measuring.font = `${weight} ${size}px ${FONT}`;
+  return measuring.measureText(text).width;
+}
+
+/** @type {WeakMap<Run, number[]>} */ const WIDEST = new WeakMap();
+
+/** At each position the width in px of the widest token that any canvas of a run has there.
+ * @param {Run} run */
+function widestOf(run) {
+  if (!WIDEST.has(run)) {
+    const widths = run.words.map((word) => widthOf(boxed(word), SIZE));
+    const at = (/** @type {number} */ position) => Math.max(14, ...run.canvases.map((canvas) => widths[canvas[position]] ?? 0));
+    WIDEST.set(run, Array.from({ length: lengthOf(run) }, (_, position) => at(position)));
+  }
+  return WIDEST.get(run);
+}
 
 /** A text in lines that are at most so wide; what has no place in the last one is left out.
  * @param {string} text @param {number} size @param {number} weight @param {number} width @param {number} most */
@@ -102,8 +117,7 @@ function laidOut(run, predicted, overlay, step, width) {
   /** @type {Box[][]} */ const words = [];
   for (const position of positions) {
     const shown = pictured(run, predicted, overlay, step, position);
-    const all = new Set([...run.canvases.map((canvas) => run.words[canvas[position]]), shown.word].filter((word) => typeof word === "string"));
-    const widest = Math.max(14, ...[...all].map((word) => widthOf(boxed(word), SIZE)));
+    const widest = Math.max(widestOf(run)[position], shown.guess ? widthOf(boxed(shown.word), SIZE) : 0);
     const box = { x: 0, y: 0, width: Math.min(width, widest + 14), position, ...shown };
     const joins = spaces && position !== run.end && /^[^ ▁\n]/.test(last(position) ?? "");
     if (joins && words.length) words.at(-1).push(box);
@@ -198,7 +212,7 @@ function drawRun(run, width, { step: wanted, overlay, dark }, predicted) {
 
 /** The settings of a run in words; empty where they are not known.
  * @param {Run} run */
-function settingsOf({ spec }) {
+export function settingsOf({ spec }) {
   if (!spec) return "";
   const parts = [`${spec.steps} steps`, spec.sampler, spec.cfg_scale ? `guidance ${spec.cfg_scale}` : null,
     `temperature ${spec.temperature}`, `seed ${spec.seed}`];
