@@ -36,9 +36,9 @@ export function shareMenu(explorer) {
   const copy = async (/** @type {string} */ copied, /** @type {string} */ what) => {
     try {
       await navigator.clipboard.writeText(copied);
-      menu.hidePopover();
       say(`Copied ${what}.`);
     } catch { // A frame in a notebook, and an address without https, have no clipboard.
+      menu.showPopover();
       text.value = copied;
       text.hidden = false;
       text.focus();
@@ -47,10 +47,7 @@ export function shareMenu(explorer) {
     }
   };
   /** Does what takes long, with progress and a way to cancel it; an error becomes an alert. */
-  const long = (/** @type {Parameters<Seen["work"]>[0]} */ task) => {
-    menu.hidePopover();
-    return explorer.seen()[0].work(task);
-  };
+  const long = (/** @type {Parameters<Seen["work"]>[0]} */ task) => explorer.seen()[0].work(task);
 
   const actions = () => {
     const [first] = explorer.seen(), link = explorer.link(), { source } = explorer, picture = `the picture of step ${first.step}`;
@@ -74,7 +71,10 @@ export function shareMenu(explorer) {
   menu.addEventListener("beforetoggle", (/** @type {any} */ { newState }) => {
     if (newState !== "open") return;
     text.hidden = true;
-    list.replaceChildren(...actions().map(([name, help, act], i) => h("button", { type: "button", autofocus: i === 0, onclick: act }, h("b", {}, name), h("span", {}, help))));
+    list.replaceChildren(...actions().map(([name, help, act], i) => {
+      const onclick = () => { menu.hidePopover(); act(); };
+      return h("button", { type: "button", autofocus: i === 0, onclick }, h("b", {}, name), h("span", {}, help));
+    }));
     const { left, right, bottom } = opener.getBoundingClientRect(), width = Math.min(320, innerWidth - 16);
     const x = Math.min(Math.max(8, left + width > innerWidth - 8 ? right - width : left), innerWidth - width - 8);
     Object.assign(menu.style, { width: `${width}px`, left: `${x}px`, top: `${bottom + 4}px`, maxHeight: `${innerHeight - bottom - 12}px` });
