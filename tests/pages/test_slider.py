@@ -87,7 +87,7 @@ def test_a_notebook_shows_the_page_in_a_frame():
     page = slider(scores())
     (frame,) = (attributes for tag, attributes in elements(page._repr_html_()) if tag == "iframe")
     assert frame["srcdoc"] == page.html()
-    assert frame["sandbox"] == "allow-scripts"
+    assert frame["sandbox"] == "allow-scripts allow-downloads"
     assert json.dumps(repr(page)).startswith('"Page(')
 
 

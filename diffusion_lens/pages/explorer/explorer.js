@@ -16,6 +16,7 @@ import { clamp, decodeChunk } from "./numbers.js";
 import { predictedOf } from "./predicted.js";
 import { AnswerForm, PromptForm } from "./prompt.js";
 import { decisiveStep, differenceInWords, differences, lastStep, lengthOf, listed, modelOf, nameIn, stateAt, stepsOf } from "./runs.js";
+import { shareMenu } from "./share.js";
 import { VIEWS } from "./views.js";
 import { fillIn } from "./words.js";
 
@@ -187,7 +188,7 @@ export class Explorer {
     this.runSelect = chosen("run");
     this.compareSelect = chosen("compare");
     this.choice = h("span", { class: "dl-group dl-runs" }, field("Run", this.runSelect), field("beside", this.compareSelect));
-    this.tools = h("span", { class: "dl-group dl-tools" }, this.factsButton,
+    this.tools = h("span", { class: "dl-group dl-tools" }, this.factsButton, shareMenu(this),
       button("as Python", () => this.code("run", "The run"), { class: "dl-code" }),
       button("?", () => this.show("Keys", h("p", {}, HELP)), { "aria-label": "Keys", class: "dl-code" }));
     this.title = h("h1", {}, this.manifest.title);

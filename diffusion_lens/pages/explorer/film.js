@@ -41,7 +41,7 @@ export const filmType = () =>
   "MediaRecorder" in globalThis && "captureStream" in HTMLCanvasElement.prototype ? FILMS.find((type) => MediaRecorder.isTypeSupported(type)) : undefined;
 
 /** A film of some pictures. A recorder works in real time: the film takes as long as it lasts.
- * @param {SVGSVGElement[]} pictures @param {Told} told @param {AbortSignal} signal @returns {Promise<Blob>} */
+ * @param {SVGSVGElement[]} pictures @param {Told} told @param {AbortSignal} signal @returns {Promise<Blob[]>} */
 export async function filmOf(pictures, told, signal) {
   const sizes = pictures.map(pixelsOf), type = filmType();
   const size = { width: Math.max(...sizes.map(({ width }) => width)), height: Math.max(...sizes.map(({ height }) => height)) };
@@ -69,5 +69,5 @@ export async function filmOf(pictures, told, signal) {
     for (const track of stream.getTracks()) track.stop();
   }
   await ended;
-  return new Blob(parts, { type: "video/webm" });
+  return parts;
 }

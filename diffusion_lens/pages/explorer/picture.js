@@ -1,19 +1,15 @@
-/** A run as a picture: an SVG that needs nothing else, for a slide, a paper or a film. */
+/** What is seen of one or two runs as a picture: an SVG that needs nothing else, for a slide, a paper or a film. */
 
+import { COMMITTED, OVERLAYS, canvasCell, isRight, overlayOf } from "./canvas.js";
 import { paint, ramp } from "./colours.js";
-import { canvasAt, isGiven, isText, lastStep, lengthOf, replaced, stepsOf, wordAfter } from "./runs.js";
-import { number, readable, shorten } from "./words.js";
+import { canvasAt, finalWord, isText, lastStep, lengthOf, stepsOf } from "./runs.js";
+import { readable, shorten } from "./words.js";
 
-/** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Paint} Paint
+/** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Paint} Paint
  * @typedef {import("./predicted.js").Predicted} Predicted
  *
- * @typedef {Object} Shown  what a picture shows of each run
- * @property {number} step  the canvas after this step, or after the last one that a run has before it
- * @property {string} overlay  what the colours show, as in `State.canvas`
- * @property {boolean} dark
- * @property {(Predicted|null)[]} [predicted]  what the steps of each run predicted
- *
- * @typedef {{x: number, y: number, width: number, position: number, word: string|null, shade: number, guess: boolean}} Box
+ * @typedef {{x: number, y: number, width: number, position: number, word: string|null, guess: boolean, kinds: string[],
+ *   colour: Paint|null, right: boolean|null}} Box  the token at a position; `right` where the answer is known there
  */
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -21,16 +17,10 @@ const FONT = "'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif";
 const WIDTH = 720, BESIDE = 480, PAD = 28; // px of one run, of one of two that stand side by side, and of the margin
 const LINE = 38, BOX = 29, SIZE = 15; // px of a line of tokens, a box and its font
 const LONGEST = 32; // characters of a token
-const COMMITTED = 0.45; // as on the canvas
 const INKS = {
-  light: { paper: "#ffffff", ink: "#1b1f24", soft: "#57606a", line: "#d0d7de", right: "#116329", wrong: "#a1260d" },
-  dark: { paper: "#14171b", ink: "#e6e9ed", soft: "#a3adb8", line: "#434b55", right: "#6fdd8b", wrong: "#ff9a80" },
+  light: { paper: "#ffffff", ink: "#1b1f24", soft: "#57606a", line: "#d8dee4", right: "#116329", wrong: "#a1260d" },
+  dark: { paper: "#14171b", ink: "#e6e9ed", soft: "#a3adb8", line: "#373e47", right: "#7ee787", wrong: "#ff9a80" },
 };
-const OVERLAYS = {
-  confidence: "confidence when written", entropy: "entropy of the prediction (nats)", probability: "p(likeliest)",
-  margin: "p(first) − p(second)", commitment: "committed",
-};
-
 /** @param {string} tag @param {Record<string, any>} attributes @param {...(Node|string)} children @returns {any} */
 function drawn(tag, attributes, ...children) {
   const element = document.createElementNS(SVG, tag);
@@ -85,21 +75,6 @@ function linesOf(text, size, weight, width, most) {
  * @param {Run} run @param {number} step */
 const stepIn = (run, step) => stepsOf(run).findLast((own) => own <= step) ?? stepsOf(run)[0];
 
-/** What the canvas shows at a position after a step: its word, and the value of its colour, NaN for none.
- * @param {Run} run @param {Predicted|null} predicted @param {string} overlay @param {number} step @param {number} position */
-function pictured(run, predicted, overlay, step, position) {
-  const word = wordAfter(run, step, position);
-  if (overlay === "confidence" || !predicted) {
-    const known = word !== null && !isGiven(run, position) && !replaced(run, step, position);
-    return { word, guess: false, shade: known ? run.confidence?.[position] ?? 0.25 : NaN };
-  }
-  const seen = predicted.at(step, position), since = predicted.committed(position);
-  const shade = overlay === "commitment" ? (since !== null && step >= since ? COMMITTED : NaN) :
-    !seen ? NaN : overlay === "entropy" ? 1 - seen.entropy / predicted.highest : seen[overlay];
-  const guess = word === null && seen !== null && seen.top.length > 0;
-  return { word: guess ? seen.top[0][0] : word, guess, shade };
-}
-
 const inQuotes = (/** @type {string} */ text) => `“${readable(text)}”`;
 
 /** The text of a token in its box.
@@ -108,18 +83,20 @@ const boxed = (word) => shorten(readable(word), LONGEST);
 
 /** The boxes of a run's tokens after a step. A box is as wide as the widest word that is ever in it, so nothing moves from
  * step to step, and pieces of one word stay together.
- * @param {Run} run @param {Predicted|null} predicted @param {string} overlay @param {number} step @param {number} width
+ * @param {Seen} seen @param {Predicted|null} predicted @param {number} step @param {number} width
  * @returns {{boxes: Box[], height: number}} */
-function laidOut(run, predicted, overlay, step, width) {
-  const positions = Array.from({ length: lengthOf(run) }, (_, position) => position).filter((position) => isText(run, position));
+function laidOut(seen, predicted, step, width) {
+  const { run, dark } = seen, colours = ramp("canvas", dark), overlay = predicted ? overlayOf(seen) : "confidence";
   const spaces = run.words.some((word) => /^[ ▁]/.test(word)); // Tokens of a vocabulary of words have none.
-  const last = (/** @type {number} */ position) => wordAfter(run, lastStep(run), position);
   /** @type {Box[][]} */ const words = [];
-  for (const position of positions) {
-    const shown = pictured(run, predicted, overlay, step, position);
-    const widest = Math.max(widestOf(run)[position], shown.guess ? widthOf(boxed(shown.word), SIZE) : 0);
-    const box = { x: 0, y: 0, width: Math.min(width, widest + 14), position, ...shown };
-    const joins = spaces && position !== run.end && /^[^ ▁\n]/.test(last(position) ?? "");
+  for (let position = 0; position < lengthOf(run); position++) {
+    if (!isText(run, position)) continue;
+    const { value, word, guess, kinds } = canvasCell(seen, predicted, overlay, step, position);
+    const isPlain = Number.isNaN(value) || kinds.includes("given") || (word === null && !predicted);
+    const widest = Math.max(widestOf(run)[position], guess ? widthOf(boxed(word), SIZE) : 0);
+    const box = { x: 0, y: 0, width: Math.min(width, widest + 14), position, word, guess, kinds, right: isRight(run, step, position),
+      colour: isPlain ? null : paint(colours, value) };
+    const joins = spaces && position !== run.end && /^[^ ▁\n]/.test(finalWord(run, position) ?? "");
     if (joins && words.length) words.at(-1).push(box);
     else words.push([box]);
   }
@@ -137,25 +114,28 @@ function laidOut(run, predicted, overlay, step, width) {
   return { boxes: words.flat(), height: y + BOX };
 }
 
-/** A token: a box in the colour of its value, dashed where nothing is written, framed where the step wrote it.
- * @param {Run} run @param {Box} box @param {number} step @param {Paint[]} colours @param {typeof INKS.light} inks */
-function drawToken(run, box, step, colours, inks) {
-  const { x, y, width, position, word, shade, guess } = box, isMask = word === null || guess;
-  const coloured = Number.isNaN(shade) ? null : paint(colours, shade);
-  const isNew = !isMask && run.revealed_at?.[position] === step, given = isGiven(run, position);
+/** A token: a box in the colour of its value, dashed where nothing is written, framed where the step wrote it, with a
+ * line under it where the answer is known.
+ * @param {Run} run @param {Box} box @param {typeof INKS.light} inks */
+function drawToken(run, { x, y, width, position, word, guess, kinds, colour, right }, inks) {
+  const isMask = kinds.includes("masked"), isNew = kinds.includes("new") && !isMask;
   const frame = isNew ? { stroke: inks.ink, "stroke-width": 2 } : isMask ? { stroke: inks.soft, "stroke-width": 1, "stroke-dasharray": "3 3" } : {};
   const inset = isNew ? 1 : 0.5;
-  const group = drawn("g", {}, drawn("rect", {
-    x: x + inset, y: y + inset, width: width - 2 * inset, height: BOX - 2 * inset, rx: 5, fill: coloured?.background ?? "none", ...frame,
+  const token = drawn("g", {}, drawn("rect", {
+    x: x + inset, y: y + inset, width: width - 2 * inset, height: BOX - 2 * inset, rx: 5, fill: colour?.background ?? "none", ...frame,
   }));
-  if (word === null) return group;
-  const text = boxed(word), wide = Math.min(widthOf(text, SIZE), width - 6);
-  const style = guess ? { "font-style": "italic" } : {};
-  const ink = coloured?.ink ?? (given || guess || position === run.end ? inks.soft : inks.ink);
-  group.append(drawn("text", {
-    x: x + width / 2, y: y + 20, "text-anchor": "middle", "font-size": SIZE, fill: ink, textLength: wide, lengthAdjust: "spacingAndGlyphs", ...style,
-  }, text));
-  return group;
+  if (word !== null) {
+    const text = boxed(word), isSoft = kinds.includes("given") || guess || position === run.end;
+    token.append(drawn("text", {
+      x: x + width / 2, y: y + 20, "text-anchor": "middle", "font-size": SIZE, fill: colour?.ink ?? (isSoft ? inks.soft : inks.ink),
+      textLength: Math.min(widthOf(text, SIZE), width - 6), lengthAdjust: "spacingAndGlyphs", ...(guess ? { "font-style": "italic" } : {}),
+    }, text));
+  }
+  if (run.answer?.positions.includes(position)) {
+    const stroke = right === null ? inks.line : right ? inks.right : inks.wrong;
+    token.append(drawn("rect", { x: x + 1, y: y + BOX + 2.5, width: width - 2, height: 3, rx: 1.5, fill: stroke }));
+  }
+  return token;
 }
 
 /** The verdict on a run, once its answer is written as it is in the end.
@@ -167,18 +147,11 @@ function verdictAt(run, step) {
   return decided ? verdict : null;
 }
 
-/** A line under the positions of the answer, in the colour of the verdict.
- * @param {Run} run @param {Box[]} boxes @param {string} colour */
-function underlined(run, boxes, colour) {
-  const answer = boxes.filter(({ position }) => run.answer?.positions.includes(position));
-  return answer.map(({ x, y, width }) => drawn("path", { d: `M${(x + 2).toFixed(1)} ${y + BOX + 3.5}h${(width - 4).toFixed(1)}`, stroke: colour, "stroke-width": 2.5, "stroke-linecap": "round", fill: "none" }));
-}
-
 /** One run, from its own left upper corner.
- * @param {Run} run @param {number} width @param {Shown} shown @param {Predicted|null} predicted
+ * @param {Seen} seen @param {number} width @param {number} wanted  step @param {Predicted|null} predicted
  * @returns {{element: SVGGElement, height: number, said: string}} */
-function drawRun(run, width, { step: wanted, overlay, dark }, predicted) {
-  const step = stepIn(run, wanted), inks = dark ? INKS.dark : INKS.light, colours = ramp("canvas", dark);
+function drawRun(seen, width, wanted, predicted) {
+  const { run } = seen, step = stepIn(run, wanted), inks = seen.dark ? INKS.dark : INKS.light;
   const element = drawn("g", {});
   let y = 0;
   const write = (/** @type {string[]} */ lines, /** @type {number} */ size, /** @type {number} */ high, /** @type {Record<string, any>} */ attributes) => {
@@ -195,16 +168,16 @@ function drawRun(run, width, { step: wanted, overlay, dark }, predicted) {
     write(linesOf(inQuotes(run.prompt), 14, 400, width, 3), 14, 19, { fill: inks.soft });
   }
   y += 16;
-  const { boxes, height } = laidOut(run, predicted, overlay, step, width);
-  const verdict = verdictAt(run, step), colour = verdict ? (verdict.right ? inks.right : inks.wrong) : inks.line;
-  element.append(drawn("g", { transform: `translate(0 ${y})` }, ...boxes.map((box) => drawToken(run, box, step, colours, inks)), ...underlined(run, boxes, colour)));
+  const { boxes, height } = laidOut(seen, predicted, step, width);
+  const verdict = verdictAt(run, step);
+  element.append(drawn("g", { transform: `translate(0 ${y})` }, ...boxes.map((box) => drawToken(run, box, inks))));
   y += height;
   const judged = !verdict ? "" : verdict.right ? `✓ right: ${inQuotes(verdict.wrote)}` : `✗ wrong: ${inQuotes(verdict.wrote)}, the answer is ${inQuotes(verdict.answer)}`;
   if (run.verdict) {
     y += 14;
     // The line has its place at every step, so that the pictures of all steps have one size.
     const lines = linesOf(judged, 15, 700, width, 2), most = run.verdict.right ? 1 : 2;
-    write(Array.from({ length: most }, (_, i) => lines[i] ?? ""), 15, 19, { "font-weight": 700, fill: colour });
+    write(Array.from({ length: most }, (_, i) => lines[i] ?? ""), 15, 19, { "font-weight": 700, fill: verdict?.right ? inks.right : inks.wrong });
   }
   const text = boxes.map(({ word, guess }) => (word === null || guess ? "·" : readable(word))).join(" ");
   return { element, height: y + 4, said: `${readable(run.label)} after step ${step}: ${text}${judged ? `; ${judged}` : ""}` };
@@ -222,7 +195,7 @@ export function settingsOf({ spec }) {
 /** The scale of the colours, ended at `x`.
  * @param {string} overlay @param {Predicted|null} predicted @param {Paint[]} colours @param {typeof INKS.light} inks @param {number} right @param {number} y */
 function drawScale(overlay, predicted, colours, inks, right, y) {
-  const [low, high] = overlay === "entropy" ? [number(predicted?.highest), "0"] : overlay === "commitment" ? ["no", "yes"] : ["0", "1"];
+  const [low, high] = overlay === "entropy" ? [`${predicted?.highest}`, "0"] : overlay === "commitment" ? ["open", "committed"] : ["0", "1"];
   const size = 12, bar = 84, parts = 21, start = right - widthOf(high, size) - 6 - bar;
   const group = drawn("g", { "font-size": size, fill: inks.soft });
   const value = (/** @type {number} */ i) => (overlay === "commitment" ? (i < parts / 2 ? 0 : COMMITTED) : i / (parts - 1));
@@ -236,15 +209,17 @@ function drawScale(overlay, predicted, colours, inks, right, y) {
 }
 
 /** Runs side by side, or one above the other where they would be taller than wide, with a line that says what is shown.
- * @param {Run[]} runs @param {Shown} shown @returns {SVGSVGElement} */
-export function pictureOfRuns(runs, shown) {
-  const overlay = OVERLAYS[shown.overlay] && shown.predicted?.every((one) => one) ? shown.overlay : "confidence";
-  const all = (/** @type {number} */ width) => runs.map((run, i) => drawRun(run, width, { ...shown, overlay }, shown.predicted?.[i] ?? null));
-  let parts = runs.length > 1 ? all(BESIDE) : all(WIDTH);
-  const beside = runs.length > 1 && parts.every(({ height }) => height < BESIDE);
-  if (runs.length > 1 && !beside) parts = all(WIDTH);
+ * @param {Seen[]} seens @param {number} step  the canvas after this step, or after the last one that a run has before it
+ * @param {(Predicted|null)[]} predictions  what the steps of each run predicted; null shows the confidence
+ * @returns {SVGSVGElement} */
+export function drawPicture(seens, step, predictions) {
+  const all = (/** @type {number} */ width) => seens.map((seen, i) => drawRun(seen, width, step, predictions[i]));
+  const isPair = seens.length > 1, [{ dark }] = seens, runs = seens.map(({ run }) => run);
+  let parts = all(isPair ? BESIDE : WIDTH);
+  const beside = isPair && parts.every(({ height }) => height < BESIDE);
+  if (isPair && !beside) parts = all(WIDTH);
   const wide = beside ? BESIDE : WIDTH, gap = 40;
-  const inks = shown.dark ? INKS.dark : INKS.light;
+  const inks = dark ? INKS.dark : INKS.light;
   const width = 2 * PAD + (beside ? runs.length * wide + (runs.length - 1) * gap : wide);
   const picture = drawn("svg", { xmlns: SVG, role: "img", "aria-label": parts.map(({ said }) => said).join("; "), "font-family": FONT, width });
   let x = PAD, y = PAD - 8, lowest = y;
@@ -265,14 +240,10 @@ export function pictureOfRuns(runs, shown) {
   picture.append(
     drawn("path", { d: `M${PAD} ${foot - 21}H${width - PAD}`, stroke: inks.line, "stroke-width": 1, fill: "none" }),
     ...said.map((text, i) => drawn("text", { x: PAD, y: foot + i * line, "font-size": 12, fill: inks.soft }, ...linesOf(text, 12, 400, width - 2 * PAD - 290, 1))),
-    drawScale(overlay, shown.predicted?.[0] ?? null, ramp("canvas", shown.dark), inks, width - PAD, foot));
+    drawScale(predictions[0] ? overlayOf(seens[0]) : "confidence", predictions[0], ramp("canvas", dark), inks, width - PAD, foot));
   const height = Math.ceil(foot + (said.length - 1) * line + 18);
   picture.setAttribute("height", String(height));
   picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
   picture.prepend(drawn("rect", { width, height, fill: inks.paper }));
   return picture;
 }
-
-/** One run as a picture.
- * @param {Run} run @param {Omit<Shown, "predicted"> & {predicted?: Predicted|null}} shown @returns {SVGSVGElement} */
-export const runPicture = (run, { predicted = null, ...shown }) => pictureOfRuns([run], { ...shown, predicted: [predicted] });

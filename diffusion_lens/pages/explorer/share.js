@@ -1,72 +1,74 @@
 /** The menu "Share": what is seen as a link, a page, a picture, a film, a notebook or code. */
 
+import { overlayOf } from "./canvas.js";
 import { button, h, ids } from "./elements.js";
 import { filmOf, filmType, pngOf, svgText } from "./film.js";
 import { notebookOf } from "./notebook.js";
-import { pictureOfRuns } from "./picture.js";
+import { drawPicture } from "./picture.js";
 import { predictedOf } from "./predicted.js";
-import { stepsOf } from "./runs.js";
 
-/** @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Source} Source
- *
- * @typedef {Object} Shareable  what the menu needs of the explorer
- * @property {Source} source
- * @property {() => Seen[]} seen  the selection in each run that is shown, the selected run first
- * @property {() => string|null} link  the address of what is seen; null in a notebook
- */
+/** @typedef {import("./types.js").Seen} Seen @typedef {import("./explorer.js").Explorer} Explorer */
 
 const LONGEST_NAME = 60; // characters of a file's name
 const KEPT = 60e3; // milliseconds in which a browser has begun to save a file
 
-/** @param {Shareable} explorer @returns {HTMLElement} */
+/** @param {Explorer} explorer @returns {HTMLElement} */
 export function shareMenu(explorer) {
   const id = ids();
   const text = h("textarea", { readonly: true, rows: 4, hidden: true, "aria-label": "Text to copy" });
   const list = h("div", { class: "dl-share-list" });
   const menu = h("div", { id, popover: "auto", class: "dl-share-menu", role: "group", "aria-label": "Share" }, list, text);
   const opener = button("Share", () => {}, { popovertarget: id, class: "dl-share" });
-  const say = (/** @type {string} */ said) => explorer.seen()[0].say(said);
 
-  const save = (/** @type {Blob} */ blob, /** @type {string} */ ending, /** @type {string} */ what) => {
-    const url = URL.createObjectURL(blob), name = `${fileName(explorer.seen())}.${ending}`;
+  const save = (/** @type {BlobPart[]} */ parts, /** @type {string} */ ending, /** @type {string} */ type, /** @type {string} */ what) => {
+    const url = URL.createObjectURL(new Blob(parts, { type })), name = `${fileName(seenIn(explorer))}.${ending}`;
     h("a", { href: url, download: name }).click();
     setTimeout(() => URL.revokeObjectURL(url), KEPT);
-    say(`Saved ${what} as ${name}.`);
+    explorer.say(`Saved ${what} as ${name}.`);
   };
   const copy = async (/** @type {string} */ copied, /** @type {string} */ what) => {
     try {
       await navigator.clipboard.writeText(copied);
-      say(`Copied ${what}.`);
+      explorer.say(`Copied ${what}.`);
     } catch { // A frame in a notebook, and an address without https, have no clipboard.
       menu.showPopover();
       text.value = copied;
       text.hidden = false;
       text.focus();
       text.select();
-      say(`Press Ctrl+C to copy ${what}.`);
+      explorer.say(`Press Ctrl+C to copy ${what}.`);
     }
   };
-  /** Does what takes long, with progress and a way to cancel it; an error becomes an alert. */
-  const long = (/** @type {Parameters<Seen["work"]>[0]} */ task) => explorer.seen()[0].work(task);
-
+  /** What can be done, as name, help and action. @returns {[string, string, () => any][]} */
   const actions = () => {
-    const [first] = explorer.seen(), link = explorer.link(), { source } = explorer, picture = `the picture of step ${first.step}`;
-    const python = explorer.seen().map(({ run }) => run.python.run).filter(Boolean);
-    /** @type {[string, string, (() => any)|null][]} */ const all = [
-      ["Copy link", "an address that opens what you see", link && (() => copy(link, "the link"))],
-      source.live && source.page
-        ? ["Page (.html)", "a file that opens anywhere, without a model", () => long(async () => save(await pageOf(explorer), "html", "the page"))]
-        : ["Page (.html)", source.page ? "needs the kernel of this notebook" : "this file is the page: send it as it is",
-          () => say(source.page ? "The notebook's kernel writes the page: run its cell again." : "This file is the page: send it as it is.")],
-      ["SVG", "the picture of this step, for a paper", () => long(async () => save(await svgOf(explorer), "svg", picture))],
-      ["PNG", "the picture of this step, for a slide", () => long(async () => save(await pngOf(await pictureOf(explorer)), "png", picture))],
+    const { source, steps, state, view } = explorer, seens = seenIn(explorer), coded = seens.filter(({ run }) => run.python?.run);
+    const link = explorer.link(), step = `the picture of step ${state.step}`, film = `the film of ${steps.length} steps`;
+    const page = { runs: explorer.shown.map(({ id }) => id), state, attention: view.name === "attention" ? [explorer.seen().block] : [] };
+    /** @type {[string, string, () => any][]} */ const all = [
+      ["SVG", "the picture of this step, for a paper", () => explorer.work("drawing", async () =>
+        save([svgText(await pictureOf(explorer))], "svg", "image/svg+xml", step))],
+      ["PNG", "the picture of this step, for a slide", () => explorer.work("drawing", async () =>
+        save([await pngOf(await pictureOf(explorer))], "png", "image/png", step))],
       filmType()
-        ? ["Film (.webm)", `all steps, ${filmSteps(explorer.seen()).length} pictures`, () => long((told, signal) => saveFilm(explorer, save, told, signal))]
-        : ["Film (.webm)", "this browser cannot record one", () => say("This browser cannot record a film; Chromium and Firefox can.")],
-      ["Notebook (.ipynb)", "the code, to run and to change", python.length ? () => save(jsonOf(notebookOf(explorer.seen())), "ipynb", "the notebook") : null],
-      ["Code", "the run as Python, copied", python.length ? () => copy(`${python.join("\n\n\n")}\n`, "the code") : null],
+        ? ["Film (.webm)", `the pictures of all ${steps.length} steps`, () => explorer.work("the film", async (told, signal) => {
+          const pictures = await Promise.all(steps.map((one) => pictureOf(explorer, one)));
+          save(await filmOf(pictures, told, signal), "webm", "video/webm", film);
+        })]
+        : ["Film (.webm)", "this browser cannot record one", () => explorer.say("This browser cannot record a film; Chromium and Firefox can.")],
     ];
-    return all.filter(([, , act]) => act);
+    if (coded.length) {
+      const code = coded.map(({ run }) => `${run.python.run}\n`).join("\n\n");
+      all.push(["Notebook (.ipynb)", "the code, to run and to change", () =>
+        save([JSON.stringify(notebookOf(coded), null, 1)], "ipynb", "application/x-ipynb+json", "the notebook")]);
+      all.push(["Code", "the run as Python, copied", () => copy(code, "the code")]);
+    }
+    if (!source.page) all.unshift(["Page (.html)", "this file is the page", () => explorer.say("This file is the page: send it as it is.")]);
+    else if (source.live) {
+      all.unshift(["Page (.html)", "a file that opens anywhere, without a model", () => explorer.work("writing the page", async () =>
+        save([await source.page(page)], "html", "text/html", "the page"))]);
+    }
+    if (link) all.unshift(["Copy link", "an address that opens what you see", () => copy(link, "the link")]);
+    return all;
   };
   menu.addEventListener("beforetoggle", (/** @type {any} */ { newState }) => {
     if (newState !== "open") return;
@@ -89,35 +91,16 @@ export function shareMenu(explorer) {
   return h("span", { class: "dl-sharing" }, opener, menu);
 }
 
-/** The picture of what is seen, of one step or of another.
- * @param {Shareable} explorer @param {number} [step] @returns {Promise<SVGSVGElement>} */
-export async function pictureOf(explorer, step) {
-  const shown = explorer.seen(), [first] = shown, overlay = first.state.canvas;
-  const predicted = overlay === "confidence" ? undefined : await Promise.all(shown.map((seen) => predictedOf(seen)));
-  return pictureOfRuns(shown.map(({ run }) => run), { step: step ?? first.step, overlay, dark: first.dark, predicted });
-}
+/** The selection in each run that is shown.
+ * @param {Explorer} explorer @returns {Seen[]} */
+const seenIn = (explorer) => explorer.shown.map((run) => explorer.seen(run));
 
-/** @param {Shareable} explorer */
-const svgOf = async (explorer) => new Blob([svgText(await pictureOf(explorer))], { type: "image/svg+xml" });
-const jsonOf = (/** @type {any} */ data) => new Blob([`${JSON.stringify(data, null, 1)}\n`], { type: "application/x-ipynb+json" });
-
-/** @param {Shareable} explorer */
-async function pageOf({ source, seen }) {
-  const shown = seen(), [{ state, block }] = shown;
-  const attention = state.view === "attention" ? [block] : [];
-  return new Blob([await source.page({ runs: shown.map(({ run }) => run.id), state, attention })], { type: "text/html" });
-}
-
-/** The steps of a film: those of the run that has most.
- * @param {Seen[]} shown */
-const filmSteps = (shown) => stepsOf(shown.map(({ run }) => run).reduce((a, b) => (b.n_steps > a.n_steps ? b : a)));
-
-/** @param {Shareable} explorer @param {(blob: Blob, ending: string, what: string) => void} save
- * @param {import("./types.js").Told} told @param {AbortSignal} signal */
-async function saveFilm(explorer, save, told, signal) {
-  const steps = filmSteps(explorer.seen());
-  const pictures = await Promise.all(steps.map((step) => pictureOf(explorer, step)));
-  save(await filmOf(pictures, told, signal), "webm", `the film of ${steps.length} steps`);
+/** The picture of what is seen, of this step or of another.
+ * @param {Explorer} explorer */
+async function pictureOf(explorer, step = explorer.state.step) {
+  const seens = seenIn(explorer);
+  const predictions = seens.map((seen) => (overlayOf(seen) === "confidence" ? null : predictedOf(seen)));
+  return drawPicture(seens, step, await Promise.all(predictions));
 }
 
 /** A file's name from models and prompt, in letters that every system takes.
