@@ -1,21 +1,22 @@
 /** What is seen as a Jupyter notebook, nbformat 4.5: the code of the run, and of the view with the selection filled in. */
 
 import { settingsOf } from "./picture.js";
+import { decisiveStep } from "./runs.js";
 import { fillIn, readable } from "./words.js";
 
 /** @typedef {import("./types.js").Seen} Seen */
 
 /** The code of a view for a selection; null where the run has no numbers of it there.
  * @param {Seen} seen @param {string} view @returns {string|null} */
-export function codeOf({ run, step, position, layer, block, head, state }, view) {
-  const trace = run.traces.find(({ name }) => name === state.trace) ?? run.traces[0];
+function codeOf({ run, model, position, layer, block, head, state, ...seen }, view) {
+  const step = view === "predictions" ? decisiveStep(run, model, seen.step, position) : seen.step;
+  const trace = run.traces.find(({ name }) => name === state.trace) ?? run.traces[0], code = run.python[view];
   const known = {
     lens: run.lens?.steps.includes(step) && run.lens.positions.includes(position),
     attention: run.attention?.steps.includes(step) && run.attention.layers.includes(block),
     trace: trace?.steps.includes(step),
     predictions: run.predictions?.steps.includes(step),
   };
-  const code = run.python[view];
   if (!code || !(known[view] ?? true)) return null;
   return fillIn(code, { step, position, head, layer: view === "attention" ? block : layer, name: trace?.name ?? "" });
 }
@@ -37,7 +38,7 @@ export function notebookOf(shown) {
       ...(settings ? [`settings: ${settings}`] : []), `shown:    step ${step}, position ${position}`].join("\n"))}`);
     code(run.python.run);
     code(`${beyond(codeOf(seen, "canvas"))}\nwords`);
-    const open = seen.state.view === "canvas" ? null : codeOf(seen, seen.state.view);
+    const open = codeOf(seen, seen.state.view) ?? codeOf(seen, "predictions");
     if (open) code(beyond(open));
     code("trajectory.plot()");
   }
