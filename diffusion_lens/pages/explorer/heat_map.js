@@ -13,13 +13,13 @@ import { shorten } from "./words.js";
  * @property {Paint[]} colours
  * @property {(row: number, column: number) => Cell} cell
  * @property {(row: number, column: number) => string} label  a cell in words; asked of one cell at a time
- * @property {number} [rowHeight] */
+ * @property {number|((row: number) => number)} [rowHeight]  in pixels */
 
 const ANGLE = (55 * Math.PI) / 180; // of the heads of narrow columns
 const NARROWEST = 15, STRAIGHT = 46, WIDEST = 76; // pixels of a column: least, least with level heads, and most
 const WORDED = 40; // pixels from which on cells show their text
-const HEAD = 12; // characters of a slanted head
-const SIZE = 11, SMALL = 10.5; // pixels of the letters of names and heads, and of cells
+const MOST_IN_HEAD = 12; // characters of a slanted head
+const LETTERS = 11, LETTERS_IN_CELL = 10.5; // their size in pixels
 
 export class HeatMap {
   /** `corner` names the rows. `hover` gets a row of null in the heads, and two nulls when the pointer leaves.
@@ -32,12 +32,13 @@ export class HeatMap {
     /** @type {[number, number]} */ this.active = [0, 0];
     this.marked = [-1, -1];
     this.hovered = -1;
-    this.width = this.height = this.gutter = this.top = this.tail = this.cellWidth = this.rowHeight = 0;
+    this.width = this.height = this.gutter = this.top = this.tail = this.cellWidth = 0;
+    /** @type {number[]} */ this.tops = [0]; // upper edge of each row, and the end of the last one
     this.isSlanted = false;
     /** @type {Map<string, string>} */ this.fitted = new Map();
     this.canvas = h("canvas", { "aria-hidden": "true" });
     /** @type {CanvasRenderingContext2D} */ this.context = this.canvas.getContext("2d");
-    this.bands = ["row", "column", "hover"].map((name) => h("div", { class: `dl-band dl-band-${name}`, hidden: true }));
+    this.bands = ["row", "column", "hover"].map((name) => h("div", { class: `dl-mark dl-mark-${name}`, hidden: true }));
     this.row = h("div", { role: "row" });
     this.grid = h("div", { role: "grid", "aria-label": label }, this.row);
     this.renew();
@@ -104,12 +105,15 @@ export class HeatMap {
   /** Where a cell is on the screen, which may be outside of what the map shows. @param {number} row @param {number} column */
   rectangle(row, column) {
     const { left, top } = this.frame.getBoundingClientRect();
-    return new DOMRect(left + this.x(column), top + this.y(row), this.cellWidth, this.rowHeight);
+    return new DOMRect(left + this.x(column), top + this.y(row), this.cellWidth, this.heightOf(row));
   }
 
-  // Left and upper edge of a cell inside the frame.
+  // Left and upper edge of a cell inside the frame, and its height.
   x(/** @type {number} */ column) { return this.gutter + column * this.cellWidth - this.element.scrollLeft; }
-  y(/** @type {number} */ row) { return this.top + row * this.rowHeight - this.element.scrollTop; }
+  y(/** @type {number} */ row) { return this.top + this.tops[row] - this.element.scrollTop; }
+  heightOf(/** @type {number} */ row) { return this.tops[row + 1] - this.tops[row]; }
+  /** The row at a distance from the first one. */
+  rowAt(/** @type {number} */ distance) { return this.tops.findLastIndex((top) => top <= distance); }
 
   /** Row and column under an event; null for those of the heads, of the names and of what is beside the cells.
    * @param {MouseEvent} event @returns {[number|null, number|null]} */
@@ -117,7 +121,7 @@ export class HeatMap {
     const { left, top } = this.frame.getBoundingClientRect(), { rows, columns } = this.shown;
     const x = event.clientX - left, y = event.clientY - top, inHeads = y < this.top;
     const leaning = inHeads && this.isSlanted ? (this.top - y) / Math.tan(ANGLE) - this.cellWidth / 2 : 0;
-    const row = Math.floor((y - this.y(0)) / this.rowHeight), column = Math.floor((x - leaning - this.x(0)) / this.cellWidth);
+    const row = this.rowAt(y - this.y(0)), column = Math.floor((x - leaning - this.x(0)) / this.cellWidth);
     const hasColumn = x >= this.gutter && column >= 0 && column < columns.length;
     return [!inHeads && row < rows.length && (hasColumn || x < this.gutter) ? row : null, hasColumn && row < rows.length ? column : null];
   }
@@ -160,10 +164,10 @@ export class HeatMap {
 
   /** Scroll inside the map until a cell is in view. @param {number} row @param {number} column */
   reveal(row, column) {
-    const { element, cellWidth, rowHeight } = this, { scrollLeft, scrollTop } = element;
+    const { element, cellWidth } = this, { scrollLeft, scrollTop } = element;
     const inside = (at, size, from, room) => (at < from ? at : at + size > from + room ? at + size - room : from);
     if (column >= 0) element.scrollLeft = inside(column * cellWidth, cellWidth, scrollLeft, this.width - this.gutter - this.tail);
-    if (row >= 0) element.scrollTop = inside(row * rowHeight, rowHeight, scrollTop, this.height - this.top);
+    if (row >= 0) element.scrollTop = inside(this.tops[row], this.heightOf(row), scrollTop, this.height - this.top);
     if (element.scrollLeft !== scrollLeft || element.scrollTop !== scrollTop) this.repaint();
   }
 
@@ -173,10 +177,10 @@ export class HeatMap {
     this.width = width;
     if (!width) return;
     this.family = getComputedStyle(element).fontFamily;
-    context.font = `${SIZE}px ${this.family}`;
+    context.font = `${LETTERS}px ${this.family}`;
     const longest = (texts) => texts.reduce((most, text) => Math.max(most, context.measureText(text).width), 0);
     this.gutter = clamp(Math.ceil(longest([...rows, this.corner])) + 12, 34, width < 600 ? 84 : 140);
-    const head = Math.ceil(longest(columns.map(({ text }) => shorten(text, HEAD)))), n = Math.max(1, columns.length);
+    const head = Math.ceil(longest(columns.map(({ text }) => shorten(text, MOST_IN_HEAD)))), n = Math.max(1, columns.length);
     const whole = Math.floor((width - this.gutter - 2) / n);
     this.isSlanted = whole < STRAIGHT && head + 4 > Math.max(whole, NARROWEST);
     this.tail = this.isSlanted ? Math.ceil(head * Math.cos(ANGLE)) : 2;
@@ -185,17 +189,19 @@ export class HeatMap {
     if (cellWidth !== this.cellWidth) this.fitted.clear();
     this.cellWidth = cellWidth;
     this.top = this.isSlanted ? Math.ceil(head * Math.sin(ANGLE)) + 14 : 20;
-    this.rowHeight = rowHeight;
+    this.tops = [0];
+    for (let r = 0; r < rows.length; r++) this.tops.push(this.tops[r] + (typeof rowHeight === "number" ? rowHeight : rowHeight(r)));
+    const end = this.top + this.tops[rows.length];
     this.whole.style.width = `${this.gutter + n * cellWidth + this.tail}px`;
-    this.whole.style.height = `${this.top + rows.length * rowHeight}px`;
-    this.height = Math.min(element.clientHeight, this.top + rows.length * rowHeight);
+    this.whole.style.height = `${end}px`;
+    this.height = Math.min(element.clientHeight, end);
     this.repaint();
   }
 
   repaint() {
     cancelAnimationFrame(this.painting);
     this.painting = undefined;
-    const { canvas, context, width, height, element, gutter, top, cellWidth, rowHeight } = this, { rows, columns } = this.shown;
+    const { canvas, context, width, height, element, gutter, top, cellWidth } = this, { rows, columns } = this.shown;
     if (!width) return;
     const ratio = devicePixelRatio || 1, size = [Math.round(width * ratio), Math.round(height * ratio)];
     if (canvas.width !== size[0] || canvas.height !== size[1]) {
@@ -209,8 +215,8 @@ export class HeatMap {
     context.clearRect(0, 0, width, height);
     context.textBaseline = "middle";
     this.font = "";
-    const first = [Math.floor(element.scrollTop / rowHeight), Math.floor(element.scrollLeft / cellWidth)];
-    const end = [Math.min(rows.length, Math.ceil((element.scrollTop + height - top) / rowHeight)),
+    const first = [Math.max(0, this.rowAt(element.scrollTop)), Math.floor(element.scrollLeft / cellWidth)];
+    const end = [Math.min(rows.length, this.rowAt(element.scrollTop + height - top) + 1),
       Math.min(columns.length, Math.ceil((element.scrollLeft + width - gutter) / cellWidth))];
     this.inside(gutter, top, () => {
       context.textAlign = "center";
@@ -218,7 +224,10 @@ export class HeatMap {
     });
     context.textAlign = "right";
     this.inside(0, top, () => {
-      for (let r = first[0]; r < end[0]; r++) this.write(rows[r], gutter - 6, this.y(r) + rowHeight / 2, this.theme.soft, gutter - 8);
+      for (let r = first[0]; r < end[0]; r++) {
+        const size = Math.min(LETTERS, this.heightOf(r) - 2);
+        this.write(rows[r], gutter - 6, this.y(r) + this.heightOf(r) / 2, this.theme.soft, gutter - 8, `${size}px`);
+      }
     });
     this.write(this.corner, gutter - 6, top - 10, this.theme.soft, gutter - 8);
     this.inside(gutter, 0, () => {
@@ -243,17 +252,17 @@ export class HeatMap {
   /** @param {number} row @param {number} column */
   paintCell(row, column) {
     const { context, theme, shown } = this, { value, text = "", kind = "" } = shown.cell(row, column);
-    const x = this.x(column), y = this.y(row), width = this.cellWidth - 1, height = this.rowHeight - 1;
+    const x = this.x(column), y = this.y(row), width = this.cellWidth - 1, height = this.heightOf(row) - 1;
     const missing = Number.isNaN(value), { background, ink } = missing ? { background: "", ink: theme.ink } : paint(shown.colours, value);
     if (!missing || !kind.includes("plain")) {
       context.fillStyle = missing ? this.hatching : background;
       context.fillRect(x, y, width, height);
     }
-    const middle = [x + width / 2, y + height / 2], isWorded = text !== "" && this.cellWidth >= WORDED;
+    const middle = [x + width / 2, y + height / 2], isWorded = text !== "" && this.cellWidth >= WORDED && height > LETTERS;
     const own = kind.includes("given") || (kind.includes("masked") && !kind.includes("guess")) ? theme.soft : ink;
     if (isWorded) {
       const weight = `${kind.includes("guess") ? "italic " : ""}${kind.includes("hit") ? "700 " : ""}`;
-      this.write(text, middle[0], middle[1], own, width - 4, `${weight}${SMALL}px`);
+      this.write(text, middle[0], middle[1], own, width - 4, `${weight}${LETTERS_IN_CELL}px`);
     } else if (kind.includes("masked") || kind.includes("hit")) {
       context.fillStyle = own;
       context.beginPath();
@@ -282,21 +291,21 @@ export class HeatMap {
   /** @param {Column} column @param {number} middle */
   paintHead({ text, muted = false }, middle) {
     const { context, theme, top, gutter } = this;
-    const colour = muted ? theme.soft : theme.ink, font = `${muted ? "italic " : ""}${SIZE}px`;
+    const colour = muted ? theme.soft : theme.ink, font = `${muted ? "italic " : ""}${LETTERS}px`;
     if (!this.isSlanted) return this.write(text, middle, top - 10, colour, this.cellWidth - 3, font);
     if (middle < gutter) return;
     context.save();
     context.translate(middle, top - 5);
     context.rotate(-ANGLE);
     context.textAlign = "left";
-    this.write(shorten(text, HEAD), 0, 0, colour, Infinity, font);
+    this.write(shorten(text, MOST_IN_HEAD), 0, 0, colour, Infinity, font);
     context.restore();
     this.font = "";
   }
 
   /** Write a text of one line, shortened to a width.
    * @param {string} text @param {number} x @param {number} y @param {string} colour @param {number} most */
-  write(text, x, y, colour, most, font = `${SIZE}px`) {
+  write(text, x, y, colour, most, font = `${LETTERS}px`) {
     const { context, fitted } = this, key = `${font} ${most} ${text}`, full = `${font} ${this.family}`;
     if (this.font !== full) context.font = this.font = full;
     context.fillStyle = colour;
@@ -310,20 +319,21 @@ export class HeatMap {
 
   /** Put the bands and the active cell where they belong in the frame. */
   place() {
-    const { gutter, top, cellWidth, rowHeight, bands, marked: [row, column] } = this, { rows, columns } = this.shown;
+    const { gutter, top, cellWidth, active, marked: [row, column], hovered } = this, { rows, columns } = this.shown;
     const last = Math.min(this.width, this.x(columns.length)), bottom = Math.min(this.height, this.y(rows.length));
-    const put = (/** @type {HTMLElement} */ element, from, to, low, high, least) => {
-      [from, to] = [Math.max(from, least), Math.min(to, last)];
-      [low, high] = [Math.max(low, top), Math.min(high, bottom)];
-      element.hidden = to - from < 3 || high - low < 3;
-      element.style.cssText = `left:${from}px;top:${low}px;width:${to - from}px;height:${high - low}px`;
+    const put = (/** @type {HTMLElement} */ band, isThere, left, right, up, down) => {
+      band.hidden = !isThere || right - left < 3 || down - up < 3;
+      band.style.cssText = `left:${left}px;top:${up}px;width:${right - left}px;height:${down - up}px`;
     };
-    put(bands[0], row < 0 ? 0 : 0, row < 0 ? 0 : last, this.y(row) - 1, this.y(row + 1), 0);
-    put(bands[1], this.x(column) - 1, column < 0 ? 0 : this.x(column + 1), top, bottom, gutter);
-    put(bands[2], this.x(this.hovered) - 1, this.hovered < 0 ? 0 : this.x(this.hovered + 1), top, bottom, gutter);
-    const [x, y] = [this.x(this.active[1]), this.y(this.active[0])];
-    const left = clamp(x, gutter, Math.max(gutter, this.width - cellWidth)), up = clamp(y, top, Math.max(top, this.height - rowHeight));
-    this.row.firstChild.style.cssText = `left:${left}px;top:${up}px;width:${cellWidth - 1}px;height:${rowHeight - 1}px`;
+    const over = (/** @type {HTMLElement} */ band, at) => put(band, at >= 0 && at < columns.length,
+      Math.max(this.x(at) - 1, gutter), Math.min(this.x(at + 1), last), top, bottom);
+    put(this.bands[0], row >= 0 && row < rows.length, 0, last, Math.max(this.y(row) - 1, top), Math.min(this.y(row + 1), bottom));
+    over(this.bands[1], column);
+    over(this.bands[2], hovered);
+    const height = this.heightOf(active[0]) || 0; // none before the first rows
+    const left = clamp(this.x(active[1]), gutter, Math.max(gutter, this.width - cellWidth));
+    const up = clamp(this.y(active[0]), top, Math.max(top, this.height - height));
+    this.row.firstChild.style.cssText = `left:${left}px;top:${up}px;width:${cellWidth - 1}px;height:${height - 1}px`;
   }
 }
 
