@@ -4,7 +4,7 @@ import { ramp } from "../colours.js";
 import { button, drawLegend, h, setText } from "../elements.js";
 import { columnsOf, MapPane, readingOf, rowHeight } from "../map_pane.js";
 import { clamp, read } from "../numbers.js";
-import { finalWord, lengthOf, listed } from "../runs.js";
+import { finalWord, isOpen, lengthOf, listed } from "../runs.js";
 import { quoted, shorten } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen @typedef {import("../types.js").Table} Table */
@@ -94,12 +94,12 @@ class AttentionPane {
   /** What the selected position reads, what reads it, and which heads read most what it reads.
    * @param {Seen} seen @param {Table} pattern */
   drawWords(seen, pattern) {
-    const { position, head, key, select } = seen, [nHeads, n] = pattern.shape;
+    const { run, step, position, head, key, select } = seen, [nHeads, n] = pattern.shape;
     const strongest = (/** @type {number} */ count, /** @type {(i: number) => number} */ weight) => Array.from({ length: count }, (_, i) => ({ i, x: weight(i) }))
       .filter(({ x }) => x >= LEAST_WEIGHT).sort((a, b) => b.x - a.x).slice(0, MOST_NAMED);
     const line = (/** @type {string} */ words, /** @type {{i: number, x: number}[]} */ found, /** @type {(i: number) => string} */ name, /** @type {(i: number) => any} */ chosen) =>
       h("p", {}, h("span", {}, `${words} `), ...(found.length ? found.map(({ i, x }) => button(`${name(i)} ${x.toFixed(2)}`, () => select(chosen(i)), { class: "dl-chip" })) : ["nothing"]));
-    const place = (/** @type {number} */ p) => `${finalQuoted(seen, p)} (${p})`, own = place(position);
+    const place = (/** @type {number} */ p) => `${finalQuoted(seen, p)} (${p}${isOpen(run, step, p) ? ", masked" : ""})`, own = place(position);
     const reads = strongest(n, (k) => read(pattern, head, position, k)), meant = key ?? reads.find(({ i }) => i !== position)?.i ?? position;
     this.words.replaceChildren(
       line(`In head ${head}, ${own} reads`, reads, place, (k) => ({ key: k })),

@@ -177,17 +177,26 @@ function changesOf(run, chunk, base, baseChunk, quantity) {
   return (layer, position) => (isSame[placeOf(run, layer, position)[1]] ? own(layer, position) - other(layer, position) : NaN);
 }
 
+/** The highest absolute number of a step.
+ * @param {Run} run @param {Chunk} chunk @param {Numbers} numbers @param {string} quantity */
+function highestOf(run, chunk, numbers, quantity) {
+  let highest = 0;
+  if (!(quantity in LENS_CHANGES)) {
+    const { data } = chunk.tables[quantity];
+    for (let i = 0; i < data.length; i++) if (data[i] > highest) highest = data[i];
+    return quantity === "rank" ? Math.log10(highest + 1) : highest;
+  }
+  for (const layer of run.lens.layers) for (const position of run.lens.positions) {
+    highest = Math.max(highest, Math.abs(numbers(layer, position)) || 0);
+  }
+  return highest;
+}
+
 /** Colours of a quantity, the ends of the scale, and where a number is on it, from 0 to 1.
  * @param {Run} run @param {Chunk} chunk @param {Numbers} numbers @param {string} quantity @param {boolean} dark */
 function scaleOf(run, chunk, numbers, quantity, dark) {
-  chunk.scanned ??= new Set();
-  if (quantity in LENS_LIMITS && (quantity in LENS_CHANGES || !chunk.scanned.has(quantity))) {
-    chunk.scanned.add(quantity);
-    for (const layer of run.lens.layers) for (const position of run.lens.positions) {
-      const x = Math.abs(numbers(layer, position));
-      if (x > LENS_LIMITS[quantity]) LENS_LIMITS[quantity] = roundUp(x);
-    }
-  }
+  const highest = quantity in LENS_LIMITS ? highestOf(run, chunk, numbers, quantity) : 0;
+  if (highest > LENS_LIMITS[quantity]) LENS_LIMITS[quantity] = roundUp(highest);
   const limit = () => LENS_LIMITS[quantity] ?? 1, name = LENS_COLOURS[quantity] ?? quantity;
   const end = quantity === "rank" ? `${Math.round(10 ** limit() - 1)}` : `${Number(limit().toPrecision(3))}`;
   if (quantity in LENS_CHANGES) {

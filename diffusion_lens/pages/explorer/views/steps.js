@@ -31,6 +31,7 @@ class StepsPane {
       choose: (seen, r, c) => ({ step: this.stepOf(seen, this.rows[r]), position: c }),
     });
     this.element = this.pane.element;
+    setText(this.pane.heading, "Canvas by step");
     this.asked = "";
     /** @type {Rows[]} */ this.rows = [];
   }
