@@ -1,6 +1,6 @@
 /** What the views that are heat maps over positions have in common: tools above a map, or a note in its place. */
 
-import { h } from "./elements.js";
+import { button, h, setText } from "./elements.js";
 import { HeatMap } from "./heat_map.js";
 import { finalWord, isOpen, lengthOf } from "./runs.js";
 import { quoted, readable } from "./words.js";
@@ -8,10 +8,10 @@ import { quoted, readable } from "./words.js";
 /** @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Column} Column */
 
 export class MapPane {
-  /** `choose` is what a cell selects.
-   * @param {{label: string, corner: string, tools?: HTMLElement[],
+  /** `choose` is what a cell selects, `code` the view whose code gives the numbers.
+   * @param {{label: string, corner: string, tools?: HTMLElement[], code: (seen: Seen) => string,
    *   choose: (seen: Seen, row: number, column: number) => Partial<import("./types.js").State>}} given */
-  constructor({ label, corner, tools = [], choose }) {
+  constructor({ label, corner, tools = [], code, choose }) {
     /** @type {Seen} */ this.seen = null;
     this.map = new HeatMap({
       label, corner,
@@ -28,21 +28,18 @@ export class MapPane {
     this.legend = h("span", { class: "dl-legend" });
     this.note = h("p", { class: "dl-note", hidden: true });
     this.reading = h("p", { class: "dl-reading" });
+    this.code = button("as Python", () => this.seen.code(code(this.seen), label), { class: "dl-code" });
+    this.hasCode = (/** @type {Seen} */ seen) => Boolean(seen.run.python?.[code(seen)]);
     this.element = h("section", { class: "dl-map-pane", "aria-label": label },
-      h("header", {}, this.heading, h("span", { class: "dl-tools" }, ...tools, this.legend)), this.note, this.map.element, this.reading);
+      h("header", {}, this.heading, h("span", {}, ...tools, this.legend, this.code)), this.note, this.map.element, this.reading);
   }
 
-  /** Draw a selection; an error stands in the place of the map.
-   * @param {Seen} seen @param {() => Promise<void>} job */
-  async draw(seen, job) {
+  /** Begin to draw a selection, under a heading. @param {Seen} seen @param {string} heading @param {string} reading */
+  begin(seen, heading, reading) {
     this.seen = seen;
-    this.element.setAttribute("aria-busy", "true");
-    try {
-      await job();
-    } catch (error) {
-      if (seen.current()) this.show(`This view could not be read: ${error.message}`);
-    }
-    if (seen.current()) this.element.removeAttribute("aria-busy");
+    this.code.hidden = !this.hasCode(seen);
+    setText(this.heading, heading);
+    setText(this.reading, reading);
   }
 
   /** Show the map, or a note in its place.

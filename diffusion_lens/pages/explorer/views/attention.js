@@ -1,7 +1,7 @@
 /** Attention of one block at a step: its heads as small pictures, one as a map of query by key, and what is read in words. */
 
 import { ramp } from "../colours.js";
-import { button, drawLegend, h, setText } from "../elements.js";
+import { button, drawLegend, h } from "../elements.js";
 import { columnsOf, MapPane, readingOf, rowHeight } from "../map_pane.js";
 import { clamp, read } from "../numbers.js";
 import { finalWord, isOpen, lengthOf, listed } from "../runs.js";
@@ -27,7 +27,7 @@ export const attentionView = {
 
 class AttentionPane {
   constructor() {
-    this.pane = new MapPane({ label: "Attention", corner: "query", choose: (_, r, c) => ({ position: r, key: c }) });
+    this.pane = new MapPane({ label: "Attention", corner: "query", code: () => "attention", choose: (_, r, c) => ({ position: r, key: c }) });
     this.heads = h("div", { class: "dl-heads", role: "group", "aria-label": "Heads" });
     this.words = h("div", { class: "dl-reads" });
     this.pane.map.element.before(this.heads, this.words);
@@ -38,29 +38,25 @@ class AttentionPane {
 
   hover(/** @type {number} */ position) { this.pane.map.markHover(position); }
 
-  draw(/** @type {Seen} */ seen) {
+  async draw(/** @type {Seen} */ seen) {
     const { run, step, block, head, position, key, dark } = seen, n = lengthOf(run), { map, legend } = this.pane;
-    setText(this.pane.heading, `Attention of block ${block}, head ${head} at step ${step}`);
-    return this.pane.draw(seen, async () => {
-      const { tables: { pattern } } = await seen.chunk(`attention/${block}/${step}`);
-      if (!seen.current()) return;
-      this.pane.show(null);
-      const colours = ramp("attention", dark), columns = columnsOf(seen), digits = pattern.scale > 0.001 ? 2 : 4;
-      const weight = (/** @type {number} */ x) => (Number.isNaN(x) ? "not reached" : x.toFixed(digits));
-      drawLegend(legend, colours, { name: "weight", low: "0", high: "1" });
-      this.drawHeads(seen, pattern);
-      this.drawWords(seen, pattern);
-      map.draw({
-        rows: columns.map(({ text }, q) => `${q} ${shorten(text, 9)}`), columns, colours, rowHeight: rowHeight(n, 24),
-        cell: (q, k) => {
-          const x = read(pattern, head, q, k);
-          return { value: x, text: x >= 0.005 ? weight(x) : "" };
-        },
-        label: (q, k) => `head ${head}, query ${q} ${finalQuoted(seen, q)}, key ${k} ${finalQuoted(seen, k)}: ${weight(read(pattern, head, q, k))}`,
-      });
-      map.mark(position, clamp(key ?? position, 0, n - 1));
-      setText(this.pane.reading, readingOf(seen, "attention"));
+    this.pane.begin(seen, `Attention of block ${block}, head ${head} at step ${step}`, readingOf(seen, "attention"));
+    const { tables: { pattern } } = await seen.chunk(`attention/${block}/${step}`);
+    if (!seen.current()) return;
+    const colours = ramp("attention", dark), columns = columnsOf(seen), digits = pattern.scale > 0.001 ? 2 : 4;
+    const weight = (/** @type {number} */ x) => (Number.isNaN(x) ? "not reached" : x.toFixed(digits));
+    drawLegend(legend, colours, { name: "weight", low: "0", high: "1" });
+    this.drawHeads(seen, pattern);
+    this.drawWords(seen, pattern);
+    map.draw({
+      rows: columns.map(({ text }, q) => `${q} ${shorten(text, 9)}`), columns, colours, rowHeight: rowHeight(n, 24),
+      cell: (q, k) => {
+        const x = read(pattern, head, q, k);
+        return { value: x, text: x >= 0.005 ? weight(x) : "" };
+      },
+      label: (q, k) => `head ${head}, query ${q} ${finalQuoted(seen, q)}, key ${k} ${finalQuoted(seen, k)}: ${weight(read(pattern, head, q, k))}`,
     });
+    map.mark(position, clamp(key ?? position, 0, n - 1));
   }
 
   /** A small picture of each head's pattern; a click shows the head.

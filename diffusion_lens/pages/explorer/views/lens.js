@@ -35,7 +35,7 @@ class LensPane {
   constructor() {
     this.select = h("select", { onchange: () => this.pane.seen.select({ colour: this.select.value }) });
     this.pane = new MapPane({
-      label: "Lens", corner: "layer", tools: [field("Lens shows", this.select)],
+      label: "Lens", corner: "layer", code: () => "lens", tools: [field("Lens shows", this.select)],
       choose: ({ run }, r, c) => ({ layer: layersOf(run)[r], position: c }),
     });
     this.overHeading = h("h3");
@@ -51,31 +51,27 @@ class LensPane {
         if (r !== null && c !== null) this.pane.seen.say(this.over.label(r, c));
       },
     });
-    this.element = h("div", {}, this.pane.element, h("section", { "aria-label": "Over all steps" }, this.overHeading, this.over.element));
+    this.element = h("div", {}, this.pane.element, h("section", { class: "dl-over", "aria-label": "Over all steps" }, this.overHeading, this.over.element));
     /** @type {Map<number, Chunk>} */ this.known = new Map(); // chunks of `knownRun` by step
     /** @type {Run|null} */ this.knownRun = null;
   }
 
   hover(/** @type {number} */ position) { this.pane.map.markHover(position); }
 
-  draw(/** @type {Seen} */ seen) {
-    const { run, base, step, state } = seen;
-    fillSelect(this.select, Object.entries({ ...LENS_COLOURS, ...(base?.lens ? Object.fromEntries(Object.keys(LENS_CHANGES).map((name) => [name, name])) : {}) }), state.colour);
-    const quantity = quantityOf(seen), isChange = quantity in LENS_CHANGES;
-    this.select.value = quantity;
-    setText(this.pane.heading, `Lens at step ${step}`);
-    return this.pane.draw(seen, async () => {
-      const [chunk, baseChunk] = await Promise.all([seen.chunk(`lens/${step}`), isChange && base.lens.steps.includes(step) ? seen.chunk(`lens/${step}`, base) : null]);
-      if (!seen.current()) return;
-      if (isChange && !baseChunk) return this.pane.show(`The lens of the base run was read at ${listed("step", base.lens.steps)}.`);
-      this.pane.show(null);
-      this.drawStep(seen, quantity, chunk, baseChunk);
-      if (this.knownRun !== run) this.known.clear();
-      this.knownRun = run;
-      this.known.set(step, chunk);
-      this.drawOver(seen);
-      this.readRest(seen);
-    });
+  async draw(/** @type {Seen} */ seen) {
+    const { run, base, step } = seen, quantity = quantityOf(seen), isChange = quantity in LENS_CHANGES;
+    const offered = [...Object.entries(LENS_COLOURS), ...(base?.lens ? Object.keys(LENS_CHANGES).map((name) => [name, name]) : [])];
+    fillSelect(this.select, offered, quantity);
+    this.pane.begin(seen, `Lens at step ${step}`, readingOf(seen, "lens"));
+    const [chunk, baseChunk] = await Promise.all([seen.chunk(`lens/${step}`), isChange && base.lens.steps.includes(step) ? seen.chunk(`lens/${step}`, base) : null]);
+    if (!seen.current()) return;
+    this.pane.show(isChange && !baseChunk ? `The lens of the base run was read at ${listed("step", base.lens.steps)}.` : null);
+    if (!isChange || baseChunk) this.drawStep(seen, quantity, chunk, baseChunk);
+    if (this.knownRun !== run) this.known.clear();
+    this.knownRun = run;
+    this.known.set(step, chunk);
+    this.drawOver(seen);
+    this.readRest(seen);
   }
 
   /** @param {Seen} seen @param {string} quantity @param {Chunk} chunk @param {Chunk|null} baseChunk */
@@ -95,7 +91,6 @@ class LensPane {
       },
     });
     map.mark(layers.indexOf(layer), position);
-    setText(this.pane.reading, readingOf(seen, "lens"));
   }
 
   /** The selected position, layer by step, as far as the steps have been read. */
