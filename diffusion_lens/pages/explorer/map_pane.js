@@ -1,6 +1,6 @@
 /** What the views that are heat maps over positions have in common: tools above a map, or a note in its place. */
 
-import { button, h, setText } from "./elements.js";
+import { button, h } from "./elements.js";
 import { HeatMap } from "./heat_map.js";
 import { finalWord, isOpen, lengthOf } from "./runs.js";
 import { quoted, readable } from "./words.js";
@@ -8,10 +8,10 @@ import { quoted, readable } from "./words.js";
 /** @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Column} Column */
 
 export class MapPane {
-  /** `choose` is what a cell selects, `code` the view whose code gives the numbers.
-   * @param {{label: string, corner: string, tools?: HTMLElement[], code: (seen: Seen) => string,
+  /** `choose` is what a cell selects, `code` the view whose Python code gives the numbers.
+   * @param {{label: string, corner: string, tools?: HTMLElement[], code?: (seen: Seen) => string,
    *   choose: (seen: Seen, row: number, column: number) => Partial<import("./types.js").State>}} given */
-  constructor({ label, corner, tools = [], code, choose }) {
+  constructor({ label, corner, tools = [], code = () => "", choose }) {
     /** @type {Seen} */ this.seen = null;
     this.map = new HeatMap({
       label, corner,
@@ -29,17 +29,16 @@ export class MapPane {
     this.note = h("p", { class: "dl-note", hidden: true });
     this.reading = h("p", { class: "dl-reading" });
     this.code = button("as Python", () => this.seen.code(code(this.seen), label), { class: "dl-code" });
-    this.hasCode = (/** @type {Seen} */ seen) => Boolean(seen.run.python?.[code(seen)]);
-    this.element = h("section", { class: "dl-map-pane", "aria-label": label },
+    this.hasCode = () => Boolean(this.seen.run.python?.[code(this.seen)]);
+    this.element = h("div", { class: "dl-map-pane", role: "group", "aria-label": label },
       h("header", {}, this.heading, h("span", {}, ...tools, this.legend, this.code)), this.note, this.map.element, this.reading);
   }
 
-  /** Begin to draw a selection, under a heading. @param {Seen} seen @param {string} heading @param {string} reading */
-  begin(seen, heading, reading) {
+  /** Draw a selection. @param {Seen} seen @param {() => Promise<void>} job */
+  draw(seen, job) {
     this.seen = seen;
-    this.code.hidden = !this.hasCode(seen);
-    setText(this.heading, heading);
-    setText(this.reading, reading);
+    this.code.hidden = !this.hasCode();
+    return job();
   }
 
   /** Show the map, or a note in its place.

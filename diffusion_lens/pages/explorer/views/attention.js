@@ -1,7 +1,7 @@
 /** Attention of one block at a step: its heads as small pictures, one as a map of query by key, and what is read in words. */
 
 import { ramp } from "../colours.js";
-import { button, drawLegend, h } from "../elements.js";
+import { button, drawLegend, h, setText } from "../elements.js";
 import { columnsOf, MapPane, readingOf, rowHeight } from "../map_pane.js";
 import { clamp, read } from "../numbers.js";
 import { finalWord, isOpen, lengthOf, listed } from "../runs.js";
@@ -38,25 +38,28 @@ class AttentionPane {
 
   hover(/** @type {number} */ position) { this.pane.map.markHover(position); }
 
-  async draw(/** @type {Seen} */ seen) {
+  draw(/** @type {Seen} */ seen) {
     const { run, step, block, head, position, key, dark } = seen, n = lengthOf(run), { map, legend } = this.pane;
-    this.pane.begin(seen, `Attention of block ${block}, head ${head} at step ${step}`, readingOf(seen, "attention"));
-    const { tables: { pattern } } = await seen.chunk(`attention/${block}/${step}`);
-    if (!seen.current()) return;
-    const colours = ramp("attention", dark), columns = columnsOf(seen), digits = pattern.scale > 0.001 ? 2 : 4;
-    const weight = (/** @type {number} */ x) => (Number.isNaN(x) ? "not reached" : x.toFixed(digits));
-    drawLegend(legend, colours, { name: "weight", low: "0", high: "1" });
-    this.drawHeads(seen, pattern);
-    this.drawWords(seen, pattern);
-    map.draw({
-      rows: columns.map(({ text }, q) => `${q} ${shorten(text, 9)}`), columns, colours, rowHeight: rowHeight(n, 24),
-      cell: (q, k) => {
-        const x = read(pattern, head, q, k);
-        return { value: x, text: x >= 0.005 ? weight(x) : "" };
-      },
-      label: (q, k) => `head ${head}, query ${q} ${finalQuoted(seen, q)}, key ${k} ${finalQuoted(seen, k)}: ${weight(read(pattern, head, q, k))}`,
+    setText(this.pane.heading, `Attention of block ${block}, head ${head} at step ${step}`);
+    setText(this.pane.reading, readingOf(seen, "attention"));
+    return this.pane.draw(seen, async () => {
+      const { tables: { pattern } } = await seen.chunk(`attention/${block}/${step}`);
+      if (!seen.current()) return;
+      const colours = ramp("attention", dark), columns = columnsOf(seen), digits = pattern.scale > 0.001 ? 2 : 4;
+      const weight = (/** @type {number} */ x) => (Number.isNaN(x) ? "not reached" : x.toFixed(digits));
+      drawLegend(legend, colours, { name: "weight", low: "0", high: "1" });
+      this.drawHeads(seen, pattern);
+      this.drawWords(seen, pattern);
+      map.draw({
+        rows: columns.map(({ text }, q) => `${q} ${shorten(text, 9)}`), columns, colours, rowHeight: rowHeight(n, 24),
+        cell: (q, k) => {
+          const x = read(pattern, head, q, k);
+          return { value: x, text: x >= 0.005 ? weight(x) : "" };
+        },
+        label: (q, k) => `head ${head}, query ${q} ${finalQuoted(seen, q)}, key ${k} ${finalQuoted(seen, k)}: ${weight(read(pattern, head, q, k))}`,
+      });
+      map.mark(position, clamp(key ?? position, 0, n - 1));
     });
-    map.mark(position, clamp(key ?? position, 0, n - 1));
   }
 
   /** A small picture of each head's pattern; a click shows the head.
@@ -90,12 +93,12 @@ class AttentionPane {
   /** What the selected position reads, what reads it, and which heads read most what it reads.
    * @param {Seen} seen @param {Table} pattern */
   drawWords(seen, pattern) {
-    const { run, step, position, head, key, select } = seen, [nHeads, n] = pattern.shape;
+    const { run, model, step, position, head, key, select } = seen, [nHeads, n] = pattern.shape;
     const strongest = (/** @type {number} */ count, /** @type {(i: number) => number} */ weight) => Array.from({ length: count }, (_, i) => ({ i, x: weight(i) }))
       .filter(({ x }) => x >= LEAST_WEIGHT).sort((a, b) => b.x - a.x).slice(0, MOST_NAMED);
     const line = (/** @type {string} */ words, /** @type {{i: number, x: number}[]} */ found, /** @type {(i: number) => string} */ name, /** @type {(i: number) => any} */ chosen) =>
       h("p", {}, h("span", {}, `${words} `), ...(found.length ? found.map(({ i, x }) => button(`${name(i)} ${x.toFixed(2)}`, () => select(chosen(i)), { class: "dl-chip" })) : ["nothing"]));
-    const place = (/** @type {number} */ p) => `${finalQuoted(seen, p)} (${p}${isOpen(run, step, p) ? ", masked" : ""})`, own = place(position);
+    const place = (/** @type {number} */ p) => `${finalQuoted(seen, p)} (${p}${!isOpen(run, step, p) ? "" : model.masks ? ", masked" : ", not yet written"})`, own = place(position);
     const reads = strongest(n, (k) => read(pattern, head, position, k)), meant = key ?? reads.find(({ i }) => i !== position)?.i ?? position;
     this.words.replaceChildren(
       line(`In head ${head}, ${own} reads`, reads, place, (k) => ({ key: k })),

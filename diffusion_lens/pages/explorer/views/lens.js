@@ -51,27 +51,30 @@ class LensPane {
         if (r !== null && c !== null) this.pane.seen.say(this.over.label(r, c));
       },
     });
-    this.element = h("div", {}, this.pane.element, h("section", { class: "dl-over", "aria-label": "Over all steps" }, this.overHeading, this.over.element));
+    this.element = h("div", {}, this.pane.element, h("div", { class: "dl-over" }, this.overHeading, this.over.element));
     /** @type {Map<number, Chunk>} */ this.known = new Map(); // chunks of `knownRun` by step
     /** @type {Run|null} */ this.knownRun = null;
   }
 
   hover(/** @type {number} */ position) { this.pane.map.markHover(position); }
 
-  async draw(/** @type {Seen} */ seen) {
+  draw(/** @type {Seen} */ seen) {
     const { run, base, step } = seen, quantity = quantityOf(seen), isChange = quantity in LENS_CHANGES;
     const offered = [...Object.entries(LENS_COLOURS), ...(base?.lens ? Object.keys(LENS_CHANGES).map((name) => [name, name]) : [])];
     fillSelect(this.select, offered, quantity);
-    this.pane.begin(seen, `Lens at step ${step}`, readingOf(seen, "lens"));
-    const [chunk, baseChunk] = await Promise.all([seen.chunk(`lens/${step}`), isChange && base.lens.steps.includes(step) ? seen.chunk(`lens/${step}`, base) : null]);
-    if (!seen.current()) return;
-    this.pane.show(isChange && !baseChunk ? `The lens of the base run was read at ${listed("step", base.lens.steps)}.` : null);
-    if (!isChange || baseChunk) this.drawStep(seen, quantity, chunk, baseChunk);
-    if (this.knownRun !== run) this.known.clear();
-    this.knownRun = run;
-    this.known.set(step, chunk);
-    this.drawOver(seen);
-    this.readRest(seen);
+    setText(this.pane.heading, `Lens at step ${step}`);
+    setText(this.pane.reading, readingOf(seen, "lens"));
+    return this.pane.draw(seen, async () => {
+      const [chunk, baseChunk] = await Promise.all([seen.chunk(`lens/${step}`), isChange && base.lens.steps.includes(step) ? seen.chunk(`lens/${step}`, base) : null]);
+      if (!seen.current()) return;
+      this.pane.show(isChange && !baseChunk ? `The lens of the base run was read at ${listed("step", base.lens.steps)}.` : null);
+      if (!isChange || baseChunk) this.drawStep(seen, quantity, chunk, baseChunk);
+      if (this.knownRun !== run) this.known.clear();
+      this.knownRun = run;
+      this.known.set(step, chunk);
+      this.drawOver(seen);
+      this.readRest(seen);
+    });
   }
 
   /** @param {Seen} seen @param {string} quantity @param {Chunk} chunk @param {Chunk|null} baseChunk */
@@ -94,8 +97,8 @@ class LensPane {
   }
 
   /** The selected position, layer by step, as far as the steps have been read. */
-  drawOver(/** @type {Seen} */ { run, position, layer, step, dark, state }) {
-    const quantity = LENS_CHANGES[state.colour] ?? state.colour, layers = layersOf(run), { steps } = run.lens, { over, known } = this;
+  drawOver(/** @type {Seen} */ seen) {
+    const { run, position, layer, step, dark } = seen, asked = quantityOf(seen), quantity = LENS_CHANGES[asked] ?? asked, layers = layersOf(run), { steps } = run.lens, { over, known } = this;
     const scales = new Map([...known].map(([one, chunk]) => {
       const numbers = numbersOf(run, chunk, quantity);
       return [one, { numbers, ...scaleOf(run, chunk, numbers, quantity, dark) }];
@@ -132,9 +135,12 @@ class LensPane {
   }
 }
 
-/** What the colours show: of a run without a base, the number itself instead of its change. */
-const quantityOf = (/** @type {Seen} */ { base, state: { colour } }) =>
-  (colour in LENS_CHANGES && !base?.lens ? LENS_CHANGES[colour] : colour in { ...LENS_COLOURS, ...LENS_CHANGES } ? colour : "top");
+/** What the colours show: of a run without a base, the number itself instead of its change.
+ * @param {Seen} seen */
+function quantityOf({ base, state: { colour } }) {
+  if (Object.hasOwn(LENS_CHANGES, colour)) return base?.lens ? colour : LENS_CHANGES[colour];
+  return Object.hasOwn(LENS_COLOURS, colour) ? colour : "top";
+}
 
 /** Row and column of a layer and a position in the lens's tables; -1 where they were not read.
  * @param {Run} run @param {number} layer @param {number} position */

@@ -2,6 +2,7 @@
 
 import { canvasCell, drawOverlayLegend, overlayOf } from "../canvas.js";
 import { ramp } from "../colours.js";
+import { setText } from "../elements.js";
 import { columnsOf, MapPane, rowHeight } from "../map_pane.js";
 import { predictedOf } from "../predicted.js";
 import { canvasAt, lengthOf, stepsOf } from "../runs.js";
@@ -28,6 +29,7 @@ class StepsPane {
       choose: (seen, r, c) => ({ step: this.stepOf(seen, this.rows[r]), position: c }),
     });
     this.element = this.pane.element;
+    setText(this.pane.heading, "Canvas by step");
     this.asked = "";
     /** @type {Rows[]} */ this.rows = [];
   }
@@ -40,29 +42,31 @@ class StepsPane {
     return run.steps[at >= from && at <= to ? at : from];
   }
 
-  async draw(/** @type {Seen} */ seen) {
+  draw(/** @type {Seen} */ seen) {
     const { run, base, dark, step, position } = seen, overlay = overlayOf(seen), steps = stepsOf(run), { map, legend } = this.pane;
-    const predicted = overlay === "confidence" ? null : await predictedOf(seen);
-    if (!seen.current()) return;
-    const asked = `${run.id} ${base?.id} ${overlay}`;
-    if (asked !== this.asked) this.rows = foldedRows(seen, predicted, overlay);
-    this.asked = asked;
-    this.pane.begin(seen, "Canvas by step", readingOfSteps(seen, overlay, this.rows));
-    drawOverlayLegend(legend, overlay, predicted, dark);
-    const height = rowHeight(this.rows.length, 16);
-    const cellOf = (/** @type {number} */ r, /** @type {number} */ c) => canvasCell(seen, predicted, overlay, this.stepOf(seen, this.rows[r]), c);
-    map.draw({
-      rows: this.rows.map(({ from, to }) => (from === to ? `${steps[from]}` : `${steps[from]}–${steps[to]}`)),
-      columns: columnsOf(seen), colours: ramp("canvas", dark),
-      rowHeight: (r) => (this.rows[r].from === this.rows[r].to ? height : THIN),
-      cell: (r, c) => {
-        const { value, word, kinds } = cellOf(r, c);
-        return { value, text: word === null ? "" : readable(word), kind: kinds.join(" ") };
-      },
-      label: (r, c) => cellOf(r, c).label,
+    return this.pane.draw(seen, async () => {
+      const predicted = overlay === "confidence" ? null : await predictedOf(seen);
+      if (!seen.current()) return;
+      const asked = `${run.id} ${base?.id} ${overlay}`;
+      if (asked !== this.asked) this.rows = foldedRows(seen, predicted, overlay);
+      this.asked = asked;
+      setText(this.pane.reading, readingOfSteps(seen, overlay, this.rows));
+      drawOverlayLegend(legend, overlay, predicted, dark);
+      const height = rowHeight(this.rows.length, 16);
+      const cellOf = (/** @type {number} */ r, /** @type {number} */ c) => canvasCell(seen, predicted, overlay, this.stepOf(seen, this.rows[r]), c);
+      map.draw({
+        rows: this.rows.map(({ from, to }) => (from === to ? `${steps[from]}` : `${steps[from]}–${steps[to]}`)),
+        columns: columnsOf(seen), colours: ramp("canvas", dark),
+        rowHeight: (r) => (this.rows[r].from === this.rows[r].to ? height : THIN),
+        cell: (r, c) => {
+          const { value, word, kinds } = cellOf(r, c);
+          return { value, text: word === null ? "" : readable(word), kind: kinds.join(" ") };
+        },
+        label: (r, c) => cellOf(r, c).label,
+      });
+      const at = steps.indexOf(step);
+      map.mark(this.rows.findIndex(({ from, to }) => from <= at && at <= to), position);
     });
-    const at = steps.indexOf(step);
-    map.mark(this.rows.findIndex(({ from, to }) => from <= at && at <= to), position);
   }
 }
 

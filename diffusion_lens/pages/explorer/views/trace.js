@@ -1,7 +1,7 @@
 /** The causal trace: the probability of the answer when one state of the clean run is restored in a corrupted one. */
 
 import { ramp } from "../colours.js";
-import { button, drawLegend, fillSelect, h } from "../elements.js";
+import { button, drawLegend, fillSelect, h, setText } from "../elements.js";
 import { columnsOf, MapPane, readingOf, rowHeight } from "../map_pane.js";
 import { clamp, read } from "../numbers.js";
 import { finalWord, listed, sites } from "../runs.js";
@@ -39,18 +39,21 @@ class TracePane {
 
   hover(/** @type {number} */ position) { this.pane.map.markHover(position); }
 
-  async draw(/** @type {Seen} */ seen) {
+  draw(/** @type {Seen} */ seen) {
     const { run, step } = seen, trace = shownTrace(seen), name = `trace/${trace.name}/${step}`;
     fillSelect(this.select, run.traces.map((one) => [one.name, sites[one.kind] ?? one.name]), trace.name);
     this.select.hidden = run.traces.length < 2;
-    this.pane.begin(seen, `Causal trace at step ${step}`, readingOf(seen, "trace"));
-    if (trace.lazy && !seen.loaded(name)) {
-      return this.pane.show("A trace takes longer than the other views.", button("Compute the trace", () => this.compute(name)));
-    }
-    const chunk = await seen.chunk(name);
-    if (!seen.current()) return;
-    this.pane.show(null);
-    this.drawMap(seen, trace, chunk);
+    setText(this.pane.heading, `Causal trace at step ${step}`);
+    setText(this.pane.reading, readingOf(seen, "trace"));
+    return this.pane.draw(seen, async () => {
+      if (trace.lazy && !seen.loaded(name)) {
+        return this.pane.show("A trace takes longer than the other views.", button("Compute the trace", () => this.compute(name)));
+      }
+      const chunk = await seen.chunk(name);
+      if (!seen.current()) return;
+      this.pane.show(null);
+      this.drawMap(seen, trace, chunk);
+    });
   }
 
   async compute(/** @type {string} */ name) {
