@@ -67,13 +67,20 @@ def pair_page() -> Any:
     return replace(pages[0], title="A pair", models=models, runs=runs)
 
 
-def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tuple[str, ...] = ()) -> Any:
-    """A page of random numbers, which compress worse than those of a model, with every view at every step."""
+def large_page(
+    n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tuple[str, ...] = (), different: int = 256
+) -> Any:
+    """A page of random numbers, which compress worse than those of a model, with every view at every step.
+
+    With fewer `different` positions than there are, their numbers are repeated, so that a large page is a small file.
+    """
     from diffusion_lens.pages import views
     from diffusion_lens.pages.page import Page, PageRun
     from diffusion_lens.pages.views import Stored, pack
 
     generator, k, n_heads, given = torch.Generator().manual_seed(0), 5, 12, 8
+    places = torch.arange(n_pos) % different
+    n_different = min(n_pos, different)
     texts = [*words, *(f" {word}{i}" for i in range(80) for word in ("word", "a", "mushrooms", "cartographer", "of"))]
     final = torch.randint(len(words) or len(texts), (n_pos,), generator=generator)
     revealed_at = torch.randint(n_steps, (n_pos,), generator=generator)
@@ -83,22 +90,22 @@ def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tu
     def rand(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator)
 
-    def top(*shape: int) -> tuple[Stored, Stored]:
+    def top(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         p = (rand(*shape, k).sort(dim=-1, descending=True).values / k).nan_to_num()
-        return Stored("u2", torch.randint(len(texts), (*shape, k), generator=generator).numpy()), Stored.shares(p)
+        return torch.randint(len(texts), (*shape, k), generator=generator), p
 
     steps, layers, positions = list(range(n_steps)), list(range(n_layers + 1)), list(range(n_pos))
     lens = {}
     for step in steps:
-        tokens, p = top(n_layers + 1, n_pos)
-        numbers = rand(n_layers + 1, n_pos)
+        tokens, p = (table[:, places] for table in top(n_layers + 1, n_different))
+        numbers = rand(n_layers + 1, n_different)[:, places]
         lens[f"lens/{step}"] = pack(
             {
-                "top_tokens": tokens,
-                "top_probabilities": p,
+                "top_tokens": Stored("u2", tokens.numpy()),
+                "top_probabilities": Stored.shares(p),
                 "entropy": Stored.numbers(6 * numbers),
                 "rank": Stored.integers((len(texts) * numbers).long()),
-                "probability": Stored.shares(rand(n_layers + 1, n_pos)),
+                "probability": Stored.shares(rand(n_layers + 1, n_different)[:, places]),
             }
         )
     labels = [f"{layer}_pre" for layer in layers[:-1]] + ["final_post"]
@@ -107,14 +114,13 @@ def large_page(n_pos: int = 52, n_steps: int = 32, n_layers: int = 20, words: tu
     predicted, position = (canvases[:-1] < 0).nonzero(as_tuple=True)
     tokens, p = top(len(predicted))
     predictions = {"step": Stored.integers(predicted), "position": Stored.integers(position)}
-    predictions |= {"entropy": Stored.numbers(6 * rand(len(predicted))), "top_tokens": tokens, "top_probabilities": p}
+    predictions |= {"entropy": Stored.numbers(6 * rand(len(predicted)))}
+    predictions |= {"top_tokens": Stored("u2", tokens.numpy()), "top_probabilities": Stored.shares(p)}
     predictions_entry = dict(k=k, steps=steps, committed=(revealed_at // 2).tolist(), chunk="predictions")
-    scores = rand(n_steps, n_pos, n_layers)
+    scores = rand(n_steps, n_different, n_layers)[:, places]
     scores[:, -2:] = torch.nan
     trace = views.trace_entry("resid", "resid", (2, 4), positions, layers[:-1], steps, "the answer")
-    patterns = {
-        (layer, step): rand(n_heads, n_pos, n_pos).pow(12).softmax(dim=-1) for layer in (10,) for step in steps[:8]
-    }
+    patterns = {(10, step): rand(n_heads, n_different, n_pos).pow(12).softmax(dim=-1)[:, places] for step in steps[:8]}
     entry = {
         "id": "run",
         "model": 0,

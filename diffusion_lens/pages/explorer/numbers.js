@@ -38,7 +38,8 @@ export function read(table, ...index) {
  * @param {string} base64 @returns {Promise<ArrayBuffer>} */
 export async function inflate(base64) {
   const text = atob(base64.trim());
-  const bytes = Uint8Array.from(text, (char) => char.charCodeAt(0));
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = text.charCodeAt(i); // much faster than a function for each
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
 }
 
