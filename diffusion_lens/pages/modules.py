@@ -15,7 +15,8 @@ FIRST = "mount.js"  # imports the others
 _IMPORT = re.compile(r'^import \{[^}]*\} from "([^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.MULTILINE)
 _NOTHING = re.compile(r"^export \{\};\n", re.MULTILINE)
-_NAMED = re.compile(r"^(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+_NAMED = re.compile(r"^(?:/\*\*.*\*/ )?(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+_ALSO = re.compile(r"^(?:export )?(?:const|let) \w+ = [^({\[\n]*;", re.MULTILINE)  # further names in one statement
 
 
 @cache
@@ -26,7 +27,7 @@ def explorer_files() -> tuple[str, str]:
         ValueError: Two modules define one name, or a file contains a tag that would end its element.
     """
     texts = dict(_ordered(FIRST))
-    counted = Counter(name for text in texts.values() for name in set(_NAMED.findall(text)))
+    counted = Counter(name for text in texts.values() for name in _names(text))
     if twice := [name for name, count in counted.items() if count > 1]:
         raise ValueError(f"several modules of the explorer define {', '.join(twice)}; rename all but one")
     module = "\n".join(standing_alone(text) for text in texts.values())
@@ -35,6 +36,11 @@ def explorer_files() -> tuple[str, str]:
         if any(mark in text.lower() for mark in ("</script", "</style", "<!--")):
             raise ValueError(f"{name} contains an HTML tag that would end its element; write it in two parts")
     return module, style
+
+
+def _names(text: str) -> set[str]:
+    """The names that a module defines for all others."""
+    return {*_NAMED.findall(text), *(name for line in _ALSO.findall(text) for name in re.findall(r", (\w+) = ", line))}
 
 
 def standing_alone(text: str) -> str:

@@ -39,17 +39,17 @@ function widthOf(text, size, weight = 400) {
   return measuring.measureText(text).width;
 }
 
-/** @type {WeakMap<Run, number[]>} */ const WIDEST = new WeakMap();
+/** @type {WeakMap<Run, number[]>} */ const WIDTHS = new WeakMap();
 
 /** At each position the width in px of the widest token that any canvas of a run has there.
  * @param {Run} run */
 function widestOf(run) {
-  if (!WIDEST.has(run)) {
+  if (!WIDTHS.has(run)) {
     const widths = run.words.map((word) => widthOf(boxed(word), SIZE));
     const at = (/** @type {number} */ position) => Math.max(14, ...run.canvases.map((canvas) => widths[canvas[position]] ?? 0));
-    WIDEST.set(run, Array.from({ length: lengthOf(run) }, (_, position) => at(position)));
+    WIDTHS.set(run, Array.from({ length: lengthOf(run) }, (_, position) => at(position)));
   }
-  return WIDEST.get(run);
+  return WIDTHS.get(run);
 }
 
 /** A text in lines that are at most so wide; what has no place in the last one is left out.
