@@ -120,8 +120,8 @@ class Page:
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that neither side sees the other's styles and scripts."""
         return (
-            f'<iframe title="{escape(self.title)}" srcdoc="{escape(self.html())}" sandbox="allow-scripts allow-downloads" '
-            f'allow="clipboard-write" style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
+            f'<iframe title="{escape(self.title)}" srcdoc="{escape(self.html())}" '
+            f'sandbox="allow-scripts allow-downloads" allow="clipboard-write" style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
         )
 
     def __repr__(self) -> str:

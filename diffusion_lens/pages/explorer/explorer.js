@@ -524,7 +524,7 @@ export class Explorer {
     [...this.tabs.children].forEach((tab, i) => {
       const is = VIEWS[i] === this.view, { missing, name } = VIEWS[i];
       // A view for which no run of the page has anything is not offered, unless the page says what would make it.
-      tab.hidden = !is && seens.every((seen) => missing(seen) !== null && !(name in (seen.run.missing ?? {})) && !seen.run[name]);
+      tab.hidden = !is && seens.every((seen) => missing(seen) !== null && !(name in (seen.run.missing ?? {})) && !(seen.run[name] ?? seen.run[`${name}s`]?.length));
       tab.setAttribute("aria-selected", String(is));
       tab.tabIndex = is ? 0 : -1;
       if (is) this.panel.setAttribute("aria-labelledby", tab.id);
