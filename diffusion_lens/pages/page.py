@@ -121,7 +121,8 @@ class Page:
         """The page in a frame of its own, so that neither side sees the other's styles and scripts."""
         return (
             f'<iframe title="{escape(self.title)}" srcdoc="{escape(self.html())}" '
-            f'sandbox="allow-scripts allow-downloads" allow="clipboard-write" style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
+            f'sandbox="allow-scripts allow-downloads" allow="clipboard-write" '
+            f'style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
         )
 
     def __repr__(self) -> str:
