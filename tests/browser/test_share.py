@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import explorer_pages
 import nbformat
 import pytest
+from PIL import Image, ImageChops
 from playwright.sync_api import expect
 
 Open = Callable[..., Any]
@@ -105,9 +106,9 @@ def test_the_png_has_two_pixels_for_each_of_the_svg(opened: Open, tmp_path: Path
     assert len(png) > 5_000  # an empty picture is much smaller
 
 
-def test_the_film_shows_each_step_for_0_7_seconds(opened: Open, run: Any, tmp_path: Path) -> None:
+def test_the_webm_film_shows_each_step_for_0_7_seconds(opened: Open, run: Any, tmp_path: Path) -> None:
     page = opened("mdm")
-    film = saved(page, "Film", tmp_path)
+    film = saved(page, r"Film \(.webm\)", tmp_path)
     page.goto("about:blank")
     width, height, seconds, differing = page.evaluate(
         WATCH, f"data:video/webm;base64,{base64.b64encode(film.read_bytes()).decode()}"
@@ -118,9 +119,25 @@ def test_the_film_shows_each_step_for_0_7_seconds(opened: Open, run: Any, tmp_pa
     assert differing > 1_000
 
 
+@pytest.mark.parametrize("name", ["mdm", "hostile"])
+def test_the_gif_film_ends_in_the_picture_of_the_last_step(opened: Open, tmp_path: Path, name: str) -> None:
+    page = opened(name, fragment="#step=99")
+    with Image.open(saved(page, "PNG", tmp_path)) as png, Image.open(saved(page, r"Film \(.gif\)", tmp_path)) as gif:
+        assert gif.size == png.size
+        frames = []
+        for i in range(gif.n_frames):
+            gif.seek(i)
+            frames.append((gif.info["duration"], gif.convert("RGB")))
+        assert [duration for duration, _ in frames] == [700] * (len(frames) - 1) + [2000]
+        assert len(frames) == {"mdm": 6, "hostile": 3}[name]
+        assert len({frame.tobytes() for _, frame in frames}) > 1
+        # The colours of a GIF are rounded, to no more than an eighth of the range.
+        assert max(high for _, high in ImageChops.difference(frames[-1][1], png.convert("RGB")).getextrema()) < 32
+
+
 def test_a_film_is_cancelled(opened: Open) -> None:
     page = opened("mdm")
-    share(page, "Film")
+    share(page, r"Film \(.webm\)")
     expect(page.get_by_text(re.compile(r"Recording the film \d of 6"))).to_be_visible()
     page.get_by_role("button", name="Cancel").click()
     expect(page.get_by_role("status")).to_have_text("Cancelled: the film.")
@@ -128,7 +145,8 @@ def test_a_film_is_cancelled(opened: Open) -> None:
 
 @pytest.mark.parametrize("view", ["token", "lens", "attention", "trace"])
 def test_the_notebook_is_valid_and_its_code_runs(opened: Open, tmp_path: Path, view: str) -> None:
-    import matplotlib.figure
+    from matplotlib import pyplot
+    from matplotlib.axes import Axes
 
     page = opened("pair", fragment=f"#run=run0&compare=run1&step=2&position=5&layer=3&head=1&view={view}")
     notebook = nbformat.read(saved(page, "Notebook", tmp_path), as_version=4)
@@ -150,7 +168,8 @@ def test_the_notebook_is_valid_and_its_code_runs(opened: Open, tmp_path: Path, v
             assert names["pattern"].allclose(run.cache[2]["pattern", 3][0, 1])
         if view == "trace":
             assert names["scores"].allclose(run.trace.at_step(2).scores, atol=1e-6)
-        assert isinstance(eval(cells[4 * i + 3], names), matplotlib.figure.Figure)
+        assert isinstance(eval(cells[4 * i + 3], names), Axes)
+        pyplot.close()
 
 
 def test_code_and_link_are_copied(opened: Open, tmp_path: Path) -> None:
@@ -177,6 +196,17 @@ def test_without_a_clipboard_the_text_is_selected(opened: Open) -> None:
     assert text.evaluate("text => text.value.slice(text.selectionStart, text.selectionEnd)").startswith("import torch")
 
 
+def test_the_frame_of_a_notebook_lets_files_through(opened: Open, browser: Any, tmp_path: Path) -> None:
+    page = opened("mdm")
+    page.set_content(explorer_pages.page_of(explorer_pages.explored("site-mdm"))._repr_html_())
+    frame = page.frame_locator("iframe")
+    with page.expect_download() as download:
+        frame.get_by_role("button", name="Share", exact=True).click()
+        frame.get_by_role("button", name=re.compile("^SVG")).click()
+    download.value.save_as(tmp_path / "picture.svg")
+    assert "site-mdm" in texts_of(tmp_path / "picture.svg")
+
+
 def test_a_file_says_that_it_is_the_page(opened: Open) -> None:
     page = opened("mdm")
     share(page, "Page")
@@ -201,7 +231,7 @@ def test_pictures_and_film_of_the_live_page_pass_its_policy(
     opened: Open, served: Callable[..., str], tmp_path: Path
 ) -> None:
     page = opened(served("tiny-mdm", "--steps", "5"), theme="dark")
-    for name, start in {"PNG": b"\x89PNG", "Film": b"\x1aE\xdf\xa3", "Notebook": b"{"}.items():
+    for name, start in {"PNG": b"\x89PNG", r"Film \(.webm": b"\x1aE\xdf\xa3", "Notebook": b"{"}.items():
         assert saved(page, name, tmp_path).read_bytes().startswith(start)
     (notebook,) = tmp_path.glob("*.ipynb")
     names: dict[str, Any] = {}

@@ -133,7 +133,9 @@ function drawToken(run, { x, y, width, position, word, guess, kinds, colour, rig
   }
   if (run.answer?.positions.includes(position)) {
     const stroke = right === null ? inks.line : right ? inks.right : inks.wrong;
-    token.append(drawn("rect", { x: x + 1, y: y + BOX + 2.5, width: width - 2, height: 3, rx: 1.5, fill: stroke }));
+    token.append(drawn("path", {
+      d: `M${(x + 1).toFixed(1)} ${(y + BOX + 4).toFixed(1)}h${(width - 2).toFixed(1)}`, fill: "none", stroke, "stroke-width": 3, ...(right === false ? { "stroke-dasharray": "4 2" } : {}),
+    }));
   }
   return token;
 }
@@ -172,15 +174,18 @@ function drawRun(seen, width, wanted, predicted) {
   const verdict = verdictAt(run, step);
   element.append(drawn("g", { transform: `translate(0 ${y})` }, ...boxes.map((box) => drawToken(run, box, inks))));
   y += height;
-  const judged = !verdict ? "" : verdict.right ? `✓ right: ${inQuotes(verdict.wrote)}` : `✗ wrong: ${inQuotes(verdict.wrote)}, the answer is ${inQuotes(verdict.answer)}`;
+  let judged = "";
   if (run.verdict) {
+    const { right, wrote, answer } = run.verdict, asked = `the answer is ${inQuotes(answer)}`;
+    const last = linesOf(right ? `✓ right: ${inQuotes(wrote)}` : `✗ wrong: ${inQuotes(wrote)}, ${asked}`, 15, 700, width, 2);
+    // The lines have their place at every step, so that the pictures of all steps have one size.
+    const lines = verdict ? last : last.map((_, i) => (i ? "" : linesOf(asked, 15, 400, width, 1)[0]));
     y += 14;
-    // The line has its place at every step, so that the pictures of all steps have one size.
-    const lines = linesOf(judged, 15, 700, width, 2), most = run.verdict.right ? 1 : 2;
-    write(Array.from({ length: most }, (_, i) => lines[i] ?? ""), 15, 19, { "font-weight": 700, fill: verdict?.right ? inks.right : inks.wrong });
+    write(lines, 15, 19, verdict ? { "font-weight": 700, fill: right ? inks.right : inks.wrong } : { fill: inks.soft });
+    judged = `; ${lines.join(" ").trim()}`;
   }
   const text = boxes.map(({ word, guess }) => (word === null || guess ? "·" : readable(word))).join(" ");
-  return { element, height: y + 4, said: `${readable(run.label)} after step ${step}: ${text}${judged ? `; ${judged}` : ""}` };
+  return { element, height: y + 4, said: `${readable(run.label)} after step ${step}: ${text}${judged}` };
 }
 
 /** The settings of a run in words; empty where they are not known.

@@ -2,7 +2,7 @@
 
 import { overlayOf } from "./canvas.js";
 import { button, h, ids } from "./elements.js";
-import { filmOf, filmType, pngOf, svgText } from "./film.js";
+import { filmType, gifFilm, pngOf, svgText, webmFilm } from "./film.js";
 import { notebookOf } from "./notebook.js";
 import { drawPicture } from "./picture.js";
 import { predictedOf } from "./predicted.js";
@@ -42,19 +42,23 @@ export function shareMenu(explorer) {
   /** What can be done, as name, help and action. @returns {[string, string, () => any][]} */
   const actions = () => {
     const { source, steps, state, view } = explorer, seens = seenIn(explorer), coded = seens.filter(({ run }) => run.python?.run);
-    const link = explorer.link(), step = `the picture of step ${state.step}`, film = `the film of ${steps.length} steps`;
+    const link = explorer.link(), step = `the picture of step ${state.step}`;
+    const film = (/** @type {string} */ ending, /** @type {string} */ type, /** @type {typeof gifFilm|typeof webmFilm} */ make) =>
+      explorer.work("the film", async (told, signal) => {
+        const pictures = await Promise.all(steps.map((one) => pictureOf(explorer, one)));
+        save(await make(pictures, told, signal), ending, type, `the film of ${steps.length} steps`);
+      });
+
     const page = { runs: explorer.shown.map(({ id }) => id), state, attention: view.name === "attention" ? [explorer.seen().block] : [] };
     /** @type {[string, string, () => any][]} */ const all = [
       ["SVG", "the picture of this step, for a paper", () => explorer.work("drawing", async () =>
         save([svgText(await pictureOf(explorer))], "svg", "image/svg+xml", step))],
       ["PNG", "the picture of this step, for a slide", () => explorer.work("drawing", async () =>
         save([await pngOf(await pictureOf(explorer))], "png", "image/png", step))],
+      ["Film (.gif)", `a film of ${steps.length} steps, for slides and mail`, () => film("gif", "image/gif", gifFilm)],
       filmType()
-        ? ["Film (.webm)", `the pictures of all ${steps.length} steps`, () => explorer.work("the film", async (told, signal) => {
-          const pictures = await Promise.all(steps.map((one) => pictureOf(explorer, one)));
-          save(await filmOf(pictures, told, signal), "webm", "video/webm", film);
-        })]
-        : ["Film (.webm)", "this browser cannot record one", () => explorer.say("This browser cannot record a film; Chromium and Firefox can.")],
+        ? ["Film (.webm)", "the same in more colours, recorded as it plays", () => film("webm", "video/webm", webmFilm)]
+        : ["Film (.webm)", "this browser cannot record one", () => explorer.say("This browser cannot record a film; it can write a GIF.")],
     ];
     if (coded.length) {
       const code = coded.map(({ run }) => `${run.python.run}\n`).join("\n\n");
