@@ -68,12 +68,15 @@ class LensPane {
       const [chunk, baseChunk] = await Promise.all([seen.chunk(`lens/${step}`), isChange && base.lens.steps.includes(step) ? seen.chunk(`lens/${step}`, base) : null]);
       if (!seen.current()) return;
       this.pane.show(isChange && !baseChunk ? `The lens of the base run was read at ${listed("step", base.lens.steps)}.` : null);
-      if (!isChange || baseChunk) this.drawStep(seen, quantity, chunk, baseChunk);
       if (this.knownRun !== run) this.known.clear();
       this.knownRun = run;
       this.known.set(step, chunk);
-      this.drawOver(seen);
-      this.readRest(seen);
+      const drawMaps = () => {
+        this.drawOver(seen, LENS_CHANGES[quantity] ?? quantity); // It may widen the scale of both.
+        if (!isChange || baseChunk) this.drawStep(seen, quantity, chunk, baseChunk);
+      };
+      drawMaps();
+      this.readRest(seen, drawMaps);
     });
   }
 
@@ -96,9 +99,10 @@ class LensPane {
     map.mark(layers.indexOf(layer), position);
   }
 
-  /** The selected position, layer by step, as far as the steps have been read. */
-  drawOver(/** @type {Seen} */ seen) {
-    const { run, position, layer, step, dark } = seen, asked = quantityOf(seen), quantity = LENS_CHANGES[asked] ?? asked, layers = layersOf(run), { steps } = run.lens, { over, known } = this;
+  /** The selected position, layer by step, as far as the steps have been read.
+   * @param {Seen} seen @param {string} quantity */
+  drawOver({ run, position, layer, step, dark }, quantity) {
+    const layers = layersOf(run), { steps } = run.lens, { over, known } = this;
     const scales = new Map([...known].map(([one, chunk]) => {
       const numbers = numbersOf(run, chunk, quantity);
       return [one, { numbers, ...scaleOf(run, chunk, numbers, quantity, dark) }];
@@ -121,8 +125,9 @@ class LensPane {
     over.mark(layers.indexOf(layer), steps.indexOf(step));
   }
 
-  /** Read the other steps, one after the other, while nothing else is selected. */
-  async readRest(/** @type {Seen} */ seen) {
+  /** Read the other steps, one after the other, while nothing else is selected.
+   * @param {Seen} seen @param {() => void} then */
+  async readRest(seen, then) {
     const { run } = seen, rest = run.lens.steps.filter((step) => !this.known.has(step));
     for (const step of rest) {
       const chunk = await seen.chunk(`lens/${step}`).catch(() => null);
@@ -131,7 +136,7 @@ class LensPane {
       await new Promise((resolve) => setTimeout(resolve)); // Events come first.
       if (!seen.current()) return;
     }
-    if (rest.length) this.drawOver(seen);
+    if (rest.length) then();
   }
 }
 
