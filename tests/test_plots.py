@@ -139,9 +139,9 @@ def test_the_rest_of_a_run_is_drawn_with_its_own_steps(tiny):
         label.get_text() for label in rest.get_yticklabels()
     ]
     texts = [[(text.get_text(), text.get_color(), text.get_fontweight()) for text in ax.texts] for ax in (whole, rest)]
-    assert texts[0][2 * 5 :] == texts[1]
+    assert texts[0][-len(texts[1]) :] == texts[1]
     colours = [ax.images[0].get_array().filled(-1) for ax in (whole, rest)]
-    assert (colours[0][2:] == colours[1]).all()
+    assert (colours[0][-len(colours[1]) :] == colours[1]).all()
 
 
 @pytest.mark.parametrize(

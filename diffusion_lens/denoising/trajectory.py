@@ -268,17 +268,23 @@ class Trajectory(Saved, Result):
         """The text at each position of one row, for every canvas."""
         return [[self.words[token] for token in canvas] for canvas in self.canvases[:, row].tolist()]
 
-    def plot(self, row: int = 0, ax: Any = None, title: str | None = None) -> Any:
-        """The canvas by step, tokens coloured by confidence; returns the matplotlib axes."""
+    def plot(self, row: int = 0, ax: Any = None, title: str | None = None, *, folded: bool = True) -> Any:
+        """The canvas by step, tokens coloured by confidence; returns the matplotlib axes.
+
+        Args:
+            row: Row of the batch.
+            folded: Whether consecutive steps that write nothing share a thin row; otherwise every step has its own.
+        """
         from diffusion_lens import plots  # when it is drawn: loading a model should not wait for it
 
-        return plots.denoising_grid(*self._drawn(row), title=title, ax=ax)
+        return plots.denoising_grid(*self._drawn(row), title=title, ax=ax, folded=folded)
 
-    def to_html(self, row: int = 0) -> str:
-        """The canvas by step as a self-contained HTML page, tokens coloured by confidence."""
+    def to_html(self, row: int = 0, *, folded: bool = True) -> str:
+        """The canvas by step as a self-contained HTML page, tokens coloured by confidence; arguments as in `plot`."""
         from diffusion_lens import plots
 
-        return plots.canvas_table(f"{shown_model(self.record)}: {self.text[row] or 'a run'}", *self._drawn(row))
+        title = f"{shown_model(self.record)}: {self.text[row] or 'a run'}"
+        return plots.canvas_table(title, *self._drawn(row), folded=folded)
 
     def from_step(self, step: SupportsIndex) -> "Trajectory":
         """The part of the run from the canvas before `step` on, for a replay from there with other hooks or seeds.

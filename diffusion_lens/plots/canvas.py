@@ -5,6 +5,7 @@ The HTML, a page or a part of one, has no scripts, fonts or downloads.
 
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,11 @@ def denoising_grid(
     *,
     title: str | None = None,
     ax: Any = None,
+    folded: bool = True,
 ) -> Any:
     """The canvas by denoising step: one row per step, each token coloured by its probability when it was revealed.
+
+    Consecutive steps that write nothing are one thin row without texts, labelled "steps 5-11 …".
 
     A canvas of more than 14 positions is drawn without the given positions at its start, in bands of at most 14
     positions, one below the other. A band has the steps that change it.
@@ -37,26 +41,37 @@ def denoising_grid(
         revealed_at: Step that revealed each position for good; -1 for positions of the prompt.
         confidence: Probability of each token when it was revealed.
         first_step: Number of the step that follows the first canvas.
+        folded: Whether steps that write nothing are folded; otherwise each has a row, also in bands.
     """
-    bands, n_given = _bands(words, hidden, revealed_at)
-    n_columns, n_rows = len(bands[0][0]), sum(len(canvases) + 1 for _, canvases in bands) - 1
+    same = unchanged(words, hidden, revealed_at, first_step) if folded else [False] * len(words)
+    bands, n_given = _bands(words, hidden, revealed_at, same, folded)
+    n_columns = len(bands[0][0])
     long = len(bands) > 1 or n_given > 0
-    ax = one_axes(ax, width=0.85 * n_columns + 1.6, height=(0.26 if long else 0.36) * n_rows + 1.0)
-    shade = np.full((n_rows, n_columns), np.nan)
-    ticks: dict[int, str] = {}
-    for i, (positions, canvases) in enumerate(bands):
-        top = sum(len(above) + 1 for _, above in bands[:i])  # with an empty row between bands
-        for row, canvas in enumerate(canvases, top):
-            step = first_step + canvas - 1
-            ticks[row] = f"step {step}" if step >= 0 else "start"
-            for column, pos in enumerate(positions):
-                if 0 <= revealed_at[pos] <= step:
-                    shade[row, column] = confidence[pos]
+    # Heights in halves of a row; between bands is an empty row.
+    rows: list[tuple[range, range] | None] = []
+    for positions, spans in bands:
+        rows += [None] * bool(rows) + [(positions, span) for span in spans]
+    heights = np.array([1 if row and same[row[1].start] else 2 for row in rows])
+    centres = (np.cumsum(heights) / 2 - heights / 4 - 0.5).tolist()
+    height = int(heights.sum()) / 2
+    ax = one_axes(ax, width=0.85 * n_columns + 1.6, height=(0.26 if long else 0.36) * height + 1.0)
+    shade = np.full((len(rows), n_columns), np.nan)
+    ticks: dict[float, str] = {}
+    for i, (drawn, y) in enumerate(zip(rows, centres, strict=True)):
+        if drawn is None:
+            continue
+        positions, span = drawn
+        canvas, step, thin = span.start, first_step + span.stop - 2, same[span.start]
+        ticks[y] = label_of(span, first_step) + thin * " …"
+        for column, pos in enumerate(positions):
+            if 0 <= revealed_at[pos] <= step:
+                shade[i, column] = confidence[pos]
+            if not thin:
                 given, masked = revealed_at[pos] < 0, hidden[canvas][pos]
                 text = "·" if masked else readable(words[canvas][pos])
                 ax.text(
                     column,
-                    row,
+                    y,
                     shortened(text, _LONGEST) if long else text,
                     ha="center",
                     va="center",
@@ -67,14 +82,15 @@ def denoising_grid(
                     in_layout=False,  # It is inside the axes, and to measure all texts takes half of the time.
                 )
     # The range ends above 1, so that black text can be read on the darkest cell.
-    image = ax.imshow(shade, cmap="YlGn", vmin=0, vmax=1.6, aspect="auto")
+    extent = (-0.5, n_columns - 0.5, height - 0.5, -0.5)
+    image = ax.imshow(np.repeat(shade, heights, axis=0), cmap="YlGn", vmin=0, vmax=1.6, aspect="auto", extent=extent)
     ax.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     ax.set_xticks([])
     ax.tick_params(length=0)
     for side in ax.spines.values():
         side.set_visible(False)
     bar = ax.figure.colorbar(
-        image, ax=ax, boundaries=np.linspace(0, 1, 101), ticks=[0, 0.5, 1], pad=0.01, aspect=max(20, n_rows)
+        image, ax=ax, boundaries=np.linspace(0, 1, 101), ticks=[0, 0.5, 1], pad=0.01, aspect=max(20, len(rows))
     )
     bar.ax.tick_params(labelsize=8)
     bar.ax.set_title("p(token)", fontsize=8)
@@ -83,22 +99,60 @@ def denoising_grid(
     return ax
 
 
+def unchanged(
+    words: Sequence[Sequence[str]], hidden: Sequence[Sequence[bool]], revealed_at: Sequence[int], first_step: int = 0
+) -> list[bool]:
+    """Whether each canvas is the one before, and its step has revealed nothing; arguments as in `denoising_grid`."""
+    shown = [(list(canvas), list(blank)) for canvas, blank in zip(words, hidden, strict=True)]
+    return [
+        i > 0 and shown[i] == shown[i - 1] and first_step + i - 1 not in revealed_at for i in range(len(shown))
+    ]
+
+
+def spans_of(same: Sequence[bool]) -> list[range]:
+    """The canvases that share a row: neighbours that are all `same` as the one before; each other has its own."""
+    spans = []
+    for thin, group in groupby(range(len(same)), same.__getitem__):
+        own = list(group)
+        spans += [range(own[0], own[-1] + 1)] if thin else [range(i, i + 1) for i in own]
+    return spans
+
+
+def label_of(span: range, first_step: int = 0) -> str:
+    """The steps after which the canvas was as in a row."""
+    first, last = first_step + span.start - 1, first_step + span.stop - 2
+    if last > first:
+        return f"steps {first}-{last}"
+    return f"step {first}" if first >= 0 else "start"
+
+
 def _bands(
-    words: Sequence[Sequence[str]], hidden: Sequence[Sequence[bool]], revealed_at: Sequence[int]
-) -> tuple[list[tuple[range, Sequence[int]]], int]:
-    """Neighbouring positions with the canvases that are drawn of them, and the number of given positions left out."""
+    words: Sequence[Sequence[str]],
+    hidden: Sequence[Sequence[bool]],
+    revealed_at: Sequence[int],
+    same: Sequence[bool],
+    folded: bool,
+) -> tuple[list[tuple[range, list[range]]], int]:
+    """Neighbouring positions with the canvases of their rows, and the number of given positions left out.
+
+    Args:
+        same: Whether each canvas shares a thin row with its neighbours.
+        folded: Whether a band among several has only the canvases in which it changes.
+    """
     n_canvases, n_pos = len(words), len(revealed_at)
     if n_pos <= WIDEST:
-        return [(range(n_pos), range(n_canvases))], 0
+        return [(range(n_pos), spans_of(same))], 0
     n_given = next((pos for pos in range(n_pos) if revealed_at[pos] >= 0 or hidden[0][pos]), 0)
     n_bands = -(-(n_pos - n_given) // WIDEST)
     width = -(-(n_pos - n_given) // n_bands)
-    bands: list[tuple[range, Sequence[int]]] = []
+    bands = []
     for start in range(n_given, n_pos, width):
         positions = range(start, min(start + width, n_pos))
-        shown = [[(words[i][pos], hidden[i][pos]) for pos in positions] for i in range(n_canvases)]
-        canvases = [i for i in range(n_canvases) if i == 0 or n_bands == 1 or shown[i] != shown[i - 1]]
-        bands.append((positions, canvases))
+        spans = spans_of(same)
+        if n_bands > 1 and folded:
+            shown = [[(words[i][pos], hidden[i][pos]) for pos in positions] for i in range(n_canvases)]
+            spans = [range(i, i + 1) for i in range(n_canvases) if i == 0 or shown[i] != shown[i - 1]]
+        bands.append((positions, spans))
     return bands, n_given
 
 
@@ -120,6 +174,7 @@ _CANVAS_STYLE = f"""
 .dl-canvas th {{ text-align: right; padding: 0 .8em 0 0; font-weight: normal; white-space: nowrap; border: 0; }}
 .dl-canvas td {{ padding: .15em .5em; text-align: center; white-space: pre; border: 1px solid rgba(128,128,128,.35); }}
 .dl-canvas th span, .dl-canvas .given, .dl-canvas .blank {{ opacity: {FAINT}; }}
+.dl-canvas tr.same th, .dl-canvas tr.same td {{ padding-top: 0; padding-bottom: 0; line-height: 1; }}
 .dl-canvas td.new {{ font-weight: bold; outline: 2px solid; outline-offset: -2px; }}
 """
 _PAGE_STYLE = """
@@ -133,7 +188,8 @@ p {{ max-width: 50em; }}
 """.format(**COLOURS)
 _LEGEND = (
     "The canvas before the first step and after each step. A frame marks the step that revealed a token. A darker "
-    "green means a higher probability at that step (hover to read it). Dots are masked positions."
+    "green means a higher probability at that step (hover to read it). Dots are masked positions. Steps that write nothing "
+    "share a thin row."
 )
 
 
@@ -144,6 +200,8 @@ def canvas_table(
     revealed_at: Sequence[int],
     confidence: Sequence[float],
     first_step: int = 0,
+    *,
+    folded: bool = True,
 ) -> str:
     """An HTML page with one row per step. A token is coloured by its probability when it was revealed.
 
@@ -153,8 +211,9 @@ def canvas_table(
         title: Title of the page.
         canvases: Text of each position, for each canvas.
         hidden, revealed_at, confidence, first_step: As in `denoising_grid`.
+        folded: Whether consecutive steps that write nothing share a thin row.
     """
-    fragment = canvas_fragment(canvases, hidden, revealed_at, confidence, first_step)
+    fragment = canvas_fragment(canvases, hidden, revealed_at, confidence, first_step, folded=folded)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -168,17 +227,24 @@ def canvas_fragment(
     revealed_at: Sequence[int],
     confidence: Sequence[float],
     first_step: int = 0,
+    *,
+    folded: bool = True,
 ) -> str:
     """The table of `canvas_table` for a page that contains other things, whose colours it takes over.
 
     The given tokens before the first masked position are written above the table, since they are the same in each row.
     """
     n_given = next((pos for pos, step in enumerate(revealed_at) if step >= 0 or hidden[0][pos]), 0)
+    same = unchanged(canvases, hidden, revealed_at, first_step) if folded else [False] * len(canvases)
     rows = []
-    for row, canvas in enumerate(canvases):
-        step = first_step + row
-        label = "start" if step == 0 else f"after step {step - 1}"
-        columns = list(zip(canvas, hidden[row], revealed_at, confidence, strict=True))
+    for span in spans_of(same):
+        row, step = span.start, first_step + span.start
+        label = "start" if step == 0 else f"after {label_of(span, first_step)}"
+        if same[row]:
+            empty = f"<td colspan={len(revealed_at) - n_given}>…</td>"
+            rows.append(f'<tr class="same"><th scope=row><span>{label}</span></th>{empty}</tr>')
+            continue
+        columns = list(zip(canvases[row], hidden[row], revealed_at, confidence, strict=True))
         cells = [_cell(word, blank, at, p, step) for word, blank, at, p in columns[n_given:]]
         rows.append(f"<tr><th scope=row><span>{label}</span></th>{''.join(cells)}</tr>")
     given = escape(" ".join(map(readable, canvases[0][:n_given])))
