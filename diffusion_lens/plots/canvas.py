@@ -15,6 +15,9 @@ from diffusion_lens.plots.axes import one_axes, readable, shortened
 WIDEST = 14  # positions side by side; a longer canvas is drawn in bands, one below the other
 _LONGEST = 11  # characters of a token in a band
 _MASKED, _GIVEN = "0.4", "0.35"  # greys of dots and of the prompt; both have a contrast above 4.5 with white
+# Backgrounds of the cells of two runs; in grey they differ too.
+DIFFERENCES = {"the same in both": "#ffffff", "written in one of them": "#d6e6f4", "another token": "#fdb462"}
+_SAME, _BEGINS = "0.45", "#a04000"  # text that is the same in both, and the line where a difference begins
 
 
 def denoising_grid(
@@ -44,15 +47,15 @@ def denoising_grid(
         folded: Whether steps that write nothing are folded; otherwise each has a row, also in bands.
     """
     same = unchanged(words, hidden, revealed_at, first_step) if folded else [False] * len(words)
-    bands, n_given = _bands(words, hidden, revealed_at, same, folded)
+    n_given = first_written(revealed_at, hidden[0]) if len(revealed_at) > WIDEST else 0
+    cells = [list(zip(canvas, blank, strict=True)) for canvas, blank in zip(words, hidden, strict=True)]
+    bands = _bands(cells, n_given, same, folded)
     n_columns = len(bands[0][0])
     long = len(bands) > 1 or n_given > 0
-    # Heights in halves of a row; between bands is an empty row.
     rows: list[tuple[range, range] | None] = []
     for positions, spans in bands:
-        rows += [None] * bool(rows) + [(positions, span) for span in spans]
-    heights = np.array([1 if row and same[row[1].start] else 2 for row in rows])
-    centres = (np.cumsum(heights) / 2 - heights / 4 - 0.5).tolist()
+        rows += [None] * bool(rows) + [(positions, span) for span in spans]  # with an empty row between bands
+    heights, centres = _placed([1 if row and same[row[1].start] else 2 for row in rows])
     height = int(heights.sum()) / 2
     ax = one_axes(ax, width=0.85 * n_columns + 1.6, height=(0.26 if long else 0.36) * height + 1.0)
     shade = np.full((len(rows), n_columns), np.nan)
@@ -99,14 +102,124 @@ def denoising_grid(
     return ax
 
 
+def difference_grid(
+    was: Sequence[Sequence[str | None]],
+    now: Sequence[Sequence[str | None]],
+    differs: Sequence[Sequence[bool]],
+    first_step: int = 0,
+    *,
+    title: str | None = None,
+    ax: Any = None,
+    folded: bool = True,
+) -> Any:
+    """Two canvases by denoising step: what is the same is pale; where they differ, both texts are in a coloured cell.
+
+    The texts of a cell that differs are written where it begins to differ or changes, and in the last row. A line
+    marks where it begins. Steps and positions are folded and divided as in `denoising_grid`; bands in which nothing
+    differs are left out.
+
+    Args:
+        was: Text of each position, for each canvas of the first run; `None` where nothing is written.
+        now: The same of the second run.
+        differs: Whether the canvases differ at each position.
+        first_step: Number of the step that follows the first canvas.
+        folded: Whether steps that write nothing in both runs are folded.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    cells = [list(zip(*both, strict=True)) for both in zip(was, now, differs, strict=True)]
+    same = [folded and i > 0 and cells[i] == cells[i - 1] for i in range(len(cells))]
+    changing = [
+        pos for pos, first in enumerate(cells[0]) if any(canvas[pos] != first or canvas[pos][2] for canvas in cells)
+    ]
+    bands = _bands(cells, changing[0] if changing and len(cells[0]) > WIDEST else 0, same, folded)
+    several = len(bands) > 1
+    bands = [each for each in bands if any(canvas[pos][2] for canvas in cells for pos in each[0])] or bands[:1]
+
+    # 1. Rows: those in which two texts stand below each other are higher, and above each of several bands is a label.
+    rows: list[tuple[range, range, bool] | range] = []
+    for positions, spans in bands:
+        rows += [positions] * several
+        last = max(span.start for span in spans if not same[span.start])
+        rows += [(positions, span, span.start == last) for span in spans]
+    told = [
+        [] if isinstance(row, range) else [_told(cells, pos, row[1].start, same, row[2]) for pos in row[0]]
+        for row in rows
+    ]
+    sizes = [
+        2 if isinstance(row, range) else 1 if same[row[1].start] else 3 if any(both) else 2
+        for row, both in zip(rows, told, strict=True)
+    ]
+    heights, centres = _placed(sizes)
+    height, n_columns = int(heights.sum()) / 2, len(bands[0][0])
+    ax = one_axes(ax, width=0.8 * n_columns + 1.2, height=0.28 * height + 1.0)
+
+    # 2. The cells.
+    ax.set(xlim=(-0.5, n_columns - 0.5), ylim=(height - 0.5, -0.5))
+    column_width = ax.get_window_extent().width / ax.figure.dpi * 72 / n_columns  # in points
+    longest = max(3, int(column_width / 4.8))  # A bold letter of 7 points is 4.8 points wide, on average.
+    style = {"ha": "center", "va": "center", "fontsize": 7, "parse_math": False, "in_layout": False}
+    status = np.full((len(rows), n_columns), np.nan)
+    ticks: dict[float, str] = {}
+    for i, (row, y) in enumerate(zip(rows, centres, strict=True)):
+        if isinstance(row, range):
+            ticks[y] = f"positions {row[0]}-{row[-1]}"
+            continue
+        positions, span, _ = row
+        thin = same[span.start]
+        ticks[y] = label_of(span, first_step) + thin * " …"
+        for column, pos in enumerate(positions):
+            old, new, differ = cells[span.start][pos]
+            status[i, column] = (1 if old is None or new is None else 2) if differ else 0
+            if told[i][column]:
+                ax.text(column, y - 0.3, f"{_short(old, longest - 2)} →", color=_GIVEN, **style)
+                ax.text(column, y + 0.3, _short(new, longest), fontweight="normal" if new is None else "bold", **style)
+            elif not differ and not thin and old is None:
+                ax.text(column, y, "·", color=_SAME, **{**style, "fontsize": 13})
+            elif not differ and not thin:
+                ax.text(column, y, _short(old, longest), color=_SAME, **style)
+            if differ and not (span.start and cells[span.start - 1][pos][2]):
+                top = y - heights[i] / 4
+                ax.plot([column - 0.48, column + 0.48], [top, top], color=_BEGINS, linewidth=2, solid_capstyle="butt")
+    extent = (-0.5, n_columns - 0.5, height - 0.5, -0.5)
+    colours = ListedColormap(list(DIFFERENCES.values()))
+    ax.imshow(np.repeat(status, heights, axis=0), cmap=colours, vmin=0, vmax=2, aspect="auto", extent=extent)
+    ax.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+    ax.set_xticks([] if several else range(n_columns), [] if several else list(map(str, bands[0][0])), fontsize=7)
+    ax.set_xlabel("" if several else "position", fontsize=8, labelpad=1)
+    ax.tick_params(length=0)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    patches = [Patch(facecolor=colour, edgecolor="0.6", label=label) for label, colour in DIFFERENCES.items()]
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 1 if several else 3.6}
+    ax.legend(handles=patches, **below, ncols=3, fontsize=7, frameon=False)
+    ax.set_title(title or "The difference of two runs", fontsize=10, parse_math=False)
+    return ax
+
+
+def _short(text: str | None, longest: int) -> str:
+    """A token that fits into a cell of two runs."""
+    return "not yet" if text is None else shortened(readable(text), longest)
+
+
+def _told(cells: Sequence[Sequence[Any]], pos: int, canvas: int, same: Sequence[bool], last: bool) -> bool:
+    """Whether both texts of a position are written in the row of a canvas."""
+    new = canvas == 0 or cells[canvas - 1][pos] != cells[canvas][pos]
+    return bool(cells[canvas][pos][2]) and not same[canvas] and (new or last)
+
+
 def unchanged(
     words: Sequence[Sequence[str]], hidden: Sequence[Sequence[bool]], revealed_at: Sequence[int], first_step: int = 0
 ) -> list[bool]:
     """Whether each canvas is the one before, and its step has revealed nothing; arguments as in `denoising_grid`."""
     shown = [(list(canvas), list(blank)) for canvas, blank in zip(words, hidden, strict=True)]
-    return [
-        i > 0 and shown[i] == shown[i - 1] and first_step + i - 1 not in revealed_at for i in range(len(shown))
-    ]
+    return [i > 0 and shown[i] == shown[i - 1] and first_step + i - 1 not in revealed_at for i in range(len(shown))]
+
+
+def first_written(revealed_at: Sequence[int], hidden: Sequence[bool]) -> int:
+    """The first position that was not given, or 0; `hidden` is the first canvas's."""
+    return next((pos for pos, step in enumerate(revealed_at) if step >= 0 or hidden[pos]), 0)
 
 
 def spans_of(same: Sequence[bool]) -> list[range]:
@@ -126,34 +239,34 @@ def label_of(span: range, first_step: int = 0) -> str:
     return f"step {first}" if first >= 0 else "start"
 
 
+def _placed(halves: Sequence[int]) -> tuple[Any, list[float]]:
+    """Heights of rows, in halves of a row, as an array, and the centre of each, if rows of height 1 are at 0, 1, ..."""
+    heights = np.array(halves)
+    return heights, (np.cumsum(heights) / 2 - heights / 4 - 0.5).tolist()
+
+
 def _bands(
-    words: Sequence[Sequence[str]],
-    hidden: Sequence[Sequence[bool]],
-    revealed_at: Sequence[int],
-    same: Sequence[bool],
-    folded: bool,
-) -> tuple[list[tuple[range, list[range]]], int]:
-    """Neighbouring positions with the canvases of their rows, and the number of given positions left out.
+    cells: Sequence[Sequence[Any]], start: int, same: Sequence[bool], folded: bool
+) -> list[tuple[range, list[range]]]:
+    """Neighbouring positions with the canvases of their rows.
 
     Args:
+        cells: What each position shows, for each canvas.
+        start: The first position that is drawn.
         same: Whether each canvas shares a thin row with its neighbours.
         folded: Whether a band among several has only the canvases in which it changes.
     """
-    n_canvases, n_pos = len(words), len(revealed_at)
-    if n_pos <= WIDEST:
-        return [(range(n_pos), spans_of(same))], 0
-    n_given = next((pos for pos in range(n_pos) if revealed_at[pos] >= 0 or hidden[0][pos]), 0)
-    n_bands = -(-(n_pos - n_given) // WIDEST)
-    width = -(-(n_pos - n_given) // n_bands)
+    n_pos = len(cells[0])
+    n_bands = max(1, -(-(n_pos - start) // WIDEST))
+    width = max(1, -(-(n_pos - start) // n_bands))
     bands = []
-    for start in range(n_given, n_pos, width):
-        positions = range(start, min(start + width, n_pos))
-        spans = spans_of(same)
+    for left in range(start, max(n_pos, start + 1), width):
+        positions, spans = range(left, min(left + width, n_pos)), spans_of(same)
         if n_bands > 1 and folded:
-            shown = [[(words[i][pos], hidden[i][pos]) for pos in positions] for i in range(n_canvases)]
-            spans = [range(i, i + 1) for i in range(n_canvases) if i == 0 or shown[i] != shown[i - 1]]
+            shown = [canvas[left : positions.stop] for canvas in cells]
+            spans = [range(i, i + 1) for i in range(len(cells)) if i == 0 or shown[i] != shown[i - 1]]
         bands.append((positions, spans))
-    return bands, n_given
+    return bands
 
 
 # Ink and paper of the page, in light and dark mode, and the share of green in a cell, by its probability. Every text
@@ -188,8 +301,8 @@ p {{ max-width: 50em; }}
 """.format(**COLOURS)
 _LEGEND = (
     "The canvas before the first step and after each step. A frame marks the step that revealed a token. A darker "
-    "green means a higher probability at that step (hover to read it). Dots are masked positions. Steps that write nothing "
-    "share a thin row."
+    "green means a higher probability at that step (hover to read it). Dots are masked positions. Steps that write "
+    "nothing share a thin row."
 )
 
 
@@ -234,7 +347,7 @@ def canvas_fragment(
 
     The given tokens before the first masked position are written above the table, since they are the same in each row.
     """
-    n_given = next((pos for pos, step in enumerate(revealed_at) if step >= 0 or hidden[0][pos]), 0)
+    n_given = first_written(revealed_at, hidden[0])
     same = unchanged(canvases, hidden, revealed_at, first_step) if folded else [False] * len(canvases)
     rows = []
     for span in spans_of(same):
