@@ -144,6 +144,45 @@ def test_the_rest_of_a_run_is_drawn_with_its_own_steps(tiny):
     assert (colours[0][-len(colours[1]) :] == colours[1]).all()
 
 
+def test_steps_that_write_nothing_share_a_thin_row(every):
+    """32 steps for a few tokens, and the default number for networks with a number of their own."""
+    options = {} if every.model.cfg.opens_blocks else {"steps": 32}
+    run = every.model.denoise(every.tokens[:1, :4] % 500, length=10, **options)
+    canvases, labels, first = run.canvases[:, 0].tolist(), ["start"], None
+    for step in range(run.n_steps):
+        if canvases[step + 1] != canvases[step]:
+            labels.append(f"step {step}")
+            first = None
+        elif first is None:
+            first = step
+            labels.append(f"step {step} …")
+        else:
+            labels[-1] = f"steps {first}-{step} …"
+    ax = run.plot()
+    assert [label.get_text() for label in ax.get_yticklabels()] == labels
+    full = [label for label in labels if not label.endswith("…")]
+    assert len(ax.texts) == 10 * len(full)
+    assert run.to_html().count("<tr") == len(labels)
+    assert run._repr_html_().count("<tr") == run.to_html().count("<tr") + 11
+    everything = ["start", *(f"step {step}" for step in range(run.n_steps))]
+    assert [label.get_text() for label in run.plot(folded=False).get_yticklabels()] == everything
+    assert run.to_html(folded=False).count("<tr") == len(everything)
+
+
+def test_steps_that_predict_the_same_share_a_column(every):
+    options = {} if every.model.cfg.opens_blocks else {"steps": 12}
+    told = every.model.denoise(every.tokens[:1, :4] % 500, length=10, predictions=2, **options).predictions
+    columns = [str((told.likeliest[i, 0].tolist(), told.entropy[i, 0].tolist())) for i in range(len(told.steps))]
+    starts = [i for i in range(len(columns)) if i == 0 or columns[i] != columns[i - 1]]
+    labels = [str(i) if j - i == 1 else f"{i}-{j - 1}" for i, j in pairwise([*starts, len(columns)])]
+    for folded, expected in ((True, labels), (False, list(map(str, told.steps)))):
+        every_nth = -(-len(expected) // 16)  # A wide map draws one in so many.
+        drawn = expected[(len(expected) - 1) % every_nth :: every_nth]
+        ax = told.plot(folded=folded)
+        assert ax.get_images()[0].get_array().shape[1] == len(drawn)
+        assert [label.get_text() for label in ax.get_xticklabels()] == drawn[:: -(-len(drawn) // 12)]
+
+
 @pytest.mark.parametrize(
     ("token", "label"),
     [

@@ -158,7 +158,8 @@ def difference_grid(
     # 2. The cells.
     ax.set(xlim=(-0.5, n_columns - 0.5), ylim=(height - 0.5, -0.5))
     column_width = ax.get_window_extent().width / ax.figure.dpi * 72 / n_columns  # in points
-    longest = max(3, int(column_width / 4.8))  # A bold letter of 7 points is 4.8 points wide, on average.
+    # Average letters of 7 points are 4.2 points wide, and 4.6 if they are bold; an arrow with its space is 9.
+    before, after = max(3, int((column_width - 9) / 4.2)), max(3, int(column_width / 4.6))
     style = {"ha": "center", "va": "center", "fontsize": 7, "parse_math": False, "in_layout": False}
     status = np.full((len(rows), n_columns), np.nan)
     ticks: dict[float, str] = {}
@@ -173,12 +174,12 @@ def difference_grid(
             old, new, differ = cells[span.start][pos]
             status[i, column] = (1 if old is None or new is None else 2) if differ else 0
             if told[i][column]:
-                ax.text(column, y - 0.3, f"{_short(old, longest - 2)} →", color=_GIVEN, **style)
-                ax.text(column, y + 0.3, _short(new, longest), fontweight="normal" if new is None else "bold", **style)
+                ax.text(column, y - 0.3, f"{_short(old, before)} →", color=_GIVEN, **style)
+                ax.text(column, y + 0.3, _short(new, after), fontweight="normal" if new is None else "bold", **style)
             elif not differ and not thin and old is None:
                 ax.text(column, y, "·", color=_SAME, **{**style, "fontsize": 13})
             elif not differ and not thin:
-                ax.text(column, y, _short(old, longest), color=_SAME, **style)
+                ax.text(column, y, _short(old, after), color=_SAME, **style)
             if differ and not (span.start and cells[span.start - 1][pos][2]):
                 top = y - heights[i] / 4
                 ax.plot([column - 0.48, column + 0.48], [top, top], color=_BEGINS, linewidth=2, solid_capstyle="butt")
