@@ -17,7 +17,7 @@ _LONGEST = 11  # characters of a token in a band
 _MASKED, _GIVEN = "0.4", "0.35"  # greys of dots and of the prompt; both have a contrast above 4.5 with white
 # Backgrounds of the cells of two runs; in grey they differ too.
 DIFFERENCES = {"the same in both": "#ffffff", "written in one of them": "#d6e6f4", "another token": "#fdb462"}
-_SAME, _BEGINS = "0.45", "#a04000"  # text that is the same in both, and the line where a difference begins
+_SAME, _WAS, _BEGINS = "0.45", "0.25", "#a04000"  # texts in both runs, in the first, the line where they part
 
 
 def denoising_grid(
@@ -174,7 +174,7 @@ def difference_grid(
             old, new, differ = cells[span.start][pos]
             status[i, column] = (1 if old is None or new is None else 2) if differ else 0
             if told[i][column]:
-                ax.text(column, y - 0.3, f"{_short(old, before)} →", color=_GIVEN, **style)
+                ax.text(column, y - 0.3, f"{_short(old, before)} →", color=_WAS, **style)
                 ax.text(column, y + 0.3, _short(new, after), fontweight="normal" if new is None else "bold", **style)
             elif not differ and not thin and old is None:
                 ax.text(column, y, "·", color=_SAME, **{**style, "fontsize": 13})
