@@ -3,7 +3,7 @@
 The HTML, a page or a part of one, has no scripts, fonts or downloads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -14,9 +14,10 @@ from diffusion_lens.plots.axes import one_axes, readable, shortened
 
 WIDEST = 14  # positions side by side; a longer canvas is drawn in bands, one below the other
 _LONGEST = 11  # characters of a token in a band
+_NARROWEST = 25  # points of a column beside the given positions
 _MASKED, _GIVEN = "0.4", "0.35"  # greys of dots and of the prompt; both have a contrast above 4.5 with white
 # Backgrounds of the cells of two runs; in grey they differ too.
-DIFFERENCES = {"the same in both": "#ffffff", "written in one of them": "#d6e6f4", "another token": "#fdb462"}
+DIFFERENCES = {"the same": "#ffffff", "written in one": "#d6e6f4", "another token": "#fdb462"}
 _SAME, _WAS, _BEGINS = "0.45", "0.25", "#a04000"  # texts in both runs, in the first, the line where they part
 
 
@@ -46,8 +47,8 @@ def denoising_grid(
         first_step: Number of the step that follows the first canvas.
         folded: Whether steps that write nothing are folded; otherwise each has a row, also in bands.
     """
-    same = unchanged(words, hidden, revealed_at, first_step) if folded else [False] * len(words)
-    n_given = first_written(revealed_at, hidden[0]) if len(revealed_at) > WIDEST else 0
+    same = _unchanged(words, hidden, revealed_at, first_step) if folded else [False] * len(words)
+    n_given = _first_written(revealed_at, hidden[0]) if _is_narrow(len(revealed_at), ax) else 0
     cells = [list(zip(canvas, blank, strict=True)) for canvas, blank in zip(words, hidden, strict=True)]
     bands = _bands(cells, n_given, same, folded)
     n_columns = len(bands[0][0])
@@ -58,6 +59,9 @@ def denoising_grid(
     heights, centres = _placed([1 if row and same[row[1].start] else 2 for row in rows])
     height = int(heights.sum()) / 2
     ax = one_axes(ax, width=0.85 * n_columns + 1.6, height=(0.26 if long else 0.36) * height + 1.0)
+    longest = min(
+        _LONGEST if long else 99, max(3, int(_points(ax, 75)[0] / n_columns / 5))
+    )  # A letter is 5 points wide.
     shade = np.full((len(rows), n_columns), np.nan)
     ticks: dict[float, str] = {}
     for i, (drawn, y) in enumerate(zip(rows, centres, strict=True)):
@@ -65,7 +69,7 @@ def denoising_grid(
             continue
         positions, span = drawn
         canvas, step, thin = span.start, first_step + span.stop - 2, same[span.start]
-        ticks[y] = label_of(span, first_step) + thin * " …"
+        ticks[y] = _label_of(span, first_step) + thin * " …"
         for column, pos in enumerate(positions):
             if 0 <= revealed_at[pos] <= step:
                 shade[i, column] = confidence[pos]
@@ -75,7 +79,7 @@ def denoising_grid(
                 ax.text(
                     column,
                     y,
-                    shortened(text, _LONGEST) if long else text,
+                    shortened(text, longest),
                     ha="center",
                     va="center",
                     fontsize=13 if masked else 8,
@@ -87,7 +91,7 @@ def denoising_grid(
     # The range ends above 1, so that black text can be read on the darkest cell.
     extent = (-0.5, n_columns - 0.5, height - 0.5, -0.5)
     image = ax.imshow(np.repeat(shade, heights, axis=0), cmap="YlGn", vmin=0, vmax=1.6, aspect="auto", extent=extent)
-    ax.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+    _label_rows(ax, ticks, height)
     ax.set_xticks([])
     ax.tick_params(length=0)
     for side in ax.spines.values():
@@ -98,6 +102,8 @@ def denoising_grid(
     bar.ax.tick_params(labelsize=8)
     bar.ax.set_title("p(token)", fontsize=8)
     left_out = f" ({n_given} given positions at the start are not drawn)" if n_given else ""
+    if n_given and _points(ax)[0] < 250:
+        left_out = f"\n(without {n_given} given positions)"
     ax.set_title(f"{title or 'The canvas, step by step'}{left_out}", fontsize=10)
     return ax
 
@@ -133,7 +139,7 @@ def difference_grid(
     changing = [
         pos for pos, first in enumerate(cells[0]) if any(canvas[pos] != first or canvas[pos][2] for canvas in cells)
     ]
-    bands = _bands(cells, changing[0] if changing and len(cells[0]) > WIDEST else 0, same, folded)
+    bands = _bands(cells, changing[0] if changing and _is_narrow(len(cells[0]), ax) else 0, same, folded)
     several = len(bands) > 1
     bands = [each for each in bands if any(canvas[pos][2] for canvas in cells for pos in each[0])] or bands[:1]
 
@@ -157,7 +163,7 @@ def difference_grid(
 
     # 2. The cells.
     ax.set(xlim=(-0.5, n_columns - 0.5), ylim=(height - 0.5, -0.5))
-    column_width = ax.get_window_extent().width / ax.figure.dpi * 72 / n_columns  # in points
+    column_width = _points(ax)[0] / n_columns
     # Average letters of 7 points are 4.2 points wide, and 4.6 if they are bold; an arrow with its space is 9.
     before, after = max(3, int((column_width - 9) / 4.2)), max(3, int(column_width / 4.6))
     style = {"ha": "center", "va": "center", "fontsize": 7, "parse_math": False, "in_layout": False}
@@ -169,24 +175,24 @@ def difference_grid(
             continue
         positions, span, _ = row
         thin = same[span.start]
-        ticks[y] = label_of(span, first_step) + thin * " …"
+        ticks[y] = _label_of(span, first_step) + thin * " …"
         for column, pos in enumerate(positions):
             old, new, differ = cells[span.start][pos]
             status[i, column] = (1 if old is None or new is None else 2) if differ else 0
             if told[i][column]:
-                ax.text(column, y - 0.3, f"{_short(old, before)} →", color=_WAS, **style)
-                ax.text(column, y + 0.3, _short(new, after), fontweight="normal" if new is None else "bold", **style)
+                ax.text(column, y - 0.36, f"{_short(old, before)} →", color=_WAS, **style)
+                ax.text(column, y + 0.36, _short(new, after), fontweight="normal" if new is None else "bold", **style)
             elif not differ and not thin and old is None:
                 ax.text(column, y, "·", color=_SAME, **{**style, "fontsize": 13})
             elif not differ and not thin:
-                ax.text(column, y, _short(old, after), color=_SAME, **style)
+                ax.text(column, y, _short(old, before + 2), color=_SAME, **style)
             if differ and not (span.start and cells[span.start - 1][pos][2]):
                 top = y - heights[i] / 4
                 ax.plot([column - 0.48, column + 0.48], [top, top], color=_BEGINS, linewidth=2, solid_capstyle="butt")
     extent = (-0.5, n_columns - 0.5, height - 0.5, -0.5)
     colours = ListedColormap(list(DIFFERENCES.values()))
     ax.imshow(np.repeat(status, heights, axis=0), cmap=colours, vmin=0, vmax=2, aspect="auto", extent=extent)
-    ax.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+    _label_rows(ax, ticks, height)
     ax.set_xticks([] if several else range(n_columns), [] if several else list(map(str, bands[0][0])), fontsize=7)
     ax.set_xlabel("" if several else "position", fontsize=8, labelpad=1)
     ax.tick_params(length=0)
@@ -210,7 +216,7 @@ def _told(cells: Sequence[Sequence[Any]], pos: int, canvas: int, same: Sequence[
     return bool(cells[canvas][pos][2]) and not same[canvas] and (new or last)
 
 
-def unchanged(
+def _unchanged(
     words: Sequence[Sequence[str]], hidden: Sequence[Sequence[bool]], revealed_at: Sequence[int], first_step: int = 0
 ) -> list[bool]:
     """Whether each canvas is the one before, and its step has revealed nothing; arguments as in `denoising_grid`."""
@@ -218,12 +224,12 @@ def unchanged(
     return [i > 0 and shown[i] == shown[i - 1] and first_step + i - 1 not in revealed_at for i in range(len(shown))]
 
 
-def first_written(revealed_at: Sequence[int], hidden: Sequence[bool]) -> int:
+def _first_written(revealed_at: Sequence[int], hidden: Sequence[bool]) -> int:
     """The first position that was not given, or 0; `hidden` is the first canvas's."""
     return next((pos for pos, step in enumerate(revealed_at) if step >= 0 or hidden[pos]), 0)
 
 
-def spans_of(same: Sequence[bool]) -> list[range]:
+def _spans_of(same: Sequence[bool]) -> list[range]:
     """The canvases that share a row: neighbours that are all `same` as the one before; each other has its own."""
     spans = []
     for thin, group in groupby(range(len(same)), same.__getitem__):
@@ -232,12 +238,38 @@ def spans_of(same: Sequence[bool]) -> list[range]:
     return spans
 
 
-def label_of(span: range, first_step: int = 0) -> str:
+def _label_of(span: range, first_step: int = 0) -> str:
     """The steps after which the canvas was as in a row."""
     first, last = first_step + span.start - 1, first_step + span.stop - 2
     if last > first:
         return f"steps {first}-{last}"
     return f"step {first}" if first >= 0 else "start"
+
+
+def _points(ax: Any, beside: int = 45, above: int = 60) -> tuple[float, float]:
+    """Width and height in points that axes will have beside and below their labels.
+
+    A constrained layout gives axes their size when it is drawn. Before, they have 0.775 by 0.77 of their part of the
+    figure.
+    """
+    box, inch = ax.get_window_extent(), ax.figure.dpi / 72
+    if ax.figure.get_layout_engine() is None:
+        return box.width / inch, box.height / inch
+    return max(1.0, box.width / inch / 0.775 - beside), max(1.0, box.height / inch / 0.77 - above)
+
+
+def _is_narrow(n_pos: int, ax: Any) -> bool:
+    """Whether a canvas is drawn without the given positions at its start, so that its texts have room."""
+    return n_pos > WIDEST or (hasattr(ax, "get_window_extent") and _points(ax)[0] / n_pos < _NARROWEST)
+
+
+def _label_rows(ax: Any, ticks: Mapping[float, str], height: float) -> None:
+    """Label the rows whose labels have room, those of folded steps last."""
+    row, kept = _points(ax)[1] / height, dict[float, str]()
+    for y in sorted(ticks, key=lambda y: (ticks[y].endswith("…"), y)):
+        if all(abs(y - other) * row >= 7 for other in kept):
+            kept[y] = ticks[y]
+    ax.set_yticks(sorted(kept), [kept[y] for y in sorted(kept)], fontsize=8 if row > 10 else 7)
 
 
 def _placed(halves: Sequence[int]) -> tuple[Any, list[float]]:
@@ -262,7 +294,7 @@ def _bands(
     width = max(1, -(-(n_pos - start) // n_bands))
     bands = []
     for left in range(start, max(n_pos, start + 1), width):
-        positions, spans = range(left, min(left + width, n_pos)), spans_of(same)
+        positions, spans = range(left, min(left + width, n_pos)), _spans_of(same)
         if n_bands > 1 and folded:
             shown = [canvas[left : positions.stop] for canvas in cells]
             spans = [range(i, i + 1) for i in range(len(cells)) if i == 0 or shown[i] != shown[i - 1]]
@@ -348,12 +380,12 @@ def canvas_fragment(
 
     The given tokens before the first masked position are written above the table, since they are the same in each row.
     """
-    n_given = first_written(revealed_at, hidden[0])
-    same = unchanged(canvases, hidden, revealed_at, first_step) if folded else [False] * len(canvases)
+    n_given = _first_written(revealed_at, hidden[0])
+    same = _unchanged(canvases, hidden, revealed_at, first_step) if folded else [False] * len(canvases)
     rows = []
-    for span in spans_of(same):
+    for span in _spans_of(same):
         row, step = span.start, first_step + span.start
-        label = "start" if step == 0 else f"after {label_of(span, first_step)}"
+        label = "start" if step == 0 else f"after {_label_of(span, first_step)}"
         if same[row]:
             empty = f"<td colspan={len(revealed_at) - n_given}>…</td>"
             rows.append(f'<tr class="same"><th scope=row><span>{label}</span></th>{empty}</tr>')
