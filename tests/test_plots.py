@@ -2,7 +2,7 @@
 
 import io
 import sys
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -181,6 +181,29 @@ def test_steps_that_predict_the_same_share_a_column(every):
         ax = told.plot(folded=folded)
         assert ax.get_images()[0].get_array().shape[1] == len(drawn)
         assert [label.get_text() for label in ax.get_xticklabels()] == drawn[:: -(-len(drawn) // 12)]
+
+
+@pytest.mark.parametrize("size", [(3.3, 2.2), (7.0, 4.0)])
+def test_texts_of_a_canvas_do_not_collide(tiny, size):
+    """At the width of a column and of a page."""
+    run = tiny.denoise("Gustav Geisser is the", length=9, steps=5)
+    for result in (run, run.diff(tiny.denoise("Gustav Geisser is the", length=9, steps=5, temperature=3.0, seed=4))):
+        figure, [ax] = plots.panels(1, 1, *size)
+        result.plot(ax=ax)
+        assert drawn(figure)
+        boxes = [text.get_window_extent() for text in (*ax.texts, *ax.get_yticklabels()) if text.get_text().strip(" →")]
+        # Boxes have the height of the highest letters.
+        collisions = [
+            pair for pair in combinations(boxes, 2) if overlap(*pair, "x") > 1 and overlap(*pair, "y") > 0.4 * 8
+        ]
+        assert collisions == []
+
+
+def overlap(one, other, axis):
+    """Pixels that two boxes have in common along an axis; negative if there is room between them."""
+    return min(getattr(one, f"{axis}1"), getattr(other, f"{axis}1")) - max(
+        getattr(one, f"{axis}0"), getattr(other, f"{axis}0")
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_m
 from diffusion_lens.settings import Whole, pick_indices
 
 UNWRITTEN = -1
-_LONGEST = 80  # characters of sentences in the line and in the title of the picture
+_LONGEST = 40  # characters of a text in the line and in the title of the picture
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,26 +116,8 @@ class RunDifference(PicturedResult, Saved):
         There is a sentence for each group of neighbouring positions whose final tokens differ, with the first step
         since which the canvases differ there until the end.
         """
-        from diffusion_lens import plots  # when it is needed: loading a model should not wait for it
-
         (index,) = pick_indices("row", [row], len(self))
-        spaced = any(text[:1] in (" ", "▁") for text in self.words.values())
-
-        def said(tokens: list[int]) -> str:
-            if set(tokens) == {UNWRITTEN}:
-                return "(unwritten)"
-            texts = [self.words[token] if token != UNWRITTEN else "·" for token in tokens]
-            return plots.readable("".join(texts)) if spaced else " ".join(map(plots.readable, texts))
-
-        was, now = self.canvases[:, -1, index].tolist()
-        final, since = self.tokens[index].tolist(), self._since()[index].tolist()
-        sentences = []
-        for differ, group in groupby(range(len(final)), final.__getitem__):
-            positions = list(group)
-            if differ:
-                part = slice(positions[0], positions[-1] + 1)
-                sentences.append(f"{said(was[part])} → {said(now[part])}, from {self._when(min(since[part]))}")
-        return sentences
+        return [f"{was} → {now}, from {when}" for was, now, when in self._changes(index)]
 
     def plot(self, row: Whole = 0, *, ax: Any = None, title: str | None = None, folded: bool = True) -> Any:
         """Both canvases by step: what is the same is pale, and where they differ both texts stand in a coloured cell;
@@ -178,15 +160,35 @@ class RunDifference(PicturedResult, Saved):
         numbers = torch.arange(n_canvases)[:, None, None]
         return numbers.where(~self.differs, -1).amax(dim=0) + 1
 
+    def _changes(self, row: int) -> list[tuple[str, str, str]]:
+        """Both texts of each group of neighbouring positions whose final tokens differ, and since when they do."""
+        from diffusion_lens import plots  # when it is needed: loading a model should not wait for it
+
+        spaced = any(text[:1] in (" ", "▁") for text in self.words.values())
+
+        def said(tokens: list[int]) -> str:
+            if set(tokens) == {UNWRITTEN}:
+                return "(unwritten)"
+            texts = [self.words[token] if token != UNWRITTEN else "·" for token in tokens]
+            return plots.readable("".join(texts)) if spaced else " ".join(map(plots.readable, texts))
+
+        was, now = self.canvases[:, -1, row].tolist()
+        final, since = self.tokens[row].tolist(), self._since()[row].tolist()
+        groups = [list(group) for differ, group in groupby(range(len(final)), final.__getitem__) if differ]
+        parts = [slice(group[0], group[-1] + 1) for group in groups]
+        return [(said(was[part]), said(now[part]), self._when(min(since[part]))) for part in parts]
+
     def _said(self, row: int) -> str:
         """The difference of a row in few words: as many sentences as fit a title, and how many more there are."""
-        if sentences := self.sentences(row):
-            first, *others = sentences
-            texts, _, when = first.rpartition(", ")
-            said = first if len(first) <= _LONGEST else f"{texts[: _LONGEST - len(when) - 1]}…, {when}"
-            while others and len(said) + len(others[0]) < _LONGEST:
-                said += f"; {others.pop(0)}"
-            return f"{said}; {len(others)} more" if others else said
+        from diffusion_lens.plots.axes import shortened
+
+        if changes := self._changes(row):
+            said = [
+                f"{shortened(was, _LONGEST)} → {shortened(now, _LONGEST)}, from {when}" for was, now, when in changes
+            ]
+            n_said = 1 + (len(said) > 1 and len(said[0]) + len(said[1]) < 2 * _LONGEST)
+            more = len(said) - n_said
+            return "; ".join(said[:n_said]) + (f"; {more} more" if more else "")
         differing = self.differs[:, row].any(dim=1).nonzero()
         if not len(differing):
             return "no difference"

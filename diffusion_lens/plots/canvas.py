@@ -15,6 +15,7 @@ from diffusion_lens.plots.axes import one_axes, readable, shortened
 WIDEST = 14  # positions side by side; a longer canvas is drawn in bands, one below the other
 _LONGEST = 11  # characters of a token in a band
 _NARROWEST = 25  # points of a column beside the given positions
+_MOST_BANDS = 4  # of the difference of two long canvases
 _MASKED, _GIVEN = "0.4", "0.35"  # greys of dots and of the prompt; both have a contrast above 4.5 with white
 # Backgrounds of the cells of two runs; in grey they differ too.
 DIFFERENCES = {"the same": "#ffffff", "written in one": "#d6e6f4", "another token": "#fdb462"}
@@ -121,8 +122,8 @@ def difference_grid(
     """Two canvases by denoising step: what is the same is pale; where they differ, both texts are in a coloured cell.
 
     The texts of a cell that differs are written where it begins to differ or changes, and in the last row. A line
-    marks where it begins. Steps and positions are folded and divided as in `denoising_grid`; bands in which nothing
-    differs are left out.
+    marks where it begins. Steps and positions are folded and divided as in `denoising_grid`. Of several bands, the
+    first four in which something differs are drawn.
 
     Args:
         was: Text of each position, for each canvas of the first run; `None` where nothing is written.
@@ -141,7 +142,8 @@ def difference_grid(
     ]
     bands = _bands(cells, changing[0] if changing and _is_narrow(len(cells[0]), ax) else 0, same, folded)
     several = len(bands) > 1
-    bands = [each for each in bands if any(canvas[pos][2] for canvas in cells for pos in each[0])] or bands[:1]
+    differing = [each for each in bands if any(canvas[pos][2] for canvas in cells for pos in each[0])]
+    bands = differing[:_MOST_BANDS] or bands[:1]
 
     # 1. Rows: those in which two texts stand below each other are higher, and above each of several bands is a label.
     rows: list[tuple[range, range, bool] | range] = []
@@ -201,7 +203,9 @@ def difference_grid(
     patches = [Patch(facecolor=colour, edgecolor="0.6", label=label) for label, colour in DIFFERENCES.items()]
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 1 if several else 3.6}
     ax.legend(handles=patches, **below, ncols=3, fontsize=7, frameon=False)
-    ax.set_title(title or "The difference of two runs", fontsize=10, parse_math=False)
+    hidden = len(differing) - len(bands)
+    left_out = f"\n(after position {bands[-1][0][-1]}, {hidden} more groups of positions differ)" if hidden > 0 else ""
+    ax.set_title(f"{title or 'The difference of two runs'}{left_out}", fontsize=10, parse_math=False)
     return ax
 
 
@@ -253,9 +257,10 @@ def _points(ax: Any, beside: int = 45, above: int = 60) -> tuple[float, float]:
     figure.
     """
     box, inch = ax.get_window_extent(), ax.figure.dpi / 72
+    width, height = float(box.width / inch), float(box.height / inch)
     if ax.figure.get_layout_engine() is None:
-        return box.width / inch, box.height / inch
-    return max(1.0, box.width / inch / 0.775 - beside), max(1.0, box.height / inch / 0.77 - above)
+        return width, height
+    return max(1.0, width / 0.775 - beside), max(1.0, height / 0.77 - above)
 
 
 def _is_narrow(n_pos: int, ax: Any) -> bool:
