@@ -354,6 +354,7 @@ def _measures() -> Iterator[Any]:
 
 def _runs() -> Iterator[Any]:
     from diffusion_lens.denoising.cache import TrajectoryCache
+    from diffusion_lens.denoising.difference import RunDifference
     from diffusion_lens.denoising.predictions import Predictions
     from diffusion_lens.denoising.trajectory import Trajectory
 
@@ -375,6 +376,15 @@ def _runs() -> Iterator[Any]:
         "record": {**RECORD, "blank": 3, "first_step": 0, "forward_passes": STEPS},
     }
     yield Trajectory(**fields)
+    written = canvases.masked_fill(canvases == 3, -1)
+    yield RunDifference(
+        canvases=torch.stack([written, written.where((written < 0) | given, (written + 1) % 3)]),
+        revealed_at=revealed_at.repeat(2, 1, 1),
+        confidences=rand(2, 1, POS),
+        real=torch.ones_like(given),
+        words=WORDS,
+        record={**RECORD, "other": RECORD, "compared_from": 0},
+    )
     masked = canvases[:-1] == 3
     likeliest = tokens.expand_as(masked)[masked]
     yield Predictions.of(

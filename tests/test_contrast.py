@@ -45,7 +45,9 @@ def behind(text, figure):
         return to_rgb(figure.get_facecolor())
     for image in ax.get_images():
         values = image.get_array().filled(float("nan"))
-        column, row = map(round, text.get_position())
+        left, right, bottom, top = image.get_extent()
+        (x, y), (n_rows, n_columns) = text.get_position(), values.shape
+        column, row = int((x - left) / (right - left) * n_columns), int((y - top) / (bottom - top) * n_rows)
         if 0 <= row < values.shape[0] and 0 <= column < values.shape[1] and values[row, column] == values[row, column]:
             return image.cmap(image.norm(values[row, column]))[:3]
     return to_rgb(ax.get_facecolor())

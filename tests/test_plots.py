@@ -2,7 +2,7 @@
 
 import io
 import sys
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -139,9 +139,71 @@ def test_the_rest_of_a_run_is_drawn_with_its_own_steps(tiny):
         label.get_text() for label in rest.get_yticklabels()
     ]
     texts = [[(text.get_text(), text.get_color(), text.get_fontweight()) for text in ax.texts] for ax in (whole, rest)]
-    assert texts[0][2 * 5 :] == texts[1]
+    assert texts[0][-len(texts[1]) :] == texts[1]
     colours = [ax.images[0].get_array().filled(-1) for ax in (whole, rest)]
-    assert (colours[0][2:] == colours[1]).all()
+    assert (colours[0][-len(colours[1]) :] == colours[1]).all()
+
+
+def test_steps_that_write_nothing_share_a_thin_row(every):
+    """32 steps for a few tokens, and the default number for networks with a number of their own."""
+    options = {} if every.model.cfg.opens_blocks else {"steps": 32}
+    run = every.model.denoise(every.tokens[:1, :4] % 500, length=10, **options)
+    canvases, labels, first = run.canvases[:, 0].tolist(), ["start"], None
+    for step in range(run.n_steps):
+        if canvases[step + 1] != canvases[step]:
+            labels.append(f"step {step}")
+            first = None
+        elif first is None:
+            first = step
+            labels.append(f"step {step} …")
+        else:
+            labels[-1] = f"steps {first}-{step} …"
+    ax = run.plot()
+    assert [label.get_text() for label in ax.get_yticklabels()] == labels
+    full = [label for label in labels if not label.endswith("…")]
+    assert len(ax.texts) == 10 * len(full)
+    assert run.to_html().count("<tr") == len(labels)
+    assert run._repr_html_().count("<tr") == run.to_html().count("<tr") + 11
+    everything = ["start", *(f"step {step}" for step in range(run.n_steps))]
+    assert [label.get_text() for label in run.plot(folded=False).get_yticklabels()] == everything
+    assert run.to_html(folded=False).count("<tr") == len(everything)
+
+
+def test_steps_that_predict_the_same_share_a_column(every):
+    options = {} if every.model.cfg.opens_blocks else {"steps": 12}
+    told = every.model.denoise(every.tokens[:1, :4] % 500, length=10, predictions=2, **options).predictions
+    columns = [str((told.likeliest[i, 0].tolist(), told.entropy[i, 0].tolist())) for i in range(len(told.steps))]
+    starts = [i for i in range(len(columns)) if i == 0 or columns[i] != columns[i - 1]]
+    labels = [str(i) if j - i == 1 else f"{i}-{j - 1}" for i, j in pairwise([*starts, len(columns)])]
+    for folded, expected in ((True, labels), (False, list(map(str, told.steps)))):
+        every_nth = -(-len(expected) // 16)  # A wide map draws one in so many.
+        drawn = expected[(len(expected) - 1) % every_nth :: every_nth]
+        ax = told.plot(folded=folded)
+        assert ax.get_images()[0].get_array().shape[1] == len(drawn)
+        assert [label.get_text() for label in ax.get_xticklabels()] == drawn[:: -(-len(drawn) // 12)]
+
+
+@pytest.mark.parametrize("size", [(3.3, 2.2), (7.0, 4.0)])
+def test_texts_of_a_canvas_do_not_collide(tiny, size):
+    """At the width of a column and of a page."""
+    run = tiny.denoise("Gustav Geisser is the", length=9, steps=5)
+    for result in (run, run.diff(tiny.denoise("Gustav Geisser is the", length=9, steps=5, temperature=3.0, seed=4))):
+        figure, [ax] = plots.panels(1, 1, *size)
+        result.plot(ax=ax)
+        assert drawn(figure)
+        boxes = [text.get_window_extent() for text in (*ax.texts, *ax.get_yticklabels()) if text.get_text().strip(" →")]
+        # Boxes have the height of the highest letters.
+        collisions = [
+            pair for pair in combinations(boxes, 2) if overlap(*pair, "x") > 1 and overlap(*pair, "y") > 0.4 * 8
+        ]
+        assert collisions == []
+
+
+def overlap(one, other, axis):
+    """Pixels that two boxes have in common along an axis; negative if there is room between them."""
+    return min(getattr(one, f"{axis}1"), getattr(other, f"{axis}1")) - max(
+        getattr(one, f"{axis}0"), getattr(other, f"{axis}0")
+    )
 
 
 @pytest.mark.parametrize(

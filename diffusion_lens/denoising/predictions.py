@@ -290,12 +290,22 @@ class Predictions(PicturedResult, Saved):
             raise ValueError(f"{folder} contains no .safetensors file: save predictions of runs there")
         return map(Predictions.load, paths)
 
-    def plot(self, row: Whole = 0, *, show: str = "entropy", ax: Any = None, title: str | None = None) -> Any:
+    def plot(
+        self,
+        row: Whole = 0,
+        *,
+        show: str = "entropy",
+        ax: Any = None,
+        title: str | None = None,
+        folded: bool = True,
+    ) -> Any:
         """The canvas of one row, a column for each step, with the likeliest token in each cell; returns the axes.
 
         Args:
             row: Row of the batch.
             show: What the colour shows: "entropy", "probability" of the likeliest token, or the "margin".
+            folded: Whether neighbouring steps with the same tokens and numbers share a column; otherwise every step has
+                its own.
         """
         from diffusion_lens import plots
 
@@ -304,12 +314,18 @@ class Predictions(PicturedResult, Saved):
         positions = self.masked[:, index].any(dim=0).nonzero()[:, 0].tolist()
         values = self.probabilities[..., 0] if show == "probability" else getattr(self, show)
         values = values[:, index, positions].T.float()
+        likeliest = self.likeliest[:, index, positions].T
+        shown = torch.stack([likeliest.double(), values.double()]).nan_to_num(nan=NOTHING)
+        new = (shown[..., 1:] != shown[..., :-1]).flatten(0, 1).any(dim=0).tolist()
+        first = [i for i in range(len(self.steps)) if i == 0 or new[i - 1] or not folded]
+        spans = zip(first, [*first[1:], len(self.steps)], strict=True)
+        values, likeliest = values[:, first], likeliest[:, first]
         known, (bar, hue) = values[~values.isnan()], SHOWN[show]
         return plots.token_map(
             values,
-            [[self.words.get(int(t), "") for t in each] for each in self.likeliest[:, index, positions].T],
+            [[self.words.get(int(t), "") for t in each] for each in likeliest],
             rows=[f"{i}  {plots.readable(self.words[int(self.written[index, i])])}" for i in positions],
-            layers=self.steps,
+            layers=[f"{self.steps[i]}-{self.steps[j - 1]}" if j - i > 1 else self.steps[i] for i, j in spans],
             xlabel="denoising step",
             hue=hue,
             limits=(0.0, float(known.max()) if show == "entropy" and len(known) else 1.0),

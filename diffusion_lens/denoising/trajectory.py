@@ -13,6 +13,7 @@ from torch import Tensor
 
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.canvas import Canvas, reach_of
+from diffusion_lens.denoising.difference import RunDifference
 from diffusion_lens.denoising.loop import LoopRows, Run, run_loop
 from diffusion_lens.denoising.predictions import MAX_BYTES, Predictions
 from diffusion_lens.denoising.predictor import Cached, Conditional, FirstGiven
@@ -32,7 +33,6 @@ from diffusion_lens.records.results import (
     Saved,
     Table,
     load_result,
-    one_line,
     shown_model,
     texts_of,
 )
@@ -42,26 +42,6 @@ from weight_conversion import Architecture, NoiseSchedule, Variant
 
 _TENSORS = ("tokens", "canvases", "prompt", "revealed_at", "revealed_before", "confidence", "given", "real")
 _TEXTS = ("text", "completion")
-
-
-@dataclass(frozen=True, eq=False)
-class TrajectoryDiff:
-    """The differences between two denoising runs of one prompt.
-
-    Attributes:
-        first_step: First step after which the canvases differ; `None` if they never do. If the first canvases differ,
-            it is the index of the step before them, -1 for whole runs.
-        tokens: Bool[batch pos], positions whose final token differs.
-        order: Bool[batch pos], positions revealed in another step.
-        confidence: Float[batch pos], the second run's confidence minus the first's.
-    """
-
-    first_step: int | None
-    tokens: Bool[Tensor, "batch pos"]
-    order: Bool[Tensor, "batch pos"]
-    confidence: Float[Tensor, "batch pos"]
-
-    __repr__ = one_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,17 +248,23 @@ class Trajectory(Saved, Result):
         """The text at each position of one row, for every canvas."""
         return [[self.words[token] for token in canvas] for canvas in self.canvases[:, row].tolist()]
 
-    def plot(self, row: int = 0, ax: Any = None, title: str | None = None) -> Any:
-        """The canvas by step, tokens coloured by confidence; returns the matplotlib axes."""
+    def plot(self, row: int = 0, ax: Any = None, title: str | None = None, *, folded: bool = True) -> Any:
+        """The canvas by step, tokens coloured by confidence; returns the matplotlib axes.
+
+        Args:
+            row: Row of the batch.
+            folded: Whether consecutive steps that write nothing share a thin row; otherwise every step has its own.
+        """
         from diffusion_lens import plots  # when it is drawn: loading a model should not wait for it
 
-        return plots.denoising_grid(*self._drawn(row), title=title, ax=ax)
+        return plots.denoising_grid(*self._drawn(row), title=title, ax=ax, folded=folded)
 
-    def to_html(self, row: int = 0) -> str:
-        """The canvas by step as a self-contained HTML page, tokens coloured by confidence."""
+    def to_html(self, row: int = 0, *, folded: bool = True) -> str:
+        """The canvas by step as a self-contained HTML page, tokens coloured by confidence; arguments as in `plot`."""
         from diffusion_lens import plots
 
-        return plots.canvas_table(f"{shown_model(self.record)}: {self.text[row] or 'a run'}", *self._drawn(row))
+        title = f"{shown_model(self.record)}: {self.text[row] or 'a run'}"
+        return plots.canvas_table(title, *self._drawn(row), folded=folded)
 
     def from_step(self, step: SupportsIndex) -> "Trajectory":
         """The part of the run from the canvas before `step` on, for a replay from there with other hooks or seeds.
@@ -451,27 +437,17 @@ class Trajectory(Saved, Result):
         it, and a call, `trajectory.predictions(model, top_k=k)`, takes a forced replay, with the same numbers."""
         return NoPredictions(self) if self.recorded is None else RunPredictions.of_run(self, self.recorded)
 
-    def diff(self, other: "Trajectory") -> TrajectoryDiff:
-        """The differences from another run of the same prompt.
+    def diff(self, other: "Trajectory") -> RunDifference:
+        """What another run of the same prompt wrote where this one wrote something else, and since which step, as a
+        picture, a table and sentences.
+
+        The other run may have other hooks, settings or seeds, another number of steps, or be that of another model of
+        the same vocabulary. Canvases are compared at equal step numbers; a run that has ended keeps its final canvas.
 
         Raises:
-            ValueError: The canvases have different shapes, or the prompts differ.
+            ValueError: The runs have different shapes [batch pos], vocabularies or prompts.
         """
-        canvases, others = self.canvases, other.canvases
-        if canvases.shape != others.shape:
-            raise ValueError(
-                f"runs of different shape cannot be compared: {list(canvases.shape)} and {list(others.shape)} "
-                "[canvas batch pos]"
-            )
-        if not torch.equal(self.prompt, other.prompt):
-            raise ValueError("the two runs have different prompts; compare runs of the same prompt")
-        differing = (canvases != others).flatten(1).any(dim=1).nonzero()
-        return TrajectoryDiff(
-            first_step=self.first_step + int(differing[0]) - 1 if len(differing) else None,
-            tokens=self.tokens != other.tokens,
-            order=self.revealed_at != other.revealed_at,
-            confidence=other.confidence - self.confidence,
-        )
+        return RunDifference.of(self, other)
 
     def explore(
         self,

@@ -31,6 +31,7 @@ level        noise levels, or ranges of them
 feature      features of a dictionary
 axis         axes of a grid
 canvas       canvases of a denoising run: one before each step, and the final one; or the two of a pair
+run          the two runs of a prompt that are compared
 rest         any further axes, as in `*rest`
 role         roles of tokens in a fact: first token of the subject, last token of the prompt, ...
 fact         facts of a study

@@ -16,7 +16,7 @@ from diffusion_lens.plots.axes import (
     png_of,
     readable,
 )
-from diffusion_lens.plots.canvas import canvas_fragment, canvas_table, denoising_grid
+from diffusion_lens.plots.canvas import canvas_fragment, canvas_table, denoising_grid, difference_grid
 from diffusion_lens.plots.curves import (
     Curve,
     SignaturePanels,
@@ -47,6 +47,7 @@ __all__ = [
     "canvas_table",
     "css_size",
     "denoising_grid",
+    "difference_grid",
     "edge_map",
     "effect_curves",
     "figure_of",

@@ -3,8 +3,9 @@
 The HTML, a page or a part of one, has no scripts, fonts or downloads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,12 @@ from diffusion_lens.plots.axes import one_axes, readable, shortened
 
 WIDEST = 14  # positions side by side; a longer canvas is drawn in bands, one below the other
 _LONGEST = 11  # characters of a token in a band
+_NARROWEST = 25  # points of a column beside the given positions
+_MOST_BANDS = 4  # of the difference of two long canvases
 _MASKED, _GIVEN = "0.4", "0.35"  # greys of dots and of the prompt; both have a contrast above 4.5 with white
+# Backgrounds of the cells of two runs; in grey they differ too.
+DIFFERENCES = {"the same": "#ffffff", "written in one": "#d6e6f4", "another token": "#fdb462"}
+_SAME, _WAS, _BEGINS = "0.45", "0.25", "#a04000"  # texts in both runs, in the first, the line where they part
 
 
 def denoising_grid(
@@ -25,8 +31,11 @@ def denoising_grid(
     *,
     title: str | None = None,
     ax: Any = None,
+    folded: bool = True,
 ) -> Any:
     """The canvas by denoising step: one row per step, each token coloured by its probability when it was revealed.
+
+    Consecutive steps that write nothing are one thin row without texts, labelled "steps 5-11 …".
 
     A canvas of more than 14 positions is drawn without the given positions at its start, in bands of at most 14
     positions, one below the other. A band has the steps that change it.
@@ -37,27 +46,41 @@ def denoising_grid(
         revealed_at: Step that revealed each position for good; -1 for positions of the prompt.
         confidence: Probability of each token when it was revealed.
         first_step: Number of the step that follows the first canvas.
+        folded: Whether steps that write nothing are folded; otherwise each has a row, also in bands.
     """
-    bands, n_given = _bands(words, hidden, revealed_at)
-    n_columns, n_rows = len(bands[0][0]), sum(len(canvases) + 1 for _, canvases in bands) - 1
+    same = _unchanged(words, hidden, revealed_at, first_step) if folded else [False] * len(words)
+    n_given = _first_written(revealed_at, hidden[0]) if _is_narrow(len(revealed_at), ax) else 0
+    cells = [list(zip(canvas, blank, strict=True)) for canvas, blank in zip(words, hidden, strict=True)]
+    bands = _bands(cells, n_given, same, folded)
+    n_columns = len(bands[0][0])
     long = len(bands) > 1 or n_given > 0
-    ax = one_axes(ax, width=0.85 * n_columns + 1.6, height=(0.26 if long else 0.36) * n_rows + 1.0)
-    shade = np.full((n_rows, n_columns), np.nan)
-    ticks: dict[int, str] = {}
-    for i, (positions, canvases) in enumerate(bands):
-        top = sum(len(above) + 1 for _, above in bands[:i])  # with an empty row between bands
-        for row, canvas in enumerate(canvases, top):
-            step = first_step + canvas - 1
-            ticks[row] = f"step {step}" if step >= 0 else "start"
-            for column, pos in enumerate(positions):
-                if 0 <= revealed_at[pos] <= step:
-                    shade[row, column] = confidence[pos]
+    rows: list[tuple[range, range] | None] = []
+    for positions, spans in bands:
+        rows += [None] * bool(rows) + [(positions, span) for span in spans]  # with an empty row between bands
+    heights, centres = _placed([1 if row and same[row[1].start] else 2 for row in rows])
+    height = int(heights.sum()) / 2
+    ax = one_axes(ax, width=0.85 * n_columns + 1.6, height=(0.26 if long else 0.36) * height + 1.0)
+    longest = min(
+        _LONGEST if long else 99, max(3, int(_points(ax, 75)[0] / n_columns / 5))
+    )  # A letter is 5 points wide.
+    shade = np.full((len(rows), n_columns), np.nan)
+    ticks: dict[float, str] = {}
+    for i, (drawn, y) in enumerate(zip(rows, centres, strict=True)):
+        if drawn is None:
+            continue
+        positions, span = drawn
+        canvas, step, thin = span.start, first_step + span.stop - 2, same[span.start]
+        ticks[y] = _label_of(span, first_step) + thin * " …"
+        for column, pos in enumerate(positions):
+            if 0 <= revealed_at[pos] <= step:
+                shade[i, column] = confidence[pos]
+            if not thin:
                 given, masked = revealed_at[pos] < 0, hidden[canvas][pos]
                 text = "·" if masked else readable(words[canvas][pos])
                 ax.text(
                     column,
-                    row,
-                    shortened(text, _LONGEST) if long else text,
+                    y,
+                    shortened(text, longest),
                     ha="center",
                     va="center",
                     fontsize=13 if masked else 8,
@@ -67,39 +90,221 @@ def denoising_grid(
                     in_layout=False,  # It is inside the axes, and to measure all texts takes half of the time.
                 )
     # The range ends above 1, so that black text can be read on the darkest cell.
-    image = ax.imshow(shade, cmap="YlGn", vmin=0, vmax=1.6, aspect="auto")
-    ax.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+    extent = (-0.5, n_columns - 0.5, height - 0.5, -0.5)
+    image = ax.imshow(np.repeat(shade, heights, axis=0), cmap="YlGn", vmin=0, vmax=1.6, aspect="auto", extent=extent)
+    _label_rows(ax, ticks, height)
     ax.set_xticks([])
     ax.tick_params(length=0)
     for side in ax.spines.values():
         side.set_visible(False)
     bar = ax.figure.colorbar(
-        image, ax=ax, boundaries=np.linspace(0, 1, 101), ticks=[0, 0.5, 1], pad=0.01, aspect=max(20, n_rows)
+        image, ax=ax, boundaries=np.linspace(0, 1, 101), ticks=[0, 0.5, 1], pad=0.01, aspect=max(20, len(rows))
     )
     bar.ax.tick_params(labelsize=8)
     bar.ax.set_title("p(token)", fontsize=8)
     left_out = f" ({n_given} given positions at the start are not drawn)" if n_given else ""
+    if n_given and _points(ax)[0] < 250:
+        left_out = f"\n(without {n_given} given positions)"
     ax.set_title(f"{title or 'The canvas, step by step'}{left_out}", fontsize=10)
     return ax
 
 
+def difference_grid(
+    was: Sequence[Sequence[str | None]],
+    now: Sequence[Sequence[str | None]],
+    differs: Sequence[Sequence[bool]],
+    first_step: int = 0,
+    *,
+    title: str | None = None,
+    ax: Any = None,
+    folded: bool = True,
+) -> Any:
+    """Two canvases by denoising step: what is the same is pale; where they differ, both texts are in a coloured cell.
+
+    The texts of a cell that differs are written where it begins to differ or changes, and in the last row. A line
+    marks where it begins. Steps and positions are folded and divided as in `denoising_grid`. Of several bands, the
+    first four in which something differs are drawn.
+
+    Args:
+        was: Text of each position, for each canvas of the first run; `None` where nothing is written.
+        now: The same of the second run.
+        differs: Whether the canvases differ at each position.
+        first_step: Number of the step that follows the first canvas.
+        folded: Whether steps that write nothing in both runs are folded.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    cells = [list(zip(*both, strict=True)) for both in zip(was, now, differs, strict=True)]
+    same = [folded and i > 0 and cells[i] == cells[i - 1] for i in range(len(cells))]
+    changing = [
+        pos for pos, first in enumerate(cells[0]) if any(canvas[pos] != first or canvas[pos][2] for canvas in cells)
+    ]
+    bands = _bands(cells, changing[0] if changing and _is_narrow(len(cells[0]), ax) else 0, same, folded)
+    several = len(bands) > 1
+    differing = [each for each in bands if any(canvas[pos][2] for canvas in cells for pos in each[0])]
+    bands = differing[:_MOST_BANDS] or bands[:1]
+
+    # 1. Rows: those in which two texts stand below each other are higher, and above each of several bands is a label.
+    rows: list[tuple[range, range, bool] | range] = []
+    for positions, spans in bands:
+        rows += [positions] * several
+        last = max(span.start for span in spans if not same[span.start])
+        rows += [(positions, span, span.start == last) for span in spans]
+    told = [
+        [] if isinstance(row, range) else [_told(cells, pos, row[1].start, same, row[2]) for pos in row[0]]
+        for row in rows
+    ]
+    sizes = [
+        2 if isinstance(row, range) else 1 if same[row[1].start] else 3 if any(both) else 2
+        for row, both in zip(rows, told, strict=True)
+    ]
+    heights, centres = _placed(sizes)
+    height, n_columns = int(heights.sum()) / 2, len(bands[0][0])
+    ax = one_axes(ax, width=0.8 * n_columns + 1.2, height=0.28 * height + 1.0)
+
+    # 2. The cells.
+    ax.set(xlim=(-0.5, n_columns - 0.5), ylim=(height - 0.5, -0.5))
+    column_width = _points(ax)[0] / n_columns
+    # Average letters of 7 points are 4.2 points wide, and 4.6 if they are bold; an arrow with its space is 9.
+    before, after = max(3, int((column_width - 9) / 4.2)), max(3, int(column_width / 4.6))
+    style = {"ha": "center", "va": "center", "fontsize": 7, "parse_math": False, "in_layout": False}
+    status = np.full((len(rows), n_columns), np.nan)
+    ticks: dict[float, str] = {}
+    for i, (row, y) in enumerate(zip(rows, centres, strict=True)):
+        if isinstance(row, range):
+            ticks[y] = f"positions {row[0]}-{row[-1]}"
+            continue
+        positions, span, _ = row
+        thin = same[span.start]
+        ticks[y] = _label_of(span, first_step) + thin * " …"
+        for column, pos in enumerate(positions):
+            old, new, differ = cells[span.start][pos]
+            status[i, column] = (1 if old is None or new is None else 2) if differ else 0
+            if told[i][column]:
+                ax.text(column, y - 0.36, f"{_short(old, before)} →", color=_WAS, **style)
+                ax.text(column, y + 0.36, _short(new, after), fontweight="normal" if new is None else "bold", **style)
+            elif not differ and not thin and old is None:
+                ax.text(column, y, "·", color=_SAME, **{**style, "fontsize": 13})
+            elif not differ and not thin:
+                ax.text(column, y, _short(old, before + 2), color=_SAME, **style)
+            if differ and not (span.start and cells[span.start - 1][pos][2]):
+                top = y - heights[i] / 4
+                ax.plot([column - 0.48, column + 0.48], [top, top], color=_BEGINS, linewidth=2, solid_capstyle="butt")
+    extent = (-0.5, n_columns - 0.5, height - 0.5, -0.5)
+    colours = ListedColormap(list(DIFFERENCES.values()))
+    ax.imshow(np.repeat(status, heights, axis=0), cmap=colours, vmin=0, vmax=2, aspect="auto", extent=extent)
+    _label_rows(ax, ticks, height)
+    ax.set_xticks([] if several else range(n_columns), [] if several else list(map(str, bands[0][0])), fontsize=7)
+    ax.set_xlabel("" if several else "position", fontsize=8, labelpad=1)
+    ax.tick_params(length=0)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    patches = [Patch(facecolor=colour, edgecolor="0.6", label=label) for label, colour in DIFFERENCES.items()]
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 1 if several else 3.6}
+    ax.legend(handles=patches, **below, ncols=3, fontsize=7, frameon=False)
+    hidden = len(differing) - len(bands)
+    left_out = f"\n(after position {bands[-1][0][-1]}, {hidden} more groups of positions differ)" if hidden > 0 else ""
+    ax.set_title(f"{title or 'The difference of two runs'}{left_out}", fontsize=10, parse_math=False)
+    return ax
+
+
+def _short(text: str | None, longest: int) -> str:
+    """A token that fits into a cell of two runs."""
+    return "not yet" if text is None else shortened(readable(text), longest)
+
+
+def _told(cells: Sequence[Sequence[Any]], pos: int, canvas: int, same: Sequence[bool], last: bool) -> bool:
+    """Whether both texts of a position are written in the row of a canvas."""
+    new = canvas == 0 or cells[canvas - 1][pos] != cells[canvas][pos]
+    return bool(cells[canvas][pos][2]) and not same[canvas] and (new or last)
+
+
+def _unchanged(
+    words: Sequence[Sequence[str]], hidden: Sequence[Sequence[bool]], revealed_at: Sequence[int], first_step: int = 0
+) -> list[bool]:
+    """Whether each canvas is the one before, and its step has revealed nothing; arguments as in `denoising_grid`."""
+    shown = [(list(canvas), list(blank)) for canvas, blank in zip(words, hidden, strict=True)]
+    return [i > 0 and shown[i] == shown[i - 1] and first_step + i - 1 not in revealed_at for i in range(len(shown))]
+
+
+def _first_written(revealed_at: Sequence[int], hidden: Sequence[bool]) -> int:
+    """The first position that was not given, or 0; `hidden` is the first canvas's."""
+    return next((pos for pos, step in enumerate(revealed_at) if step >= 0 or hidden[pos]), 0)
+
+
+def _spans_of(same: Sequence[bool]) -> list[range]:
+    """The canvases that share a row: neighbours that are all `same` as the one before; each other has its own."""
+    spans = []
+    for thin, group in groupby(range(len(same)), same.__getitem__):
+        own = list(group)
+        spans += [range(own[0], own[-1] + 1)] if thin else [range(i, i + 1) for i in own]
+    return spans
+
+
+def _label_of(span: range, first_step: int = 0) -> str:
+    """The steps after which the canvas was as in a row."""
+    first, last = first_step + span.start - 1, first_step + span.stop - 2
+    if last > first:
+        return f"steps {first}-{last}"
+    return f"step {first}" if first >= 0 else "start"
+
+
+def _points(ax: Any, beside: int = 45, above: int = 60) -> tuple[float, float]:
+    """Width and height in points that axes will have beside and below their labels.
+
+    A constrained layout gives axes their size when it is drawn. Before, they have 0.775 by 0.77 of their part of the
+    figure.
+    """
+    box, inch = ax.get_window_extent(), ax.figure.dpi / 72
+    width, height = float(box.width / inch), float(box.height / inch)
+    if ax.figure.get_layout_engine() is None:
+        return width, height
+    return max(1.0, width / 0.775 - beside), max(1.0, height / 0.77 - above)
+
+
+def _is_narrow(n_pos: int, ax: Any) -> bool:
+    """Whether a canvas is drawn without the given positions at its start, so that its texts have room."""
+    return n_pos > WIDEST or (hasattr(ax, "get_window_extent") and _points(ax)[0] / n_pos < _NARROWEST)
+
+
+def _label_rows(ax: Any, ticks: Mapping[float, str], height: float) -> None:
+    """Label the rows whose labels have room, those of folded steps last."""
+    row, kept = _points(ax)[1] / height, dict[float, str]()
+    for y in sorted(ticks, key=lambda y: (ticks[y].endswith("…"), y)):
+        if all(abs(y - other) * row >= 7 for other in kept):
+            kept[y] = ticks[y]
+    ax.set_yticks(sorted(kept), [kept[y] for y in sorted(kept)], fontsize=8 if row > 10 else 7)
+
+
+def _placed(halves: Sequence[int]) -> tuple[Any, list[float]]:
+    """Heights of rows, in halves of a row, as an array, and the centre of each, if rows of height 1 are at 0, 1, ..."""
+    heights = np.array(halves)
+    return heights, (np.cumsum(heights) / 2 - heights / 4 - 0.5).tolist()
+
+
 def _bands(
-    words: Sequence[Sequence[str]], hidden: Sequence[Sequence[bool]], revealed_at: Sequence[int]
-) -> tuple[list[tuple[range, Sequence[int]]], int]:
-    """Neighbouring positions with the canvases that are drawn of them, and the number of given positions left out."""
-    n_canvases, n_pos = len(words), len(revealed_at)
-    if n_pos <= WIDEST:
-        return [(range(n_pos), range(n_canvases))], 0
-    n_given = next((pos for pos in range(n_pos) if revealed_at[pos] >= 0 or hidden[0][pos]), 0)
-    n_bands = -(-(n_pos - n_given) // WIDEST)
-    width = -(-(n_pos - n_given) // n_bands)
-    bands: list[tuple[range, Sequence[int]]] = []
-    for start in range(n_given, n_pos, width):
-        positions = range(start, min(start + width, n_pos))
-        shown = [[(words[i][pos], hidden[i][pos]) for pos in positions] for i in range(n_canvases)]
-        canvases = [i for i in range(n_canvases) if i == 0 or n_bands == 1 or shown[i] != shown[i - 1]]
-        bands.append((positions, canvases))
-    return bands, n_given
+    cells: Sequence[Sequence[Any]], start: int, same: Sequence[bool], folded: bool
+) -> list[tuple[range, list[range]]]:
+    """Neighbouring positions with the canvases of their rows.
+
+    Args:
+        cells: What each position shows, for each canvas.
+        start: The first position that is drawn.
+        same: Whether each canvas shares a thin row with its neighbours.
+        folded: Whether a band among several has only the canvases in which it changes.
+    """
+    n_pos = len(cells[0])
+    n_bands = max(1, -(-(n_pos - start) // WIDEST))
+    width = max(1, -(-(n_pos - start) // n_bands))
+    bands = []
+    for left in range(start, max(n_pos, start + 1), width):
+        positions, spans = range(left, min(left + width, n_pos)), _spans_of(same)
+        if n_bands > 1 and folded:
+            shown = [canvas[left : positions.stop] for canvas in cells]
+            spans = [range(i, i + 1) for i in range(len(cells)) if i == 0 or shown[i] != shown[i - 1]]
+        bands.append((positions, spans))
+    return bands
 
 
 # Ink and paper of the page, in light and dark mode, and the share of green in a cell, by its probability. Every text
@@ -120,6 +325,7 @@ _CANVAS_STYLE = f"""
 .dl-canvas th {{ text-align: right; padding: 0 .8em 0 0; font-weight: normal; white-space: nowrap; border: 0; }}
 .dl-canvas td {{ padding: .15em .5em; text-align: center; white-space: pre; border: 1px solid rgba(128,128,128,.35); }}
 .dl-canvas th span, .dl-canvas .given, .dl-canvas .blank {{ opacity: {FAINT}; }}
+.dl-canvas tr.same th, .dl-canvas tr.same td {{ padding-top: 0; padding-bottom: 0; line-height: 1; }}
 .dl-canvas td.new {{ font-weight: bold; outline: 2px solid; outline-offset: -2px; }}
 """
 _PAGE_STYLE = """
@@ -133,7 +339,8 @@ p {{ max-width: 50em; }}
 """.format(**COLOURS)
 _LEGEND = (
     "The canvas before the first step and after each step. A frame marks the step that revealed a token. A darker "
-    "green means a higher probability at that step (hover to read it). Dots are masked positions."
+    "green means a higher probability at that step (hover to read it). Dots are masked positions. Steps that write "
+    "nothing share a thin row."
 )
 
 
@@ -144,6 +351,8 @@ def canvas_table(
     revealed_at: Sequence[int],
     confidence: Sequence[float],
     first_step: int = 0,
+    *,
+    folded: bool = True,
 ) -> str:
     """An HTML page with one row per step. A token is coloured by its probability when it was revealed.
 
@@ -153,8 +362,9 @@ def canvas_table(
         title: Title of the page.
         canvases: Text of each position, for each canvas.
         hidden, revealed_at, confidence, first_step: As in `denoising_grid`.
+        folded: Whether consecutive steps that write nothing share a thin row.
     """
-    fragment = canvas_fragment(canvases, hidden, revealed_at, confidence, first_step)
+    fragment = canvas_fragment(canvases, hidden, revealed_at, confidence, first_step, folded=folded)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -168,17 +378,24 @@ def canvas_fragment(
     revealed_at: Sequence[int],
     confidence: Sequence[float],
     first_step: int = 0,
+    *,
+    folded: bool = True,
 ) -> str:
     """The table of `canvas_table` for a page that contains other things, whose colours it takes over.
 
     The given tokens before the first masked position are written above the table, since they are the same in each row.
     """
-    n_given = next((pos for pos, step in enumerate(revealed_at) if step >= 0 or hidden[0][pos]), 0)
+    n_given = _first_written(revealed_at, hidden[0])
+    same = _unchanged(canvases, hidden, revealed_at, first_step) if folded else [False] * len(canvases)
     rows = []
-    for row, canvas in enumerate(canvases):
-        step = first_step + row
-        label = "start" if step == 0 else f"after step {step - 1}"
-        columns = list(zip(canvas, hidden[row], revealed_at, confidence, strict=True))
+    for span in _spans_of(same):
+        row, step = span.start, first_step + span.start
+        label = "start" if step == 0 else f"after {_label_of(span, first_step)}"
+        if same[row]:
+            empty = f"<td colspan={len(revealed_at) - n_given}>…</td>"
+            rows.append(f'<tr class="same"><th scope=row><span>{label}</span></th>{empty}</tr>')
+            continue
+        columns = list(zip(canvases[row], hidden[row], revealed_at, confidence, strict=True))
         cells = [_cell(word, blank, at, p, step) for word, blank, at, p in columns[n_given:]]
         rows.append(f"<tr><th scope=row><span>{label}</span></th>{''.join(cells)}</tr>")
     given = escape(" ".join(map(readable, canvases[0][:n_given])))

@@ -70,14 +70,15 @@ for step in range(5):
 #
 # ## Compare two runs
 #
-# `run.diff` compares two runs of one prompt: the first step after which they differ, and the positions that differ.
+# `run.diff` compares two runs of one prompt. What is the same is pale. A cell that differs has both texts, and a line
+# marks the step at which the difference begins. The table has the same cells.
 
 # %%
 edited = write_without_attention([4])
 difference = run.diff(edited)
-positions = difference.tokens[0].nonzero()[:, 0].tolist()
-print("the runs differ after step", difference.first_step, "at the positions", positions)
-edited.plot()
+for sentence in difference.sentences():
+    print(sentence)
+difference
 
 # %% [markdown]
 # ## Replay

@@ -36,7 +36,7 @@ def test_a_remasked_run_branches_by_force_only(either):
     same(branch.replay(either.model, canvas="forced"), branch)
     with pytest.raises(ValueError, match="freely from its start"):
         branch.replay(either.model, canvas="free")
-    page = run.to_html()
+    page = run.to_html(folded=False)
     assert page.count(">·<") == int((run.canvases[:, 0] == 512).sum())
 
 
