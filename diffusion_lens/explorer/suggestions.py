@@ -54,7 +54,9 @@ def answers_of(prompt: str, facts: Sequence[Fact], written: Iterable[tuple[str, 
         written: Name of each model, and what it writes after the prompt.
     """
     found = [(fact.answer, "an answer of the table") for fact in facts if fact.prompt == prompt]
-    found += [(_following(prompt, text), f"{name} writes this") for name, text in written if text.strip()]
+    found += [
+        (_following(prompt, text), f"{name} writes this") for name, text in written if any(map(str.isalnum, text))
+    ]
     answers: dict[str, str] = {}
     for text, why in found:
         # Two models may write the same, and the answer of a fact.

@@ -102,7 +102,7 @@ def saved(session: Session, state: Any) -> dict[str, Any]:
     whole = session.manifest
     by_id = {run["id"]: run for run in whole["runs"]}
     given = _of(state, "runs")
-    shown = [by_id[run] for run in given if run in by_id] if isinstance(given, list) else []
+    shown = [by_id[run] for run in given if isinstance(run, str) and run in by_id] if isinstance(given, list) else []
     if not shown:
         first: dict[int, dict[str, Any]] = {}
         for run in whole["runs"]:
