@@ -2,13 +2,13 @@
 
 The module in the browser sends messages {id, ask, ...}:
 
-    ask       also                      answer
-    run       spec                      {id, ok: true, run}
-    fact      fact: {id, model, effect} {id, ok: true, fact}
-    suggest   prompt, model             {id, ok: true, suggestions: {subjects, answers}}
-    chunk     run, name                 {id, ok: true}, with the chunk as a buffer
-    page      runs, state, attention    {id, ok: true}, with the HTML as a buffer
-    cancel    of: the id of a message   {id, ok: true}; the message `of` is answered with `cancelled`
+    ask       also                         answer
+    run       spec                         {id, ok: true, run}
+    fact      fact: its id, model, effect  {id, ok: true, fact}
+    suggest   prompt, model                {id, ok: true, suggestions: {subjects, answers}}
+    chunk     run, name                    {id, ok: true}, with the chunk as a buffer
+    page      runs, state, attention       {id, ok: true}, with the HTML as a buffer
+    cancel    of: the id of a message      {id, ok: true}; the message `of` is answered with `cancelled`
 
 Work is done in a thread, one message after the other, so that a message that cancels is read meanwhile. While one is
 worked on, {id, progress: {what, done, of}} is sent at most ten times a second. An error is {id, ok: false, error}, with
@@ -36,6 +36,7 @@ from diffusion_lens.pages.page import LARGEST_PAGE, require_size
 Send = Callable[[dict[str, Any], list[bytes]], None]
 LARGEST_KEPT = 4 * 2**20  # bytes
 _MOMENT = 0.1  # seconds between two messages with progress
+SHOWN = ("run", "compare", "step")  # entries of the state on which it depends what the notebook keeps
 ASKS = ("run", "fact", "suggest", "chunk", "page")
 
 
@@ -45,13 +46,13 @@ def widget(session: Session) -> Any:
     A notebook that is saved with the state of its widgets contains three traits, from which the front end draws without
     a kernel:
 
-        manifest  as of a page, with the runs that are shown: those in `state["runs"]`, a list of ids, or else the first
-                  one of each model; and those with which they are compared
+        manifest  as of a page, with the runs that are shown, those with the ids `state["run"]` and `state["compare"]`,
+                  or else the first one of each model; and those with which they are compared
         state     what is shown, which the front end writes
-        kept      the chunks of these runs by "{run}/{name}": predictions, and the lens at `state["step"]` where it was
+        kept      the chunks of these runs by "{run} {name}": predictions, and the lens at `state["step"]` where it was
                   asked for, at most 4 MB together
 
-    `manifest` and `kept` are set anew when a run or a fact is computed, and when runs or step of `state` change.
+    `manifest` and `kept` are set anew when a run or a fact is computed, and when these entries of `state` change.
     """
     try:
         import anywidget
@@ -84,7 +85,7 @@ def widget(session: Session) -> Any:
 
         def state_changed(self, change: Any) -> None:
             """Keep what is shown now."""
-            if any(_of(change.old, name) != _of(change.new, name) for name in ("runs", "step")):
+            if any(_of(change.old, name) != _of(change.new, name) for name in SHOWN):
                 self.work.later(self.keep)
 
         def close(self) -> None:
@@ -101,8 +102,8 @@ def saved(session: Session, state: Any) -> dict[str, Any]:
     """The traits `manifest` and `kept` for a state of the front end."""
     whole = session.manifest
     by_id = {run["id"]: run for run in whole["runs"]}
-    given = _of(state, "runs")
-    shown = [by_id[run] for run in given if isinstance(run, str) and run in by_id] if isinstance(given, list) else []
+    given = [_of(state, name) for name in ("run", "compare")]
+    shown = [by_id[run] for run in given if isinstance(run, str) and run in by_id]
     if not shown:
         first: dict[int, dict[str, Any]] = {}
         for run in whole["runs"]:
@@ -115,7 +116,7 @@ def saved(session: Session, state: Any) -> dict[str, Any]:
     for name, run in ((name, run) for name in names for run in runs):
         chunk = session.kept_chunk(run["id"], name)
         if chunk is not None and sum(map(len, kept.values())) + len(chunk) <= LARGEST_KEPT:
-            kept[f"{run['id']}/{name}"] = chunk
+            kept[f"{run['id']} {name}"] = chunk
     return {"manifest": {**whole, "runs": runs}, "kept": kept}
 
 
@@ -188,7 +189,7 @@ def answer(session: Session, message: Any, send: Send, cancelled: Cancelled = ne
         if ask == "run":
             said = {"run": session.run(asked.get("spec") or {}, cancelled)}, []
         elif ask == "fact":
-            said = {"fact": session.fact(asked.get("fact") or {}, cancelled)}, []
+            said = {"fact": session.fact({"id": entries.pop("fact", None), **entries}, cancelled)}, []
         elif ask == "suggest":
             prompt = SuggestionRequest.of(entries)
             said = {"suggestions": session.suggest(prompt.prompt, prompt.model, cancelled)}, []

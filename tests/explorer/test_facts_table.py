@@ -155,7 +155,7 @@ def test_a_file_contains_the_run_of_every_fact(tiny, tmp_path):
     assert len(unpack(page.chunks[others[0]["id"], "predictions"])[1]["step"])
 
     path.unlink()
-    with pytest.raises(ValueError, match="facts takes .*give fewer of them"):
+    with pytest.raises(ValueError, match=r"facts takes .*give fewer of them"):
         explore(tiny, FACTS[:4], path, max_bytes=100_000, **SETTINGS)
     with pytest.raises(ValueError, match="the list is empty"):
         explore(tiny, [], path)

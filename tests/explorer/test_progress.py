@@ -106,7 +106,7 @@ def test_a_widget_answers_about_facts_prompts_and_pages(tiny, monkeypatch):
     (run,) = shown.widget.manifest["runs"]
     shown.tell(id=1, ask="suggest", prompt=FACT.prompt)
     shown.tell(id=2, ask="page", runs=[run["id"]], state={"step": 1}, attention=[1])
-    shown.tell(id=3, ask="fact", fact={"id": 0})
+    shown.tell(id=3, ask="fact", fact=0, model=0, effect=False)
     shown.tell(id=4, ask="page", runs=["nobody"])
     answers = shown.answers()
     assert answers[1][0]["suggestions"] == shown.widget.session.suggest(FACT.prompt)
@@ -115,7 +115,7 @@ def test_a_widget_answers_about_facts_prompts_and_pages(tiny, monkeypatch):
     assert answers[3][0]["unknown"] is answers[4][0]["unknown"] is True
 
     of_facts = explore(tiny, [FACT, FACT], steps=3)
-    of_facts._handle_custom_msg({"id": 1, "ask": "fact", "fact": {"id": 1}}, [])
+    of_facts._handle_custom_msg({"id": 1, "ask": "fact", "fact": 1, "model": 0}, [])
     assert of_facts.work.wait(60.0)
     assert of_facts.manifest["facts"][1]["values"]["0"]["recalled"] is True
 
@@ -125,19 +125,19 @@ def test_a_notebook_keeps_what_is_shown(tiny, monkeypatch):
     widget = shown.widget
     (first,) = widget.manifest["runs"]
     session = widget.session
-    assert dict(widget.kept) == {f"{first['id']}/predictions": session.chunk(first["id"], "predictions")}
+    assert dict(widget.kept) == {f"{first['id']} predictions": session.chunk(first["id"], "predictions")}
     base = session.run({**SPEC, "seed": 7, "temperature": 0.9})
     shown.tell(id=1, ask="run", spec={**SPEC, "seed": 8, "temperature": 0.9, "base": base["id"]})
     second = shown.answers()[1][0]["run"]
     assert [run["id"] for run in widget.manifest["runs"]] == [first["id"]]
     lens = session.chunk(second["id"], "lens/1")
-    widget.state = {"runs": [second["id"], "gone"], "step": 1}
+    widget.state = {"run": second["id"], "compare": "gone", "step": 1, "specs": []}
     assert widget.work.wait(60.0)
     assert [run["id"] for run in widget.manifest["runs"]] == [second["id"], base["id"]]
-    assert widget.kept[f"{second['id']}/lens/1"] == lens
-    assert set(widget.kept) == {f"{second['id']}/lens/1", *(f"{x['id']}/predictions" for x in (second, base))}
+    assert widget.kept[f"{second['id']} lens/1"] == lens
+    assert set(widget.kept) == {f"{second['id']} lens/1", *(f"{x['id']} predictions" for x in (second, base))}
     # The front end writes what it likes.
-    for state in ({"runs": 3, "step": "x"}, {"runs": [[]]}, {}):
+    for state in ({"run": 3, "step": "x"}, {"run": [], "compare": {}}, {}):
         widget.state = state
         assert widget.work.wait(60.0)
         assert [run["id"] for run in saved(session, state)["manifest"]["runs"]] == [first["id"]]

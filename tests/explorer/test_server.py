@@ -145,21 +145,21 @@ def test_others_are_refused(client):
 
 
 def test_long_work_is_reported_by_lines(tiny, client):
-    status, headers, body = client("/api/run", "POST", json.dumps({**SPEC, "steps": 200}).encode())
+    status, headers, body = client("/api/run", "POST", json.dumps({**SPEC, "steps": 600}).encode())
     *told, last = map(json.loads, body.splitlines())
     assert (status, headers["content-type"].partition(";")[0]) == (200, "application/x-ndjson")
-    assert last == {"run": Session([tiny]).run({**SPEC, "steps": 200})}
+    assert last == {"run": Session([tiny]).run({**SPEC, "steps": 600})}
     done = [line["progress"]["done"] for line in told]
     assert done
     assert done == sorted(set(done))
-    assert all(line["progress"] == {"what": "denoising", "done": line["progress"]["done"], "of": 200} for line in told)
+    assert all(line["progress"] == {"what": "denoising", "done": line["progress"]["done"], "of": 600} for line in told)
     assert json.loads(client("/api/progress")[2]) == {}
 
 
 def test_an_error_after_the_first_line_is_the_last_line(tiny):
     class Late(Session):
         def run(self, given, cancelled):
-            super().run({**SPEC, "steps": 200}, cancelled)
+            super().run({**SPEC, "steps": 600}, cancelled)
             raise KeyError("no run 'late'") if given["seed"] else ValueError("too late")
 
     client = Client(app(Late([tiny]), TOKEN, Hosts("127.0.0.1", 8000)))
@@ -178,13 +178,13 @@ def test_an_error_after_the_first_line_is_the_last_line(tiny):
 def test_progress_is_told_while_another_request_computes(tiny):
     session = Session([tiny])
     client = Client(app(session, TOKEN, Hosts("127.0.0.1", 8000)))
-    wanted = Thread(target=client, args=("/api/run", "POST", json.dumps({**SPEC, "steps": 300}).encode()))
+    wanted = Thread(target=client, args=("/api/run", "POST", json.dumps({**SPEC, "steps": 600}).encode()))
     wanted.start()
     seen = {}
     while wanted.is_alive() and not seen:
         seen = json.loads(client("/api/progress")[2])
     wanted.join(60)
-    assert (seen["what"], seen["of"]) == ("denoising", 300)
+    assert (seen["what"], seen["of"]) == ("denoising", 600)
 
 
 def test_facts_suggestions_and_pages_are_those_of_the_session(tiny):
