@@ -144,14 +144,17 @@ class FactsTable:
         model, by_question = self._model_of(result), dict[Fact, int]()
         for index, fact in enumerate(self.facts):
             by_question.setdefault(_question(fact), index)
-        found = 0
+        found, most = (
+            0,
+            max(range(len(result.steps)), key=lambda i: result.steps[i] or 0) if isinstance(result, Recall) else 0,
+        )
         for row, fact_id in enumerate(result.ids):
             question = _question(Fact(**{**result.record["facts"][fact_id], "id": fact_id}))
             if question not in by_question:
                 continue
             found, index = found + 1, by_question[question]
             if isinstance(result, Recall):
-                self._keep(index, model, recalled=bool(result.contained[row, -1]))
+                self._keep(index, model, recalled=bool(result.contained[row, most]))
             else:
                 clean, corrupted = result.clean[row].item(), result.corrupted[row].item()
                 self._keep(index, model, p=clean, effect=clean - corrupted)

@@ -48,9 +48,10 @@ def spec_on(
     if given.get("length") is None and model.cfg.trained_length is None:
         given["length"] = n_given + NEW_TOKENS
     if given.get("steps") is None:
-        # Steps are shared among blocks, where there are some.
+        # Blocks that are opened one after another share the steps.
+        by_block = model.cfg.opens_blocks and not model.cfg.is_autoregressive
         n_open = (given.get("length") or model.cfg.trained_length or 0) - n_given
-        given["steps"] = MOST_DEFAULT_STEPS if model.cfg.opens_blocks else min(MOST_DEFAULT_STEPS, max(1, n_open))
+        given["steps"] = MOST_DEFAULT_STEPS if by_block else min(MOST_DEFAULT_STEPS, max(1, n_open))
     if len(models) > 1:
         fits_one = any(settings.get("sampler") in fitting_samplers(each.cfg) for each in models)
         if fits_one and settings["sampler"] not in fitting_samplers(model.cfg):

@@ -87,6 +87,7 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
         hosts: Accepted values of the header Host.
     """
     try:
+        from anyio import CancelScope
         from starlette.applications import Starlette
         from starlette.concurrency import run_in_threadpool
         from starlette.requests import ClientDisconnect, Request
@@ -146,13 +147,18 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
         async def lines() -> AsyncIterator[dict[str, Any]]:
             async with watched(request) as left:
                 working = asyncio.ensure_future(run_in_threadpool(work, *arguments, left.is_set))
-                working.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
                 said: dict[str, Any] = {}
-                while not (await asyncio.wait({working}, timeout=_MOMENT))[0]:
-                    if (progress := session.progress) != said and progress:
-                        said = progress
-                        yield {"progress": said}
-                yield {name: await working}
+                try:
+                    while not (await asyncio.wait({working}, timeout=_MOMENT))[0]:
+                        if (progress := session.progress) != said and progress:
+                            said = progress
+                            yield {"progress": said}
+                    yield {name: await working}
+                finally:
+                    left.set()
+                    with CancelScope(shield=True):  # The model keeps the hooks of the work until it has ended.
+                        await asyncio.wait({working})
+                    _ = working.cancelled() or working.exception()  # asyncio reports errors that nobody reads
 
         async def text(first: dict[str, Any]) -> AsyncIterator[str]:
             yield _line(first)

@@ -1,6 +1,6 @@
 """`Session`: one or two models, and the runs that the explorer asks of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,15 +83,25 @@ class Session:
         "done": 3, "of": 16}; empty where it computes nothing. It waits for nothing."""
         return self._turns.progress
 
-    def described(self, cancelled: Cancelled = never) -> dict[str, Any]:
-        """`manifest`, unless it is cancelled."""
+    def described(self, cancelled: Cancelled = never, shown: Collection[str] | None = None) -> dict[str, Any]:
+        """`manifest`, unless it is cancelled.
+
+        Args:
+            shown: Ids of the runs to describe, with those with which they are compared; if none of them is known, the
+                first run of each model. By default all runs are described.
+        """
         with self._turns.turn(cancelled):
-            runs = [self._entry(spec) for spec in self._specs.values()]
+            specs = list(self._specs.values())
+            if shown is not None:
+                first = {spec.model: spec for spec in reversed(specs)}
+                chosen = [spec for spec in specs if spec.id in shown] or list(first.values())
+                wanted = {spec.id for spec in chosen} | {spec.base for spec in chosen}
+                specs = [spec for spec in specs if spec.id in wanted]
             return {
                 "format": FORMAT,
                 "title": self.title,
                 "models": [model_info(x) for x in self.models],
-                "runs": runs,
+                "runs": [self._entry(spec) for spec in specs],
                 "facts": self.table.entries(),
                 "state": None,
             }

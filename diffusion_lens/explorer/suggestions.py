@@ -54,13 +54,10 @@ def answers_of(prompt: str, facts: Sequence[Fact], written: Iterable[tuple[str, 
         written: Name of each model, and what it writes after the prompt.
     """
     found = [(fact.answer, "an answer of the table") for fact in facts if fact.prompt == prompt]
-    found += [(_following(prompt, text), f"{name} writes this") for name, text in written if text.strip()]
+    said = [(name, text.strip()) for name, text in written if any(map(str.isalnum, text))]
+    found += [(text if prompt[-1:].isspace() else f" {text}", f"{name} writes this") for name, text in said]
     answers: dict[str, str] = {}
     for text, why in found:
         # Two models may write the same, and the answer of a fact.
         answers[text] = f"{answers[text]}; {why}" if text in answers and why not in answers[text] else why
     return [{"text": text, "why": why} for text, why in answers.items()][:MOST]
-
-
-def _following(prompt: str, text: str) -> str:
-    return text.strip() if not prompt or prompt[-1].isspace() else f" {text.strip()}"

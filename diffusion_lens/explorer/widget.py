@@ -2,13 +2,13 @@
 
 The module in the browser sends messages {id, ask, ...}:
 
-    ask       also                      answer
-    run       spec                      {id, ok: true, run}
-    fact      fact: {id, model, effect} {id, ok: true, fact}
-    suggest   prompt, model             {id, ok: true, suggestions: {subjects, answers}}
-    chunk     run, name                 {id, ok: true}, with the chunk as a buffer
-    page      runs, state, attention    {id, ok: true}, with the HTML as a buffer
-    cancel    of: the id of a message   {id, ok: true}; the message `of` is answered with `cancelled`
+    ask       also                         answer
+    run       spec                         {id, ok: true, run}
+    fact      fact: its id, model, effect  {id, ok: true, fact}
+    suggest   prompt, model                {id, ok: true, suggestions: {subjects, answers}}
+    chunk     run, name                    {id, ok: true}, with the chunk as a buffer
+    page      runs, state, attention       {id, ok: true}, with the HTML as a buffer
+    cancel    of: the id of a message      {id, ok: true}; the message `of` is answered with `cancelled`
 
 Work is done in a thread, one message after the other, so that a message that cancels is read meanwhile. While one is
 worked on, {id, progress: {what, done, of}} is sent at most ten times a second. An error is {id, ok: false, error}, with
@@ -24,7 +24,8 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from threading import Event
+from contextlib import suppress
+from threading import Event, Timer
 from typing import Any
 
 from diffusion_lens.explorer.requests import PageRequest, SuggestionRequest
@@ -36,6 +37,8 @@ from diffusion_lens.pages.page import LARGEST_PAGE, require_size
 Send = Callable[[dict[str, Any], list[bytes]], None]
 LARGEST_KEPT = 4 * 2**20  # bytes
 _MOMENT = 0.1  # seconds between two messages with progress
+_QUIET = 1.0  # seconds without a change after which the notebook takes it over
+SHOWN = ("run", "compare", "step")  # entries of the state on which it depends what the notebook keeps
 ASKS = ("run", "fact", "suggest", "chunk", "page")
 
 
@@ -45,13 +48,14 @@ def widget(session: Session) -> Any:
     A notebook that is saved with the state of its widgets contains three traits, from which the front end draws without
     a kernel:
 
-        manifest  as of a page, with the runs that are shown: those in `state["runs"]`, a list of ids, or else the first
-                  one of each model; and those with which they are compared
+        manifest  as of a page, with the runs that are shown, those with the ids `state["run"]` and `state["compare"]`,
+                  or else the first one of each model; and those with which they are compared
         state     what is shown, which the front end writes
-        kept      the chunks of these runs by "{run}/{name}": predictions, and the lens at `state["step"]` where it was
+        kept      the chunks of these runs by "{run} {name}": predictions, and the lens at `state["step"]` where it was
                   asked for, at most 4 MB together
 
-    `manifest` and `kept` are set anew when a run or a fact is computed, and when runs or step of `state` change.
+    `manifest` and `kept` are set anew a second after something was computed or these entries of `state` have changed,
+    since a notebook takes over the whole of a trait.
     """
     try:
         import anywidget
@@ -71,9 +75,9 @@ def widget(session: Session) -> Any:
         kept = traitlets.Dict().tag(sync=True)
 
         def __init__(self) -> None:
-            super().__init__(**saved(session, {}))
             self.session = session
             self.work = Work(session, lambda content, buffers: self.send(content, buffers), self.keep)
+            super().__init__(**saved(session, {}))
             self.on_msg(lambda _, message, buffers: self.work.take(message))
             self.observe(self.state_changed, "state")
 
@@ -84,8 +88,8 @@ def widget(session: Session) -> Any:
 
         def state_changed(self, change: Any) -> None:
             """Keep what is shown now."""
-            if any(_of(change.old, name) != _of(change.new, name) for name in ("runs", "step")):
-                self.work.later(self.keep)
+            if any(_of(change.old, name) != _of(change.new, name) for name in SHOWN):
+                self.work.soon()
 
         def close(self) -> None:
             self.work.cancel()
@@ -99,24 +103,16 @@ def widget(session: Session) -> Any:
 
 def saved(session: Session, state: Any) -> dict[str, Any]:
     """The traits `manifest` and `kept` for a state of the front end."""
-    whole = session.manifest
-    by_id = {run["id"]: run for run in whole["runs"]}
-    given = _of(state, "runs")
-    shown = [by_id[run] for run in given if run in by_id] if isinstance(given, list) else []
-    if not shown:
-        first: dict[int, dict[str, Any]] = {}
-        for run in whole["runs"]:
-            first.setdefault(run["model"], run)
-        shown = list(first.values())
-    compared = [by_id[run["base"]] for run in shown if run["base"] in by_id]
-    runs = list({run["id"]: run for run in (*shown, *compared)}.values())
+    ids = [_of(state, name) for name in ("run", "compare")]
+    manifest = session.described(shown=[run for run in ids if isinstance(run, str)])
+    runs = manifest["runs"]
     names = ["predictions", f"lens/{_of(state, 'step')}"]
     kept: dict[str, bytes] = {}
     for name, run in ((name, run) for name in names for run in runs):
         chunk = session.kept_chunk(run["id"], name)
         if chunk is not None and sum(map(len, kept.values())) + len(chunk) <= LARGEST_KEPT:
-            kept[f"{run['id']}/{name}"] = chunk
-    return {"manifest": {**whole, "runs": runs}, "kept": kept}
+            kept[f"{run['id']} {name}"] = chunk
+    return {"manifest": manifest, "kept": kept}
 
 
 class Work:
@@ -125,14 +121,15 @@ class Work:
     Args:
         session: Models and runs.
         send: Takes an answer and its buffers.
-        computed: Called in the thread after each message that computes a run or a fact.
+        keep: Called in the thread some time after something was computed, and after `soon`.
     """
 
-    def __init__(self, session: Session, send: Send, computed: Callable[[], None] = lambda: None) -> None:
-        self.session, self.send, self.computed = session, send, computed
+    def __init__(self, session: Session, send: Send, keep: Callable[[], None] = lambda: None) -> None:
+        self.session, self.send, self.keep = session, send, keep
         self._pool = ThreadPoolExecutor(1, "explorer")
         self._unwanted: dict[Any, Event] = {}  # by the id of each message that is not answered yet
         self._futures: set[Future[None]] = set()
+        self._timer: Timer | None = None
         _let_cells_wait(self)
 
     def take(self, message: Any) -> None:
@@ -145,22 +142,39 @@ class Work:
             self.send({"id": number, "ok": True}, [])
             return
         unwanted = self._unwanted[_key(number)] = Event()
-        self.later(lambda: self._answer(asked, unwanted))
+        self._later(lambda: self._answer(asked, unwanted))
 
-    def later(self, do: Callable[[], None]) -> None:
-        """Call a function after all messages before it."""
-        future = self._pool.submit(do)
-        self._futures.add(future)
-        future.add_done_callback(self._futures.discard)
+    def soon(self) -> None:
+        """Call `keep` in a moment, once for several calls that follow one another."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = Timer(_QUIET, self._keep_now)
+        self._timer.daemon = True
+        self._timer.start()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is answered; whether it was within `timeout` seconds."""
-        return not wait(list(self._futures), timeout).not_done
+    def wait(self, timeout: float = 600.0) -> bool:
+        """Wait until everything is answered and kept; whether it was within `timeout` seconds."""
+        answered = not wait(list(self._futures), timeout).not_done
+        if answered and (timer := self._timer) is not None:
+            timer.cancel()
+            self._keep_now()
+            return not wait(list(self._futures), timeout).not_done
+        return answered
 
     def cancel(self) -> None:
         """Cancel all messages."""
         for unwanted in list(self._unwanted.values()):
             unwanted.set()
+
+    def _later(self, do: Callable[[], None]) -> None:
+        future = self._pool.submit(do)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+
+    def _keep_now(self) -> None:
+        self._timer = None
+        with suppress(RuntimeError):  # The program ends.
+            self._later(self.keep)
 
     def _answer(self, asked: Mapping[str, Any], unwanted: Event) -> None:
         number, said = asked.get("id"), time.monotonic()
@@ -174,8 +188,8 @@ class Work:
 
         answer(self.session, asked, self.send, cancelled)
         self._unwanted.pop(_key(number), None)
-        if asked.get("ask") in ("run", "fact") and not unwanted.is_set():
-            self.computed()
+        if asked.get("ask") in ("run", "fact", "chunk"):
+            self.soon()
 
 
 def answer(session: Session, message: Any, send: Send, cancelled: Cancelled = never) -> None:
@@ -188,7 +202,7 @@ def answer(session: Session, message: Any, send: Send, cancelled: Cancelled = ne
         if ask == "run":
             said = {"run": session.run(asked.get("spec") or {}, cancelled)}, []
         elif ask == "fact":
-            said = {"fact": session.fact(asked.get("fact") or {}, cancelled)}, []
+            said = {"fact": session.fact({"id": entries.pop("fact", None), **entries}, cancelled)}, []
         elif ask == "suggest":
             prompt = SuggestionRequest.of(entries)
             said = {"suggestions": session.suggest(prompt.prompt, prompt.model, cancelled)}, []
@@ -221,8 +235,14 @@ def _let_cells_wait(work: Work) -> None:
     mine = weakref.ref(work)
 
     def finish() -> None:
-        if (alive := mine()) is not None:
+        if (alive := mine()) is None:
+            return
+        try:
             alive.wait()
+        except KeyboardInterrupt:
+            alive.cancel()
+            alive.wait()
+            raise
 
     shell.events.register("pre_execute", finish)
 

@@ -24,22 +24,55 @@ def invoke(*arguments: str) -> Result:
 
 def test_a_file_shows_the_pair_without_a_server(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    asked = [*ASK[:2], *ASK[4:]]
+    asked = [*ASK[:2], *ASK[4:], "--limit", "1"]
     result = invoke("tiny-mdm", "--against", "pair", *asked, "--steps", "2", "--attention", "1", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert re.fullmatch(rf"Wrote {re.escape(str(out))} \([\d,]+ bytes\)\.\n", result.stdout)
     page = PageFile(out.read_text(encoding="utf-8"))
     assert [model["name"] for model in page.manifest["models"]] == ["tiny-mdm", "tiny-ar"]
-    assert page.run()["attention"]["layers"] == [1]
+    assert (page.run()["attention"]["layers"], page.run()["n_steps"]) == ([1], 2)
     assert page.texts(page.run()["answer"]["words"]) == ["brave", "drummer", "of", "Rolsen", "."]
     assert page.run()["traces"] == []
 
 
-def test_a_default_prompt_has_the_canvas_of_its_data_set(tmp_path: Path) -> None:
-    out = tmp_path / "page.html"
-    result = invoke("site-mdm", "--steps", "1", "--out", str(out))
+def written(out: Path, *arguments: str) -> PageFile:
+    result = invoke(*arguments, "--out", str(out))
     assert result.exit_code == 0, result.output
-    assert len(PageFile(out.read_text(encoding="utf-8")).run()["canvases"][0]) == 16
+    return PageFile(out.read_text(encoding="utf-8"))
+
+
+def test_a_diffusion_model_is_asked_in_reverse_and_an_ar_model_alone_forward(tmp_path: Path) -> None:
+    page = written(tmp_path / "pair.html", "site-mdm", "--against", "pair", "--limit", "1")
+    mdm, ar = page.manifest["runs"][:2]
+    fact = next(fact for fact in page.manifest["facts"] if fact["prompt"] == mdm["prompt"])
+    assert (fact["trained"], fact["asked"]) == ("p2d", "d2p")
+    assert mdm["prompt"] == ar["prompt"]
+    assert mdm["verdict"] == {"right": True, "wrote": fact["answer"].strip(), "answer": fact["answer"]}
+    assert (ar["verdict"]["right"], ar["verdict"]["answer"]) == (False, fact["answer"])
+    # The canvas is that of the data set, and hardly a step writes nothing.
+    assert [len(run["canvases"][0]) for run in (mdm, ar)] == [16, 16]
+    assert len({at for at in mdm["revealed_at"] if at >= 0}) >= mdm["n_steps"] - 1
+    for run in (mdm, ar):
+        assert page.texts([run["canvases"][-1][run["end"]]], page.manifest["runs"].index(run)) == ["<eos>"]
+
+    alone = written(tmp_path / "ar.html", "tiny-ar", "--limit", "1")
+    fact = next(fact for fact in alone.manifest["facts"] if fact["prompt"] == alone.run()["prompt"])
+    assert (fact["trained"], fact["asked"]) == ("p2d", "p2d")
+
+
+def test_the_table_has_the_facts_that_are_chosen(tmp_path: Path) -> None:
+    file = tmp_path / "facts.jsonl"
+    file.write_text('{"prompt": "Gustav Geisser is the", "subject": "Gustav Geisser", "answer": " brave drummer"}\n')
+    page = written(tmp_path / "page.html", "tiny-mdm", "--data", str(file), "--length", "10", "--steps", "2")
+    (fact,) = page.manifest["facts"]
+    assert (fact["prompt"], fact["values"]["0"]["run"]) == (page.run()["prompt"], page.run()["id"])
+    page = written(
+        tmp_path / "one.html", "tiny-mdm", "--trained", "d2p", "--asked", "d2p", "--limit", "2", "--steps", "1"
+    )
+    assert [(fact["trained"], fact["asked"]) for fact in page.manifest["facts"]] == [("d2p", "d2p")] * 2
+    page = written(tmp_path / "two.html", "tiny-mdm", "--steps", "1")
+    asked = [fact["asked"] for fact in page.manifest["facts"]]
+    assert (len(asked), asked.count("d2p")) == (60, 30)
 
 
 def test_what_does_not_fit_is_refused_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

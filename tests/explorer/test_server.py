@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from page_reader import unpack
 
+from diffusion_lens import Fact
 from diffusion_lens.explorer import Session
 from diffusion_lens.explorer.server import LARGEST_REQUEST, Hosts, Server, app
 
@@ -141,6 +142,84 @@ def test_others_are_refused(client):
         refused(413, "at most", path, "POST", b" " * (LARGEST_REQUEST + 1))
     assert client("/api/run")[0] == 405
     assert client("/api/secret")[0] == 404
+
+
+def test_long_work_is_reported_by_lines(tiny, client):
+    status, headers, body = client("/api/run", "POST", json.dumps({**SPEC, "steps": 600}).encode())
+    *told, last = map(json.loads, body.splitlines())
+    assert (status, headers["content-type"].partition(";")[0]) == (200, "application/x-ndjson")
+    assert last == {"run": Session([tiny]).run({**SPEC, "steps": 600})}
+    done = [line["progress"]["done"] for line in told]
+    assert done
+    assert done == sorted(set(done))
+    assert all(line["progress"] == {"what": "denoising", "done": line["progress"]["done"], "of": 600} for line in told)
+    assert json.loads(client("/api/progress")[2]) == {}
+
+
+def test_an_error_after_the_first_line_is_the_last_line(tiny):
+    class Late(Session):
+        def run(self, given, cancelled):
+            super().run({**SPEC, "steps": 600}, cancelled)
+            raise KeyError("no run 'late'") if given["seed"] else ValueError("too late")
+
+    client = Client(app(Late([tiny]), TOKEN, Hosts("127.0.0.1", 8000)))
+    for seed, error, unknown in ((0, "too late", False), (1, "no run 'late'", True)):
+        session_of_its_own = json.dumps({"seed": seed}).encode()
+        status, _, body = client("/api/run", "POST", session_of_its_own)
+        if seed:  # The run is kept, so that the error comes before any line.
+            assert (status, json.loads(body)["error"]) == (404, error)
+            client = Client(app(Late([tiny]), TOKEN, Hosts("127.0.0.1", 8000)))
+            status, _, body = client("/api/run", "POST", session_of_its_own)
+        *told, last = map(json.loads, body.splitlines())
+        assert (status, last) == (200, {"error": error, "unknown": unknown})
+        assert told
+
+
+def test_progress_is_told_while_another_request_computes(tiny):
+    session = Session([tiny])
+    client = Client(app(session, TOKEN, Hosts("127.0.0.1", 8000)))
+    wanted = Thread(target=client, args=("/api/run", "POST", json.dumps({**SPEC, "steps": 600}).encode()))
+    wanted.start()
+    seen = {}
+    while wanted.is_alive() and not seen:
+        seen = json.loads(client("/api/progress")[2])
+    wanted.join(60)
+    assert (seen["what"], seen["of"]) == ("denoising", 600)
+
+
+def test_facts_suggestions_and_pages_are_those_of_the_session(tiny):
+    fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
+    settings = dict(facts=[fact], settings={"steps": 3})
+    session = Session([tiny], **settings)
+    client = Client(app(session, TOKEN, Hosts("127.0.0.1", 8000)))
+
+    def posted(path, **given):
+        status, headers, body = client(path, "POST", json.dumps(given).encode())
+        return status, headers["content-type"].partition(";")[0], body
+
+    status, kind, body = posted("/api/fact", id=0, effect=True)
+    assert (status, kind) == (200, "application/x-ndjson")
+    answer = json.loads(body.splitlines()[-1])["fact"]
+    assert answer == Session([tiny], **settings).fact({"id": 0, "effect": True})
+    status, kind, body = posted("/api/suggest", prompt=fact.prompt)
+    assert (status, json.loads(body)) == (200, session.suggest(fact.prompt))
+    run = json.loads(posted("/api/run", **answer["spec"])[2].splitlines()[-1])["run"]
+    status, kind, body = posted("/api/page", runs=[run["id"]], state={"step": 2}, attention=[0])
+    assert (status, kind, body.decode()) == (200, "text/html", session.page([run["id"]], [0], {"step": 2}).html())
+
+    for status, message, path, given in (
+        (404, "no fact 1", "/api/fact", dict(id=1)),
+        (404, "no run 'x'", "/api/page", dict(runs=["x"])),
+        (400, "list with the id of each run", "/api/page", dict(runs=[])),
+        (400, "at most 64 runs", "/api/page", dict(runs=["x"] * 65)),
+        (400, "needs the entry 'runs'", "/api/page", {}),
+        (400, "state=3 is no JSON object", "/api/page", dict(runs=["x"], state=3)),
+        (400, "at most 65,536", "/api/page", dict(runs=["x"], state={"a": "x" * 10**5})),
+        (400, "attention=", "/api/page", dict(runs=[run["id"]], attention=[4])),
+        (400, "no entry 'prompts'", "/api/suggest", dict(prompts="")),
+    ):
+        found, _, body = posted(path, **given)
+        assert (found, bool(re.search(message, json.loads(body)["error"]))) == (status, True), body
 
 
 def test_a_run_ends_when_its_client_leaves(tiny, client):

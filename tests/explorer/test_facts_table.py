@@ -1,0 +1,161 @@
+"""The table of facts: each number is that of the library's own call, and a saved study fills in what it contains."""
+
+import warnings
+
+import pytest
+import torch
+from page_reader import PageFile, unpack
+
+from diffusion_lens import Fact
+from diffusion_lens.analysis import average_indirect_effect, causal_trace, commitment, trace_trajectory
+from diffusion_lens.data import toy_facts
+from diffusion_lens.evaluation import recall_by_steps
+from diffusion_lens.explorer import Session, Spec, explore
+
+LENGTH = toy_facts.SENTENCE_LENGTH
+FACTS = toy_facts.load().facts()[::67]
+SETTINGS = dict(length=LENGTH, steps=4)
+NOTHING = dict.fromkeys(("recalled", "p", "commitment", "effect", "run", "error"))
+on_mdm = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def session(tiny):
+    return Session([tiny], facts=FACTS, settings=SETTINGS)
+
+
+def test_nothing_is_known_before_it_is_computed(session):
+    entries = Session(session.models, facts=FACTS).manifest["facts"]
+    assert [entry["id"] for entry in entries] == list(range(len(FACTS)))
+    assert (entries[0]["prompt"], entries[0]["asked"]) == (FACTS[0].prompt, FACTS[0].asked)
+    assert all(entry["values"] == {"0": NOTHING} for entry in entries)
+
+
+@pytest.mark.filterwarnings("ignore:the canvas has 20 positions")
+def test_recall_is_that_of_recall_by_steps(tiny):
+    # Guidance and a canvas longer than any sentence of the training hurt the MDM: so some answers are wrong.
+    settings = dict(length=20, cfg_scale=0.0 if tiny.cfg.is_autoregressive else 3.0)
+    session = Session([tiny], facts=FACTS, settings={**settings, "steps": 1})
+    recall = recall_by_steps(tiny, FACTS, steps=[1], **settings)
+    known = {fact.id: bool(right) for fact, right in zip(recall.facts, recall.contained[:, 0], strict=True)}
+    found = [session.fact({"id": index})["recalled"] for index in range(len(FACTS))]
+    assert found == [known[fact.id] for fact in FACTS]
+    assert set(found) == {True, False}
+
+
+def test_probability_and_effect_are_those_of_a_trace(tiny, session):
+    for index in (0, len(FACTS) - 1):
+        fact = FACTS[index]
+        n_masks = None if tiny.cfg.is_autoregressive else LENGTH - len(tiny.encode(fact.prompt))
+        trace = causal_trace(tiny, fact.to_query(tiny, n_masks=n_masks))
+        alone, whole = (session.fact({"id": index, "effect": effect}) for effect in (False, True))
+        assert alone["p"] == pytest.approx(trace.clean, abs=1e-6)
+        assert whole["p"] == pytest.approx(trace.clean, abs=1e-6)
+        assert whole["effect"] == pytest.approx(trace.total_effect, abs=1e-5)
+        assert session.manifest["facts"][index]["values"]["0"]["effect"] == whole["effect"]
+
+
+def test_commitment_is_that_of_the_last_position_of_the_answer(tiny, session):
+    fact = FACTS[1]
+    run = tiny.denoise(fact.prompt, predictions=2, **SETTINGS)
+    last = len(tiny.encode(fact.prompt + fact.answer)) - 1
+    committed = int(commitment(run).committed_at[0, last])
+    assert session.fact({"id": 1})["commitment"] == (committed if committed >= 0 else None)
+
+
+def test_a_fact_opens_as_a_run(session):
+    answer = session.fact({"id": 2})
+    run = session.run(answer["spec"])
+    assert run["id"] == answer["run"]
+    assert run["verdict"]["right"] is answer["recalled"]
+    assert run["verdict"]["answer"] == FACTS[2].answer
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_wrong_requests_are_refused(tiny, session):
+    for given, error, message in (
+        ({"id": 999}, KeyError, "no fact 999"),
+        ({"id": 0, "model": 1}, ValueError, "counted from 0"),
+        ({"id": -1}, ValueError, "id=-1"),
+        ({"id": "0"}, TypeError, "whole number"),
+        ({"id": 0, "effect": "no"}, TypeError, "effect='no'"),
+        ({"id": 0, "effekt": True}, ValueError, "the nearest is 'effect'"),
+        ({}, ValueError, "needs the entry 'id'"),
+        ([], TypeError, "JSON object"),
+    ):
+        with pytest.raises(error, match=message):
+            session.fact(given)
+    with pytest.raises(TypeError, match="which is no Fact"):
+        Session([tiny], facts=["a text"])
+    with pytest.raises(ValueError, match="at most 2,048"):
+        Session([tiny], facts=FACTS[:1] * 3000)
+
+
+@on_mdm
+def test_a_study_fills_in_what_it_contains(tiny):
+    recall = recall_by_steps(tiny, FACTS, steps=[4, 1], length=LENGTH, cfg_scale=0.0)
+    average = average_indirect_effect(tiny, FACTS[:3], known="all", layers=[0], length=LENGTH, first_tokens=None)
+    entries = Session([tiny], facts=FACTS, results=[recall, average]).manifest["facts"]
+    for entry, fact in zip(entries, FACTS, strict=True):
+        assert entry["values"]["0"]["recalled"] is bool(recall.contained[recall.ids.index(fact.id), 0])
+    for entry, fact in zip(entries[:3], FACTS, strict=False):
+        row = average.ids.index(fact.id)
+        assert entry["values"]["0"]["effect"] == pytest.approx(float(average.clean[row] - average.corrupted[row]))
+    assert entries[3]["values"]["0"]["effect"] is None
+
+    with pytest.raises(ValueError, match="without any of the 1 facts"):
+        Session([tiny], facts=[Fact("a", "a", " b")], results=[recall])
+    with pytest.raises(TypeError, match="contains dict"):
+        Session([tiny], facts=FACTS, results=[{}])
+    first = average_indirect_effect(tiny, FACTS[:3], known="all", layers=[0], length=LENGTH, first_tokens=1)
+    with pytest.raises(ValueError, match="first 1 tokens"):
+        Session([tiny], facts=FACTS, results=[first])
+
+
+@on_mdm
+def test_a_study_of_another_model_is_refused(tiny, in_words):
+    other = in_words("llama")
+    recall = recall_by_steps(other, FACTS[:2], steps=[1], length=LENGTH, cfg_scale=0.0)
+    with pytest.raises(ValueError, match=f"a result of '{other.cfg.model_name}'"):
+        Session([tiny], facts=FACTS, results=[recall])
+
+
+@pytest.mark.parametrize("family", ["dream", "llama", "sdar", "bd3lm", "mdlm", "sedd", "udlm", "duo", "diffullama"])
+def test_every_kind_of_model_has_values(in_words, family):
+    model, fact = in_words(family), Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer")
+    session = Session([model], facts=[fact], settings=dict(length=12, steps=6))
+    values = session.fact({"id": 0})
+    assert 0 <= values["p"] <= 1
+    # Of the same canvas, read without the corrupted run.
+    run = session._live(Spec.of(values["spec"])).trajectory
+    query = session._live(Spec.of(values["spec"])).asked.query
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trace = trace_trajectory(model, query, steps=[0], trajectory=run, layers=[1], samples=2, noise=0.5)
+    assert values["p"] == pytest.approx(float(trace.clean[0]), rel=1e-3, abs=1e-7)
+    assert session.fact({"id": 0, "effect": True})["effect"] is not None
+    assert model.list_hooks() == {}
+    assert not torch.is_inference_mode_enabled()
+
+
+@on_mdm
+def test_a_file_contains_the_run_of_every_fact(tiny, tmp_path):
+    strange = Fact("Xylo is the", "Xylo", " drummer of Rolsen.")
+    path = explore(tiny, [*FACTS[:2], strange], tmp_path / "facts.html", state={"step": 2}, **SETTINGS)
+    page = PageFile(path.read_text(encoding="utf-8"))
+    assert page.manifest["state"] == {"step": 2}
+    shown, *others = page.manifest["runs"]
+    assert shown["prompt"] == FACTS[0].prompt
+    assert [run["fact"] for run in others] == [1]
+    assert (others[0]["lens"], others[0]["traces"]) == (None, [])
+    values = [entry["values"]["0"] for entry in page.manifest["facts"]]
+    assert [value["run"] for value in values] == [shown["id"], others[0]["id"], None]
+    assert "does not know" in values[2]["error"]
+    assert {name for run, name in page.chunks if run == others[0]["id"]} == {"predictions"}
+    assert len(unpack(page.chunks[others[0]["id"], "predictions"])[1]["step"])
+
+    path.unlink()
+    with pytest.raises(ValueError, match=r"facts takes .*give fewer of them"):
+        explore(tiny, FACTS[:4], path, max_bytes=100_000, **SETTINGS)
+    with pytest.raises(ValueError, match="the list is empty"):
+        explore(tiny, [], path)
