@@ -104,6 +104,7 @@ class RunCode:
             return
         # A sampler is written by its name, or as an object if its settings differ from those of the name.
         sampler, imports = sampler_from(record["sampler"]), {("torch", "")}
+        self._steps = _steps_argument(trajectory)
         self._arguments = self._written_arguments(repr(sampler.name))
         if describe_sampler(SAMPLERS[sampler.name]) != describe_sampler(sampler):
             self._arguments = self._written_arguments(repr(sampler))
@@ -126,7 +127,7 @@ class RunCode:
         mask = [int(x) for x in real[: len(tokens)]]
         keywords = {
             "length": length,
-            "steps": None if record["sampler"]["name"] == "left_to_right" else record["steps"],
+            "steps": self._steps,
             "cfg_scale": record["cfg_scale"] or None,
             "temperature": record["temperature"] or None,
             "seed": [int(seed) for seed in run.record["seeds"]],
@@ -148,6 +149,16 @@ class RunCode:
             f"{self._loaded}trajectory, cache = model.denoise_with_cache(\n    {self._arguments},\n"
             f"    names_filter={names}, steps_filter={{step}},\n)"
         )
+
+
+def _steps_argument(trajectory: Trajectory) -> int | None:
+    """The argument `steps` of `denoise`: of a sampler that hands predictions on, the steps of one canvas."""
+    record = trajectory.record
+    if record["sampler"]["name"] == "left_to_right":
+        return None
+    block = trajectory.state_at(trajectory.first_step).block if trajectory.handed is not None else None
+    steps: int = record["steps"]
+    return steps if block is None else block.steps_of_all(steps)
 
 
 def _tokens(tokens: Sequence[int], blank: int) -> str:
@@ -254,7 +265,7 @@ def saved_code(view: str, result: Any) -> str:
     chosen = ".at_step({step})" if record.get("steps") and hasattr(result, "at_step") else ""
     return (
         f"from diffusion_lens.analysis import {kind.__name__}\n\n"
-        f"# This file is the one that result.save({view + '.safetensors'!r}) writes in the program that made the result.\n"
+        "# The program that made the result writes this file by its method save.\n"
         f"result = {kind.__name__}.load({view + '.safetensors'!r}){chosen}\nprint(result.to_dataframe())"
     )
 

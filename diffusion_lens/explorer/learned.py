@@ -18,22 +18,19 @@ from diffusion_lens.pages.views import View, Words
 
 EXPERTS, WEIGHTS = "hook_experts", "hook_router_weights"
 MISSING = {
-    "circuit": "trajectory.explore(path, circuit=edge_attribution(model, trajectory, other, metric, steps=[0])) shows the "
-    "heads and MLPs that make the difference to another run, and the edges between them.",
-    "experts": "trajectory.explore(path, experts=cache) shows which experts each position chose, where trajectory, cache "
-    '= model.denoise_with_cache(prompt, names_filter=["blocks.1.mlp.hook_experts", '
+    "circuit": "trajectory.explore(path, circuit=edge_attribution(model, trajectory, other, metric, steps=[0])) shows "
+    "the heads and MLPs that make the difference to another run, and the edges between them.",
+    "experts": "trajectory.explore(path, experts=cache) shows which experts each position chose, where trajectory, "
+    'cache = model.denoise_with_cache(prompt, names_filter=["blocks.1.mlp.hook_experts", '
     '"blocks.1.mlp.hook_router_weights"]).',
     "signatures": "trajectory.explore(path, signatures=reversal_signatures(model, pairs)) shows the signatures of "
     "reversal, where the fact of the run is among the pairs.",
 }
-_NO_EXPERTS = "This model has one MLP in each block, so no router chooses among experts."
-_NO_CONDITIONING = "Each step of this model reads the canvas alone, and nothing of what the step before predicted."
 
 
 def absent_views(architecture: Mapping[str, Any]) -> dict[str, str]:
-    """For each of these views, what to do to see it, or why a model of this architecture does not have it."""
-    absent = MISSING if architecture.get("experts") else {**MISSING, "experts": _NO_EXPERTS}
-    return {**absent, "conditioning": _NO_CONDITIONING}
+    """For each of these views that a run of this architecture can have, what to do to see it."""
+    return {view: sentence for view, sentence in MISSING.items() if view != "experts" or architecture.get("experts")}
 
 
 def layers_of_experts(cfg: DiffusionConfig) -> list[int]:

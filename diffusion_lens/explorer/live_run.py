@@ -21,7 +21,7 @@ from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
 from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.explorer.as_python import TOP_K, TRACE_SCORES, lens_call, query_statement
-from diffusion_lens.explorer.learned import EXPERTS, WEIGHTS, absent_views, conditioning_view, layers_of_experts
+from diffusion_lens.explorer.learned import EXPERTS, WEIGHTS, conditioning_view, layers_of_experts
 from diffusion_lens.explorer.page_of_run import canvas_entry
 from diffusion_lens.explorer.plan import Plan, check_position, require_reached
 from diffusion_lens.explorer.spec import Spec
@@ -298,7 +298,6 @@ def _described(plan: Plan, run: Trajectory, words: Words, asked: Asked) -> dict[
         learnt["experts"] = learned.experts_entry(layers_of_experts(model.cfg), model.cfg.experts.n_experts, steps)
     if run.handed is not None:
         learnt["conditioning"] = {"steps": steps}
-    absent = absent_views(model.cfg.architecture.to_dict())
     if (query := asked.query) is not None:
         indices = words.indices(query.answer_tokens, texts).tolist()
         answer = {"positions": list(query.answer_positions), "words": indices}
@@ -323,10 +322,7 @@ def _described(plan: Plan, run: Trajectory, words: Words, asked: Asked) -> dict[
         "attention": views.attention_entry(list(range(n_layers)), model.cfg.n_heads, steps),
         "traces": traces,
         **learnt,
-        "missing": {
-            **{view: sentence for view, sentence in absent.items() if view not in learnt},
-            **({} if traces else {"trace": NO_TRACE}),
-        },
+        "missing": {} if traces else {"trace": NO_TRACE},
         "python": _python(plan, asked, bool(traces)),
     }
 
