@@ -34,6 +34,7 @@ from diffusion_lens.explorer.verdict import recorded_by, verdict_of
 from diffusion_lens.model.config import reached
 from diffusion_lens.pages import views
 from diffusion_lens.pages.custom_view import CustomView
+from diffusion_lens.pages.modules import view_names
 from diffusion_lens.pages.page import Page, PageRun
 from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.results import shown_model
@@ -120,7 +121,7 @@ def page_of(
 def with_custom_views(run: PageRun, custom: Sequence[CustomView]) -> PageRun:
     """A run with the data of views of the user's own; a `ValueError` if a name is taken."""
     for view in custom:
-        if view.name in {*run.entry, *run.entry["missing"], "canvas"}:
+        if view.name in {*run.entry, *view_names()}:
             raise ValueError(
                 f"there is a view or an entry {view.name!r} already; give the view in {view.module} another name"
             )

@@ -16,6 +16,7 @@ _IMPORT = re.compile(r'^import \{[^}]*\} from "([^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.MULTILINE)
 _NOTHING = re.compile(r"^export \{\};\n", re.MULTILINE)
 _EXPORTED = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+_VIEW = re.compile(r"^export const \w+ = \{\n  name: \"(\w+)\"", re.MULTILINE)
 _NAMED = re.compile(r"^(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 
 
@@ -41,6 +42,12 @@ def explorer_files() -> tuple[str, str]:
 def exported_names() -> frozenset[str]:
     """The names that the explorer's modules export."""
     return frozenset(name for _, text in _ordered(FIRST) for name in _EXPORTED.findall(text))
+
+
+@cache
+def view_names() -> frozenset[str]:
+    """The names of the explorer's own views."""
+    return frozenset(name for _, text in _ordered(FIRST) for name in _VIEW.findall(text))
 
 
 def require_safe(name: str, text: str) -> None:
