@@ -115,7 +115,9 @@ def page_of(
     entry["python"] = python
     run = with_custom_views(PageRun.of(entry, traced, **shown), custom)
     scripts = [view.script for view in custom]
-    return Page(f"{shown_model(record)}: {trajectory.text[row] or 'a run'}", [_model_info(record)], [run], scripts)
+    return Page(
+        f"{shown_model(record)}: {trajectory.text[row] or 'a run'}", [_model_info(record)], [run], scripts=scripts
+    )
 
 
 def with_custom_views(run: PageRun, custom: Sequence[CustomView]) -> PageRun:

@@ -89,22 +89,22 @@ def conditioning_view(
     return View({"steps": list(steps)}, {"conditioning": pack(arrays, **words.header)})
 
 
-# Name of the mean, title, text of a bar for each first index of its axes, and what a number says.
-_MEASURES = (
+# Name of a mean of `ReversalSignatures`, title, what a bar is, value that says nothing, ends of its scale if known.
+_MEASURES: tuple[tuple[str, str, str, float, tuple[float, float] | None], ...] = (
     (
         "evidence_percentile",
         "Evidence",
-        "the share of other answers that the right one exceeds by its source's evidence",
+        "the share of other answers that the right one exceeds by the evidence of its source",
+        0.5,
+        (0, 1),
     ),
-    ("evidence_reuse", "Reuse of evidence", "the cosine of the evidence on both canvases"),
-    ("edge_cut", "Edge cut", "the nats of log p(answer) that are lost without the edge from reader to source"),
-    ("route_correlation", "Routes", "the correlation over heads of the attention scores of both directions"),
-    ("gradient_cosine", "Gradients", "the cosine of the gradients of both losses"),
-    ("first_order", "A small step", "the change of the reverse loss, in nats, by a step on the forward one"),
-    ("probability", "p(answer)", "the probability of the right answer"),
+    ("evidence_reuse", "Reuse of evidence", "the cosine of the evidence on both canvases", 0, (-1, 1)),
+    ("edge_cut", "Edge cut", "the nats of log p(answer) that are lost without the edge from reader to source", 0, None),
+    ("route_correlation", "Routes", "the correlation over heads of the scores of both directions", 0, (-1, 1)),
+    ("gradient_cosine", "Gradients", "the cosine of the gradients of both losses", 0, (-1, 1)),
+    ("first_order", "A small step", "the change of the reverse loss, in nats, by a step on the forward one", 0, None),
+    ("probability", "p(answer)", "the probability of the right answer", 0, (0, 1)),
 )
-_ENDS = {"edge_cut": None, "first_order": None, "probability": (0, 1), "evidence_percentile": (0, 1)}
-_CANVASES = ("forward", "reverse")
 _MATRICES = ("attn.v", "attn.o", "mlp.down")
 
 
@@ -114,30 +114,39 @@ def signatures_view(signatures: Any, own: Sequence[int]) -> View:
     Args:
         own: Rows of the facts that the run is about; where there are several, their mean is shown.
     """
-    measures, arrays, n_layers = [], {}, signatures.reuses.shape[1]
-    for name, title, sentence in _MEASURES:
+    measures, arrays = [], {}
+    for name, title, sentence, zero, ends in _MEASURES:
         values = signatures.values(name)
         if bool(values.isnan().all()):
             continue
         bars = torch.stack([values.mean(dim=0), *signatures.interval(name), values[list(own)].mean(dim=0)], dim=-1)
-        if name == "gradient_cosine":  # the first estimate is that of the pair itself
-            rows = [
-                (f"{matrix} {layer}", f"blocks.{layer}.{matrix}.weight")
-                for matrix in _MATRICES
-                for layer in range(n_layers)
-            ]
-            known = [
-                (label, signatures.parameters.index(full)) for label, full in rows if full in signatures.parameters
-            ]
-            labels, bars = [label for label, _ in known], bars[[index for _, index in known], 0]
-        elif bars.dim() == 3:
-            labels = [f"{canvas} {layer}" for canvas in _CANVASES for layer in range(n_layers)]
-        elif name in ("first_order", "probability"):
-            labels = ["predicted", "measured"] if name == "first_order" else list(_CANVASES)
-        else:
-            labels = [str(layer) for layer in range(n_layers)]
-        ends = _ENDS.get(name, (-1, 1))
-        measures.append({"name": name, "title": title, "sentence": sentence, "labels": labels, "ends": ends})
+        labels = _labels(name, signatures)
+        if name == "gradient_cosine":
+            rows = [i for i, parameter in enumerate(signatures.parameters) if _place(parameter) is not None]
+            bars = bars[rows, 0]  # the first estimate is that of the pair itself
+        measures.append(
+            {"name": name, "title": title, "sentence": sentence, "labels": labels, "zero": zero, "ends": ends}
+        )
         arrays[name] = Stored.numbers(bars.flatten(0, -2))
     entry = {"measures": measures, "facts": [signatures.ids[i] for i in own], "n_facts": len(signatures.ids)}
     return View(entry, {"signatures": pack(arrays)})
+
+
+def _labels(name: str, signatures: Any) -> list[str]:
+    """Text of each bar of a measure, in the order of its axes."""
+    layers, canvases = range(signatures.reuses.shape[1]), ("forward", "reverse")
+    if name == "gradient_cosine":
+        return [place for parameter in signatures.parameters if (place := _place(parameter)) is not None]
+    if name == "first_order":
+        return ["predicted", "measured"]
+    if name == "probability":
+        return list(canvases)
+    if name in ("evidence_percentile", "edge_cut"):
+        return [f"block {layer}, {canvas}" for canvas in canvases for layer in layers]
+    return [f"block {layer}" for layer in layers]
+
+
+def _place(parameter: str) -> str | None:
+    """Block and matrix of a parameter through which the source writes or the facts are stored; `None` for others."""
+    matrix = next((matrix for matrix in _MATRICES if parameter.endswith(f".{matrix}.weight")), None)
+    return None if matrix is None else f"block {parameter.split('.')[1]}, {matrix}"

@@ -218,11 +218,11 @@ def test_signatures_are_means_intervals_and_the_value_of_the_fact(tiny, signed, 
     np.testing.assert_allclose(arrays["evidence_percentile"], expected, **near)
     expected = bars("edge_cut", signed.edge_cut, signed.cuts[0])
     np.testing.assert_allclose(arrays["edge_cut"], expected, **near)
-    assert by_name["edge_cut"]["labels"][n_layers] == "reverse 0"
+    assert by_name["edge_cut"]["labels"][n_layers] == "block 0, reverse"
     expected = bars("probability", signed.probability, signed.probabilities[0])
     np.testing.assert_allclose(arrays["probability"], expected, **near)
     name = f"blocks.{n_layers - 1}.attn.o.weight"
-    bar = arrays["gradient_cosine"][by_name["gradient_cosine"]["labels"].index(f"attn.o {n_layers - 1}")]
+    bar = arrays["gradient_cosine"][by_name["gradient_cosine"]["labels"].index(f"block {n_layers - 1}, attn.o")]
     index = signed.parameters.index(name)
     assert bar[0] == pytest.approx(signed.gradient_cosine[name][0], rel=1e-4)
     assert bar[3] == pytest.approx(float(signed.cosines[0, index, 0]), rel=1e-4)

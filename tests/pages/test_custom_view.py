@@ -34,7 +34,10 @@ def written(tmp_path):
 
 def test_the_page_has_entry_chunks_and_the_view_in_a_scope_of_its_own(small, written):
     run = small.denoise("Gustav Geisser is the", length=12, steps=3)
-    chunks = {"0": {"counts": torch.arange(6).view(2, 3), "p": torch.tensor([0.5, torch.nan])}, "s": {"x": Stored.shares([1.0])}}
+    chunks = {
+        "0": {"counts": torch.arange(6).view(2, 3), "p": torch.tensor([0.5, torch.nan])},
+        "s": {"x": Stored.shares([1.0])},
+    }
     own = CustomView(written(TEXT), {"steps": [0]}, chunks)
     page = PageFile(run.explore(views=[own]).html())
     assert page.run()["margin"] == {"steps": [0]}

@@ -2,7 +2,7 @@
 
 import { ramp, paint } from "../colours.js";
 import { button, drawLegend, field, h, setText } from "../elements.js";
-import { read } from "../numbers.js";
+import { clamp, read } from "../numbers.js";
 import { listed } from "../runs.js";
 import { number, signed } from "../words.js";
 
@@ -10,7 +10,8 @@ import { number, signed } from "../words.js";
  * @typedef {{name: string, layer: number, head: number, lane: number, text: string}} End  a part of the network; head -1 for none
  * @typedef {{from: End, to: End, score: number}} Edge */
 
-const CELL = [34, 30], MARGIN = [58, 20], FIRST = 30, LISTED = 12; // pixels; edges at first, and in the list
+const LANE = [30, 90], STOREY = 30, MARGIN = [58, 20]; // pixels: least and most width of a lane, height of a layer, what is left free
+const EDGES_AT_FIRST = 30, EDGES_LISTED = 12;
 
 /** @type {import("../types.js").View} */
 export const circuitView = {
@@ -44,7 +45,7 @@ const svg = (/** @type {string} */ tag, /** @type {Record<string, any>} */ attri
 class CircuitPane {
   constructor() {
     /** @type {Seen} */ this.seen = null;
-    this.slider = h("input", { type: "range", min: 1, value: FIRST, oninput: () => this.draw(this.seen) });
+    this.slider = h("input", { type: "range", min: 1, value: EDGES_AT_FIRST, oninput: () => this.draw(this.seen) });
     this.edgesField = field("Edges", this.slider, "dl-grow");
     this.count = h("span", { class: "dl-numbers" });
     this.legend = h("span", { class: "dl-legend" });
@@ -73,7 +74,8 @@ class CircuitPane {
     /** @type {Edge[]} */ const edges = Array.from({ length: shown }, (_, i) => (
       { from: end(circuit.writers[read(writer, i)]), to: end(circuit.readers[read(reader, i)]), score: read(score, i) }));
     const parts = circuit.writers.map((/** @type {string} */ name, /** @type {number} */ i) => ({ part: end(name), score: read(nodes, i) }));
-    const most = parts.reduce((/** @type {number} */ high, /** @type {any} */ one) => Math.max(high, Math.abs(one.score)), 0) || 1;
+    // Everything begins in the embedding, whose score is the whole difference: the others would be pale beside it.
+    const most = parts.reduce((/** @type {number} */ high, /** @type {any} */ one) => (one.part.layer < 0 ? high : Math.max(high, Math.abs(one.score))), 0) || 1;
     setText(this.heading, `Circuit at step ${step}${step === seen.step ? "" : `, the last of ${listed("step", circuit.steps)} before this one`}`);
     setText(this.count, known ? `${shown} of ${circuit.n_edges}` : "nodes only");
     const rows = circuit.n_rows > 1 ? `, summed over ${circuit.n_rows} rows` : "";
@@ -81,14 +83,13 @@ class CircuitPane {
       `this run is the ${circuit.side} one. A score estimates how much the clean output raises it${rows}.`);
     drawLegend(this.legend, ramp("change", dark), { name: "score", low: number(-most), high: number(most) });
     this.drawPicture(seen, parts, edges, most);
-    const strongest = edges.length ? edges.slice(0, LISTED).map((edge) => ({ text: `${edge.from.text} → ${edge.to.text}`, score: edge.score, pick: () => this.pick(edge.to, edge.from), edge })) :
-      parts.toSorted((/** @type {any} */ a, /** @type {any} */ b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, LISTED)
+    const strongest = edges.length ? edges.slice(0, EDGES_LISTED).map((edge) => ({ text: `${edge.from.text} → ${edge.to.text}`, score: edge.score, pick: () => this.pick(edge.to, edge.from), edge })) :
+      parts.toSorted((/** @type {any} */ a, /** @type {any} */ b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, EDGES_LISTED)
         .map((/** @type {any} */ one) => ({ text: one.part.text, score: one.score, pick: () => this.pick(one.part), edge: null }));
     setText(this.listHeading, edges.length ? "Strongest edges" : "Strongest parts");
     this.list.replaceChildren(...strongest.map((/** @type {any} */ one) => {
       const mark = (/** @type {boolean} */ on) => one.edge?.line?.classList.toggle("dl-hover", on);
-      return h("li", {}, button(`${one.text}  ${signed(one.score)}`, one.pick,
-        { onfocus: () => mark(true), onblur: () => mark(false), onpointerenter: () => mark(true), onpointerleave: () => mark(false) }));
+      return h("li", {}, h("button", { type: "button", onclick: one.pick, onfocus: () => mark(true), onblur: () => mark(false), onpointerenter: () => mark(true), onpointerleave: () => mark(false) }, h("span", {}, one.text), " ", h("b", {}, signed(one.score))));
     }));
   }
 
@@ -101,7 +102,8 @@ class CircuitPane {
   }
 
   drawPicture(/** @type {Seen} */ { model, dark, block, head }, /** @type {{part: End, score: number}[]} */ parts, /** @type {Edge[]} */ edges, /** @type {number} */ most) {
-    const colours = ramp("change", dark), [width, height] = CELL, [left, top] = MARGIN;
+    const colours = ramp("change", dark), [left, top] = MARGIN, height = STOREY;
+    const width = clamp((this.picture.clientWidth - left - 24) / (model.n_heads + 1), ...LANE);
     const x = (/** @type {number} */ lane) => left + (lane + 0.5) * width, y = (/** @type {number} */ layer) => top + (model.n_layers - layer + 0.5) * height;
     // An MLP reads what the heads of its block have written, so it is higher in the row.
     const at = (/** @type {End} */ end) => [x(end.lane), y(end.layer) - (end.name.startsWith("m") ? 6 : 0)];

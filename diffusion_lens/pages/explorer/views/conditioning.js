@@ -49,8 +49,9 @@ class ConditioningPane {
       const chunk = await seen.chunk("conditioning");
       if (!seen.current()) return;
       const { words, streak, finished } = chunk.tables, table = (chunk.stays ??= stays(chunk)), colours = ramp("canvas", dark);
-      const longest = table.flat().reduce((most, x) => Math.max(most, x), 1), wordAt = (/** @type {number} */ r, /** @type {number} */ c) => wordOf(run, chunk, read(words, r, c));
+      const longest = table.flat().reduce((most, x) => Math.max(most, x), 4), wordAt = (/** @type {number} */ r, /** @type {number} */ c) => wordOf(run, chunk, read(words, r, c));
       this.pane.show(null);
+      setText(this.pane.heading, "Tokens that each step was handed");
       drawLegend(legend, colours, { name: "steps with this token", low: "0", high: String(longest) });
       map.draw({
         rows: steps.map(String), columns: columnsOf(seen), colours, rowHeight: rowHeight(steps.length, 16),
