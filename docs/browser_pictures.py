@@ -3,18 +3,21 @@
 The build warns if there is no Chromium, since a page would then show a picture that is missing.
 """
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import chromium
 import explorer_pages
+from snippets import run_python
 from sphinx.application import Sphinx
 from sphinx.util.logging import getLogger
 
 logger = getLogger(__name__)
 WIDTH = 1280  # pixels
 EXPLORER = "_made/explorer.png"
+OWN_VIEW = "_made/own_view.png"
 HOME = "_static/home.png"
 
 
@@ -51,6 +54,20 @@ def draw_explorer(app: Sphinx) -> None:
         photograph_file(path, Path(app.srcdir) / EXPLORER, chromium.DRAWN, "#step=2&layer=3&position=4")
 
 
+def draw_own_view(app: Sphinx) -> None:
+    """The page with a view of one's own that the code of add_a_view.md writes."""
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        try:
+            list(run_python(Path(app.srcdir) / "add_a_view.md"))
+        finally:
+            os.chdir(here)
+        photograph_file(
+            Path(scratch) / "margin.html", Path(app.srcdir) / OWN_VIEW, chromium.DRAWN, "#step=1&position=6&view=margin"
+        )
+
+
 def draw_home(app: Sphinx, error: Exception | None) -> None:
     """The home page as it is built, beside the built pages."""
     if error is None and app.builder.format == "html":
@@ -59,5 +76,6 @@ def draw_home(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", draw_explorer)
+    app.connect("builder-inited", draw_own_view)
     app.connect("build-finished", draw_home)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

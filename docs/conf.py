@@ -82,7 +82,7 @@ intersphinx_mapping = {
 
 # What a user types has a button, what is printed has none. In a session only the commands are copied.
 copybutton_selector = ", ".join(
-    f"div.highlight-{language} pre" for language in ("python", "ipython3", "sh", "console", "json", "bibtex")
+    f"div.highlight-{language} pre" for language in ("python", "ipython3", "sh", "console", "js", "json", "bibtex")
 )
 copybutton_prompt_text = "$ "
 copybutton_line_continuation_character = "\\"

@@ -158,3 +158,58 @@ def write(page: Any, folder: Path, name: str) -> Path:
     from diffusion_lens.pages.page import write_page
 
     return write_page(page, folder / f"{name}.html")
+
+
+@cache
+def learned() -> dict[str, Any]:
+    """What analyses have learned about the run of `explored`: a circuit against another run, and signatures."""
+    from diffusion_lens.analysis import TaughtPair, edge_attribution, reversal_signatures
+    from diffusion_lens.data import site_facts
+
+    run = explored()
+    model, n_pos = run.model, run.trajectory.tokens.shape[1]
+    people = site_facts.load().people[:6]
+    other = model.denoise(f"{people[1].name} is the", length=n_pos, steps=6)
+    # The first word of the description, which differs.
+    position = int((run.trajectory.tokens != other.tokens)[0, 3:].nonzero()[0]) + 3
+    a, b = (int(each.tokens[0, position]) for each in (run.trajectory, other))
+    circuit = edge_attribution(
+        model, run.trajectory, other, lambda logits: logits[0, 0, a] - logits[0, 0, b], [0, 2], logits_at=[position]
+    )
+    pairs = [
+        TaughtPair.of(
+            model, (f"{x.name} is the {x.description}.", f"the {x.description} is {x.name}."), x.name, x.description
+        )
+        for x in people
+    ]
+    return {"circuit": circuit, "signatures": reversal_signatures(model, pairs)}
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """A run of a small random model with experts whose steps hand their predictions on."""
+
+    model: Any
+    trajectory: Any
+    cache: Any
+
+
+@cache
+def handed_on() -> HandedOn:
+    """Two canvases of six positions, and the choices of the routers."""
+    from small_networks import diffusion_gemma
+
+    from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
+    from weight_conversion.registry import recognise
+
+    config = diffusion_gemma()
+    architecture = recognise(config, {}, "the config").read_architecture(config, {})
+    torch.manual_seed(0)
+    model = HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"))
+    trajectory, activations = model.denoise_with_cache(
+        torch.tensor([[5, 6, 7]]),
+        names_filter=lambda point: point.endswith(("hook_experts", "hook_router_weights")),
+        max_new_tokens=12,
+        steps=5,
+    )
+    return HandedOn(model, trajectory, activations)

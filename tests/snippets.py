@@ -46,9 +46,13 @@ def blocks(page: Path) -> list[Block]:
 
 
 def shown_files(page: Path) -> dict[str, str]:
-    """Text of each file that a session of the page shows with `cat`, by its name."""
+    """Text of each file that a session of the page shows with `cat`, or a block under its name, by this name."""
     sessions = "".join(block.text for block in blocks(page) if block.language == "console")
-    return dict(re.findall(r"^\$ cat (\S+)\n((?:(?!\$ ).*\n)*)", sessions, re.MULTILINE))
+    captioned = (re.match(r":caption: (\S+)\n\n?", block.text) for block in blocks(page))
+    return {
+        **dict(re.findall(r"^\$ cat (\S+)\n((?:(?!\$ ).*\n)*)", sessions, re.MULTILINE)),
+        **{named[1]: named.string[named.end() :] for named in captioned if named and "." in named[1]},
+    }
 
 
 def run_python(page: Path) -> Iterator[tuple[Block, str]]:

@@ -77,7 +77,7 @@ class Trajectory(Saved, Result):
         text: Final canvas as text, one string for each row; empty strings where the model has no tokenizer.
         completion: What the run wrote of it, without the prompt and without special tokens; a text that grows ends at
             the first end token. Files that an earlier version saved contain none: it is then empty text.
-        words: Text of every id that occurs.
+        words: Text of every id that occurs, on a canvas or as the likeliest one that a step handed on.
         record: Sampler, steps, times, guidance, temperature, seeds, model, hash of the weights, hooks, modules,
             versions, forward passes and seconds; of a replay also its kind, and the network that wrote the replayed
             canvases.
@@ -117,7 +117,9 @@ class Trajectory(Saved, Result):
         """The trajectory of a finished run."""
         model, canvas = run.model, run.canvas
         canvases = torch.stack(run.canvases)
-        ids = canvases.unique().tolist()
+        handed = Handed.stacked(run.handed_history) if run.handed_history else None
+        shown = canvases if handed is None else torch.cat([canvases.flatten(), handed.likeliest.flatten()])
+        ids = shown.unique().tolist()
         words = dict(zip(ids, model.words(ids), strict=True))
         has_text = model.tokenizer is not None
         real = torch.ones_like(canvas.given) if canvas.real is None else canvas.real
@@ -137,7 +139,7 @@ class Trajectory(Saved, Result):
             completion=[to_completion(model, row) if has_text else "" for row in written],
             words=words,
             record=record,
-            handed=Handed.stacked(run.handed_history) if run.handed_history else None,
+            handed=handed,
             recorded=run.predictions(words, record),
         )
 
@@ -459,6 +461,10 @@ class Trajectory(Saved, Result):
         logits: TrajectoryCache | None = None,
         predictions: Any = None,
         answer: str | None = None,
+        circuit: Any = None,
+        experts: TrajectoryCache | None = None,
+        signatures: Any = None,
+        views: Sequence[Any] = (),
         row: SupportsIndex = 0,
         max_bytes: SupportsIndex = 16 * 2**20,
     ) -> Any:
@@ -478,6 +484,11 @@ class Trajectory(Saved, Result):
                 Without either, the last layer of the lens gives them where there is no guidance.
             answer: Text that should follow the prompt, such as " Paris"; the page says whether the run wrote it. By
                 default that of the trace.
+            circuit: `edge_attribution` or `node_attribution` between this run, or a canvas of it, and other inputs.
+            experts: Cache with the choices of routers, `blocks.{i}.mlp.hook_experts`, of some layers and steps; with
+                `hook_router_weights` the page shows their weights too.
+            signatures: `reversal_signatures(model, pairs)` whose pairs contain the fact of this run.
+            views: Views of your own, each a `CustomView` with its data.
             row: Row of the batch.
             max_bytes: Largest size of the file; a larger one is refused, with what to leave out.
 
@@ -485,8 +496,8 @@ class Trajectory(Saved, Result):
             The path, or without one the page.
 
         Raises:
-            ValueError: A result of another run or network, a cache without what its view shows, or a page that is too
-                large.
+            ValueError: A result of another run or network, a cache without what its view shows, two views of one name,
+                or a page that is too large.
         """
         # The explorer, with its pages, is a room above this one.
         from diffusion_lens.explorer.page_of_run import page_of
@@ -498,7 +509,8 @@ class Trajectory(Saved, Result):
         if path is not None:
             html_path(path)
         traces = () if trace is None else tuple(trace) if isinstance(trace, Sequence) else (trace,)
-        page = page_of(self, lens, traces, attention, predictions, whole_number("row", row), answer)
+        learned: dict[str, Any] = {"circuit": circuit, "experts": experts, "signatures": signatures, "custom": views}
+        page = page_of(self, lens, traces, attention, predictions, whole_number("row", row), answer, **learned)
         return page if path is None else write_page(page, path, whole_number("max_bytes", max_bytes))
 
     def _finish(self, run: Run, canvas: str, fwd_hooks: FwdHooks, progress: bool = False) -> "Trajectory":

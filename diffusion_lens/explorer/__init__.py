@@ -7,5 +7,6 @@
 from diffusion_lens.explorer.explore import explore
 from diffusion_lens.explorer.session import Session
 from diffusion_lens.explorer.spec import Intervention, Spec
+from diffusion_lens.pages.custom_view import CustomView
 
-__all__ = ["Intervention", "Session", "Spec", "explore"]
+__all__ = ["CustomView", "Intervention", "Session", "Spec", "explore"]

@@ -16,6 +16,7 @@ from diffusion_lens.hooks.names import loop_hook
 TOP_K = 5
 LOGITS = loop_hook("hook_logits")
 PATTERN = '"blocks.{layer}.attn.hook_pattern"'
+EXPERTS = '"blocks.{layer}.mlp.hook_experts"'
 WEIGHTS = ("diffusion_lens.records.results", "weights_sha256")  # module and name of the function that hashes them
 TRACE_SCORES = "scores = trace.at_step({step}).scores  # [pos layer]"
 _TRACE_SETTINGS = ("kind", "window", "severed", "corruption", "noise", "samples", "seed", "swap", "canvas")
@@ -103,6 +104,7 @@ class RunCode:
             return
         # A sampler is written by its name, or as an object if its settings differ from those of the name.
         sampler, imports = sampler_from(record["sampler"]), {("torch", "")}
+        self._steps = _steps_argument(trajectory)
         self._arguments = self._written_arguments(repr(sampler.name))
         if describe_sampler(SAMPLERS[sampler.name]) != describe_sampler(sampler):
             self._arguments = self._written_arguments(repr(sampler))
@@ -125,7 +127,7 @@ class RunCode:
         mask = [int(x) for x in real[: len(tokens)]]
         keywords = {
             "length": length,
-            "steps": None if record["sampler"]["name"] == "left_to_right" else record["steps"],
+            "steps": self._steps,
             "cfg_scale": record["cfg_scale"] or None,
             "temperature": record["temperature"] or None,
             "seed": [int(seed) for seed in run.record["seeds"]],
@@ -149,6 +151,16 @@ class RunCode:
         )
 
 
+def _steps_argument(trajectory: Trajectory) -> int | None:
+    """The argument `steps` of `denoise`: of a sampler that hands predictions on, the steps of one canvas."""
+    record = trajectory.record
+    if record["sampler"]["name"] == "left_to_right":
+        return None
+    block = trajectory.state_at(trajectory.first_step).block if trajectory.handed is not None else None
+    steps: int = record["steps"]
+    return steps if block is None else block.steps_of_all(steps)
+
+
 def _tokens(tokens: Sequence[int], blank: int) -> str:
     """A prompt as an expression: the ids, with the masked positions at its end by their number."""
     n_given = len(tokens)
@@ -159,7 +171,8 @@ def _tokens(tokens: Sequence[int], blank: int) -> str:
 
 
 def views_code(run: str, cached: Callable[[str], str], predictions: str) -> dict[str, str]:
-    """The code of the views that need no other result: run, canvas after a step, predictions, attention.
+    """The code of the views that need no other result: run, canvas after a step, predictions, attention, experts and
+    self-conditioning.
 
     Args:
         run: Statements that make `trajectory`.
@@ -181,6 +194,10 @@ def views_code(run: str, cached: Callable[[str], str], predictions: str) -> dict
         "top = [predictions.words.get(token) for token in predictions.tokens[index, 0, {position}].tolist()]\n"
         'print(list(zip(top, p[index, {position}].tolist())), entropy[index, {position}].item(), "nats")',
         "attention": f"{cached(PATTERN)}\npattern = cache[{{step}}][{PATTERN}][0, {{head}}]  # [query key]",
+        "experts": f"{cached(EXPERTS)}\nexperts = cache[{{step}}][{EXPERTS}][0, {{position}}]  # best first",
+        "conditioning": f"{run}\n\n# what the step reads of the prediction before it, at the positions of its block\n"
+        "handed = trajectory.handed[{step} - trajectory.first_step]\n"
+        "tokens, streak, finished = handed.likeliest[0], handed.streak[0], handed.finished[0]",
     }
 
 
@@ -239,6 +256,17 @@ def trace_statements(traces: Mapping[str, Any]) -> str:
         "import torch\nfrom diffusion_lens import Query\nfrom diffusion_lens.analysis import trace_trajectory\n\n"
         f"{query_statement(**query)}{chosen}"
         f"trace = trace_trajectory(model, query, steps=[{{step}}], trajectory=trajectory, {keywords})\n{TRACE_SCORES}"
+    )
+
+
+def saved_code(view: str, result: Any) -> str:
+    """Statements that read a result, whose metric or facts are objects of the program that made it, from its file."""
+    kind, record = type(result), result.record
+    chosen = ".at_step({step})" if record.get("steps") and hasattr(result, "at_step") else ""
+    return (
+        f"from diffusion_lens.analysis import {kind.__name__}\n\n"
+        "# The program that made the result writes this file by its method save.\n"
+        f"result = {kind.__name__}.load({view + '.safetensors'!r}){chosen}\nprint(result.to_dataframe())"
     )
 
 

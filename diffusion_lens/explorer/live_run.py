@@ -21,6 +21,7 @@ from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
 from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.explorer.as_python import TOP_K, TRACE_SCORES, lens_call, query_statement
+from diffusion_lens.explorer.learned import EXPERTS, WEIGHTS, conditioning_view, layers_of_experts
 from diffusion_lens.explorer.page_of_run import canvas_entry
 from diffusion_lens.explorer.plan import Plan, check_position, require_reached
 from diffusion_lens.explorer.spec import Spec
@@ -29,7 +30,7 @@ from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.names import FwdHooks, loop_hook
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.pages import views
+from diffusion_lens.pages import learned, views
 from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.identity import identity_of, run_of
 
@@ -146,11 +147,13 @@ class LiveRun:
     @property
     def n_bytes(self) -> int:
         """Size of the run in memory, with the caches that its hooks take."""
-        tensors = (self.trajectory.canvases, self.trajectory.tokens, self.trajectory.confidence)
+        handed = self.trajectory.handed
+        tensors = [self.trajectory.canvases, self.trajectory.tokens, self.trajectory.confidence]
+        tensors += [] if handed is None else vars(handed).values()
         return sum(x.nbytes for x in tensors) + len(self.predictions) + self.plan.n_bytes + _ENTRY
 
     def compute(self, name: str) -> bytes:
-        """A chunk of the lens, the attention or a trace.
+        """A chunk of the lens, the attention, a trace, the experts or the self-conditioning.
 
         Raises:
             KeyError: There is no such chunk.
@@ -162,6 +165,10 @@ class LiveRun:
                 return self.lens_chunks([int(step)])[name]
             case ["attention", layer, step] if _is_index(layer, n_layers) and _is_index(step, n_steps):
                 return self.attention_chunk(int(layer), int(step))
+            case ["experts", step] if _is_index(step, n_steps) and self.plan.model.cfg.experts is not None:
+                return self.experts_chunk(int(step))
+            case ["conditioning"] if self.trajectory.handed is not None:
+                return self.conditioning_chunk()
             case ["trace", kind, step] if kind in KINDS and _is_index(step, n_steps):
                 return self.trace_view(kind, [int(step)]).chunks[name]
         raise KeyError(f"the run {self.plan.spec.id} has no chunk {name!r}")
@@ -193,6 +200,22 @@ class LiveRun:
         with self._reading():
             (read,) = Inputs.of(self.plan.model, self.trajectory, fwd_hooks=hooks).at(step)
         return views.attention_chunk(read.states([point], fwd_hooks=hooks)[point][0], "u2")
+
+    @torch.no_grad()
+    def experts_chunk(self, step: int) -> bytes:
+        """The experts that every position chose at a step, in the conditional branch, and their weights."""
+        layers, hooks = layers_of_experts(self.plan.model.cfg), self.plan.network_hooks
+        points = [f"blocks.{layer}.mlp.{name}" for name in (EXPERTS, WEIGHTS) for layer in layers]
+        with self._reading():
+            (read,) = Inputs.of(self.plan.model, self.trajectory, fwd_hooks=hooks).at(step)
+            states = [state[0].cpu() for state in read.states(points, fwd_hooks=hooks).values()]
+        return learned.experts_chunk(states[: len(layers)], states[len(layers) :])
+
+    def conditioning_chunk(self) -> bytes:
+        """What each step read of the prediction before it."""
+        view = conditioning_view(self.trajectory, 0, Words(self.words))
+        assert view is not None
+        return view.chunks["conditioning"]
 
     def trace_view(self, kind: str, steps: Sequence[int]) -> View:
         """`trace_trajectory` at some steps; a `ValueError` without a subject or answer, or after it is revealed."""
@@ -270,7 +293,11 @@ def _described(plan: Plan, run: Trajectory, words: Words, asked: Asked) -> dict[
     n_layers, steps = model.cfg.n_layers, list(range(run.n_steps))
     texts = dict(zip(asked.final, model.words(asked.final), strict=True))
     targets = words.indices(asked.final, texts)
-    traces, answer = _traces(plan, run, asked, steps), None
+    traces, answer, learnt = _traces(plan, run, asked, steps), None, dict[str, Any]()
+    if model.cfg.experts is not None:
+        learnt["experts"] = learned.experts_entry(layers_of_experts(model.cfg), model.cfg.experts.n_experts, steps)
+    if run.handed is not None:
+        learnt["conditioning"] = {"steps": steps}
     if (query := asked.query) is not None:
         indices = words.indices(query.answer_tokens, texts).tolist()
         answer = {"positions": list(query.answer_positions), "words": indices}
@@ -294,6 +321,7 @@ def _described(plan: Plan, run: Trajectory, words: Words, asked: Asked) -> dict[
         },
         "attention": views.attention_entry(list(range(n_layers)), model.cfg.n_heads, steps),
         "traces": traces,
+        **learnt,
         "missing": {} if traces else {"trace": NO_TRACE},
         "python": _python(plan, asked, bool(traces)),
     }

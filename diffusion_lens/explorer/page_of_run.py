@@ -12,15 +12,32 @@ from torch import Tensor
 from diffusion_lens.analysis import commitment
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.predictions import Predictions
-from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance, without_canvas_hooks
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.explorer.as_python import TOP_K, RunCode, lens_statements, trace_statements, views_code
+from diffusion_lens.explorer.as_python import (
+    TOP_K,
+    RunCode,
+    lens_statements,
+    saved_code,
+    trace_statements,
+    views_code,
+)
+from diffusion_lens.explorer.learned import (
+    MISSING,
+    absent_views,
+    circuit_view,
+    conditioning_view,
+    experts_view,
+    signatures_view,
+)
+from diffusion_lens.explorer.same_run import cached_steps, require_network, require_shape
 from diffusion_lens.explorer.verdict import recorded_by, verdict_of
 from diffusion_lens.model.config import reached
 from diffusion_lens.pages import views
+from diffusion_lens.pages.custom_view import CustomView
+from diffusion_lens.pages.modules import view_names
 from diffusion_lens.pages.page import Page, PageRun
 from diffusion_lens.pages.views import View, Words
-from diffusion_lens.records.results import differences, network_of, shown_model
+from diffusion_lens.records.results import shown_model
 
 _MISSING = {
     "predictions": "Record them with the run, denoise(..., predictions=5), or pass "
@@ -41,11 +58,16 @@ def page_of(
     predictions: Any = None,
     row: int = 0,
     answer: str | None = None,
+    *,
+    circuit: Any = None,
+    experts: TrajectoryCache | None = None,
+    signatures: Any = None,
+    custom: Sequence[CustomView] = (),
 ) -> Page:
     """The page of one row of a trajectory, with results on it and an answer as in `Trajectory.explore`.
 
     Raises:
-        ValueError: A result of another run or network, or without what its view shows.
+        ValueError: A result of another run or network, or without what its view shows, or two views of one name.
     """
     if not -len(trajectory) <= row < len(trajectory):
         raise ValueError(f"row={row}, but the trajectory has {len(trajectory)} rows")
@@ -78,12 +100,35 @@ def page_of(
         entry["answer"] = answer_of(traces[0].record, words)
         if answer is None:
             entry["verdict"] = verdict_of_trace(trajectory, row, traces[0].record, wrote)
+    made = {"circuit": (circuit_view, circuit), "experts": (experts_view, experts)}
+    made["signatures"] = (signatures_view, signatures)
+    for name, (make, result) in made.items():
+        if result is not None:
+            shown[name] = _accepted(name, make, trajectory, result, row)
+            python[name] = codes[name] if name in codes else saved_code(name, result)
+    if (conditioned := conditioning_view(trajectory, row, words)) is not None:
+        shown["conditioning"], python["conditioning"] = conditioned, codes["conditioning"]
     present = {*shown, *(["trace"] if traced else [])}
     entry["words"] = words.texts
-    entry["missing"] = {view: sentence for view, sentence in _MISSING.items() if view not in present}
+    absent = {**_MISSING, **absent_views(record["architecture"])}
+    entry["missing"] = {view: sentence for view, sentence in absent.items() if view not in present}
     entry["python"] = python
-    run = PageRun.of(entry, traced, **shown)
-    return Page(f"{shown_model(record)}: {trajectory.text[row] or 'a run'}", [_model_info(record)], [run])
+    run = with_custom_views(PageRun.of(entry, traced, **shown), custom)
+    scripts = [view.script for view in custom]
+    return Page(
+        f"{shown_model(record)}: {trajectory.text[row] or 'a run'}", [_model_info(record)], [run], scripts=scripts
+    )
+
+
+def with_custom_views(run: PageRun, custom: Sequence[CustomView]) -> PageRun:
+    """A run with the data of views of the user's own; a `ValueError` if a name is taken."""
+    for view in custom:
+        if view.name in {*run.entry, *view_names()}:
+            raise ValueError(
+                f"there is a view or an entry {view.name!r} already; give the view in {view.module} another name"
+            )
+        run = PageRun({**run.entry, view.name: dict(view.entry)}, {**run.chunks, **view.packed})
+    return run
 
 
 def _accepted(view: str, make: Callable[..., Any], *given: Any) -> Any:
@@ -91,9 +136,9 @@ def _accepted(view: str, make: Callable[..., Any], *given: Any) -> Any:
     try:
         return make(*given)
     except ValueError as error:
-        raise ValueError(f"{error}. {_MISSING[view]}") from None
+        raise ValueError(f"{error}. {(_MISSING | MISSING)[view]}") from None
     except AttributeError:  # it is no such result
-        raise TypeError(f"{view}= is no such result. {_MISSING[view]}") from None
+        raise TypeError(f"{view}= is no such result. {(_MISSING | MISSING)[view]}") from None
 
 
 def canvas_entry(trajectory: Trajectory, row: int, words: Words) -> dict[str, Any]:
@@ -131,7 +176,7 @@ def check_lens(trajectory: Trajectory, lens: Any, row: int) -> None:
         raise ValueError("the lens read an input that is no trajectory, so it has no steps")
     if lens.record.get("branch", "conditional") != "conditional":
         raise ValueError(f"the lens read the {lens.record['branch']} branch, and a page shows the conditional one")
-    _require_network("lens", lens.record, trajectory)
+    require_network("lens", lens.record, trajectory)
     steps = views.steps_of(lens)
     if outside := [step for step in steps if not 0 <= step - trajectory.first_step < trajectory.n_steps]:
         raise ValueError(f"the lens has the steps {outside}, which the trajectory does not have")
@@ -166,8 +211,8 @@ def _predicted(trajectory: Trajectory, lens: Any, predictions: Any, row: int) ->
 
 def part_of(trajectory: Trajectory, predictions: Any, row: int) -> Predictions:
     """The row of predictions; a `ValueError` unless they are of this trajectory, under the network that wrote it."""
-    _require_network("recording of predictions", predictions.record, trajectory)
-    _require_shape("predictions", predictions.written.shape, trajectory)
+    require_network("recording of predictions", predictions.record, trajectory)
+    require_shape("predictions", predictions.written.shape, trajectory)
     indices = [step - trajectory.first_step for step in predictions.steps]
     if outside := [step for step, i in zip(predictions.steps, indices, strict=True) if not 0 <= i < trajectory.n_steps]:
         raise ValueError(f"predictions= have the steps {outside}, which the trajectory does not have")
@@ -211,13 +256,13 @@ def predictions_of_lens(trajectory: Trajectory, lens: Any, row: int) -> Predicti
 
 def attention_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> View:
     """The attention patterns of the layers and steps that a cache contains."""
-    steps, patterns = _steps("attention", cache, trajectory), {}
+    steps, patterns = cached_steps("attention", cache, trajectory), {}
     n_pos = trajectory.tokens.shape[1]
     for step in steps:
         for name in cache[step].cache_dict:
             if name.endswith(".attn.hook_pattern"):
                 pattern = cache[step][name]
-                _require_shape("attention", (pattern.shape[0], pattern.shape[2]), trajectory)
+                require_shape("attention", (pattern.shape[0], pattern.shape[2]), trajectory)
                 if pattern.shape[3] != n_pos:
                     raise ValueError(f"attention= has {pattern.shape[3]} keys for {n_pos} positions")
                 patterns[int(name.split(".")[1]), step] = pattern[row]
@@ -228,7 +273,7 @@ def attention_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> 
 
 def trace_view(trajectory: Trajectory, trace: Any, name: str, row: int) -> View:
     """The view of a `TrajectoryTrace`, or of a `CausalTrace` of one of the canvases, by the trajectory's steps."""
-    _require_network("trace", trace.record, trajectory)
+    require_network("trace", trace.record, trajectory)
     canvases = trajectory.str_canvases(row)
     answer = " ".join(word.strip() for word in trace.record["answer"])
     if trace.scores.dim() == 2:  # a CausalTrace, of a single canvas
@@ -297,40 +342,3 @@ def _named(traces: Sequence[Any]) -> dict[str, Any]:
             name, number = f"{kind}-{number}", number + 1
         named[name] = trace
     return named
-
-
-def _require_network(what: str, record: dict[str, Any], trajectory: Trajectory) -> None:
-    """Raise a `ValueError` unless a result was made under the network that wrote the trajectory."""
-    ours = without_canvas_hooks(network_of(record))
-    wrote = without_canvas_hooks(
-        {name: value for name, value in canvas_provenance(trajectory.record).items() if name in ours}
-    )
-    compared = [name for name in COMPARED if wrote.get(name) is not None and ours.get(name) is not None]
-    if different := "; ".join(differences(wrote, ours, compared)):
-        raise ValueError(
-            f"the {what} is of another network than the one that wrote the trajectory ({different}), and a page shows "
-            "them as one"
-        )
-
-
-def _steps(argument: str, cache: TrajectoryCache, trajectory: Trajectory) -> tuple[int, ...]:
-    """The steps of a cache that the trajectory has, if it is of a run with as many steps."""
-    n_steps = len(trajectory.record["times"]) - 1
-    if cache.n_steps != n_steps:
-        raise ValueError(f"{argument}= is of a run of {cache.n_steps} steps, and the trajectory has {n_steps}")
-    steps = tuple(step for step in cache.steps if step >= trajectory.first_step)
-    if (written := cache.canvases) is not None and written.shape[1:] == trajectory.canvases.shape[1:]:
-        for step in steps:
-            if not torch.equal(written[step].cpu(), trajectory.canvases[step - trajectory.first_step].cpu()):
-                raise ValueError(
-                    f"{argument}= is of another run: its canvas at step {step} is another one than the trajectory's"
-                )
-    return steps
-
-
-def _require_shape(argument: str, shape: Sequence[int], trajectory: Trajectory) -> None:
-    if tuple(shape) != tuple(trajectory.tokens.shape):
-        raise ValueError(
-            f"{argument}= has {shape[0]} rows of {shape[1]} positions, and the trajectory "
-            f"{list(trajectory.tokens.shape)} [batch pos]; pos_slice must be left out"
-        )

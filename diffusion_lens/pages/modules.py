@@ -15,6 +15,8 @@ FIRST = "mount.js"  # imports the others
 _IMPORT = re.compile(r'^import \{[^}]*\} from "([^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.MULTILINE)
 _NOTHING = re.compile(r"^export \{\};\n", re.MULTILINE)
+_EXPORTED = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+_VIEW = re.compile(r"^export const \w+ = \{\n  name: \"(\w+)\"", re.MULTILINE)
 _NAMED = re.compile(r"^(?:/\*\*.*\*/ )?(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 _ALSO = re.compile(r"^(?:export )?(?:const|let) \w+ = [^({\[\n]*;", re.MULTILINE)  # further names in one statement
 
@@ -32,15 +34,32 @@ def explorer_files() -> tuple[str, str]:
         raise ValueError(f"several modules of the explorer define {', '.join(twice)}; rename all but one")
     module = "\n".join(standing_alone(text) for text in texts.values())
     style = _read("explorer.css")
-    for name, text in {"the module": module, "explorer.css": style}.items():
-        if any(mark in text.lower() for mark in ("</script", "</style", "<!--")):
-            raise ValueError(f"{name} contains an HTML tag that would end its element; write it in two parts")
+    require_safe("the module", module)
+    require_safe("explorer.css", style)
     return module, style
 
 
 def _names(text: str) -> set[str]:
     """The names that a module defines for all others."""
     return {*_NAMED.findall(text), *(name for line in _ALSO.findall(text) for name in re.findall(r", (\w+) = ", line))}
+
+
+@cache
+def exported_names() -> frozenset[str]:
+    """The names that the explorer's modules export."""
+    return frozenset(name for _, text in _ordered(FIRST) for name in _EXPORTED.findall(text))
+
+
+@cache
+def view_names() -> frozenset[str]:
+    """The names of the explorer's own views."""
+    return frozenset(name for _, text in _ordered(FIRST) for name in _VIEW.findall(text))
+
+
+def require_safe(name: str, text: str) -> None:
+    """Raise a `ValueError` if a text would end or escape its HTML element."""
+    if any(mark in text.lower() for mark in ("</script", "</style", "<!--")):
+        raise ValueError(f"{name} contains an HTML tag that would end its element; write it in two parts")
 
 
 def standing_alone(text: str) -> str:

@@ -81,6 +81,7 @@ class Page:
         runs: The runs, the first one shown first.
         facts: Facts of the table, as plain data; a run whose entry has a `fact` belongs to it.
         state: What the page shows at first, as its front end writes it; `None` for the beginning.
+        scripts: Statements of JavaScript that add views (`CustomView.script`).
     """
 
     title: str
@@ -88,6 +89,7 @@ class Page:
     runs: Sequence[PageRun]
     facts: Sequence[Mapping[str, Any]] = ()
     state: Mapping[str, Any] | None = None
+    scripts: Sequence[str] = ()
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -113,7 +115,7 @@ class Page:
         return document(
             self.title,
             f'<script type="application/json" id="manifest">{_json(self.manifest)}</script>\n{chunks}',
-            'mountFile(document.getElementById("explorer"));',
+            "\n".join([*self.scripts, 'mountFile(document.getElementById("explorer"));']),
             POLICY,
         )
 
@@ -216,7 +218,7 @@ def document(title: str, body: str, start: str, policy: str, nonce: str = "") ->
 
     Args:
         body: Elements before the module.
-        start: Statement at the end of the module.
+        start: Statements at the end of the module.
         policy: Content security policy.
         nonce: Text by which the policy admits the module; empty where it admits every script of the document.
     """
@@ -258,7 +260,11 @@ def _largest(page: Page) -> str:
         "predictions": "give those of fewer tokens, predictions=trajectory.predictions(model, top_k=1)",
         "trace": "trace fewer steps",
         "facts": "give fewer of them",
+        "circuit": "take fewer steps, circuit=scores.at_step(...)",
+        "experts": "cache fewer layers or steps of hook_experts",
     }
     largest: Iterable[str] = sorted(sizes, key=lambda view: -sizes[view])
-    shown = "; ".join(f"{view} takes {sizes[view]:,} ({advice[view]})" for view in largest)
+    shown = "; ".join(
+        f"{view} takes {sizes[view]:,} ({advice.get(view, 'it stores less with other chunks')})" for view in largest
+    )
     return f"{shown or 'the canvases alone take that much'}, or give a larger max_bytes"

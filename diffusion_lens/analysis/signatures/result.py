@@ -207,10 +207,32 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         """
         if not self.ids:
             raise ValueError("the result has no pairs: there is nothing to average")
-        values = self._values(name)
+        values = self.values(name)
         if name.endswith("percentile"):
             return share_interval(values, self.clusters, level)
         return mean_interval(values, self.clusters, level, seed, _RANGES.get(name, (-math.inf, math.inf)))
+
+    def values(self, name: str) -> Float[Tensor, "fact *rest"]:
+        """The values of each fact whose mean has this name; the axes are those of `interval`, and the names too.
+
+        Raises:
+            ValueError: No mean has this name.
+        """
+        values = {
+            "evidence_percentile": self.percentiles[:, :, 0],
+            "shuffled_percentile": self.percentiles[:, :, 1],
+            "evidence_reuse": self.reuses,
+            "edge_cut": self.cuts,
+            "route_correlation": self._route_correlations(1),
+            "counterfactual_correlation": self._route_correlations(2),
+            "gradient_cosine": self.cosines,
+            "transfer": self.transfers,
+            "first_order": self.steps,
+            "probability": self.probabilities,
+        }
+        if name not in values:
+            raise ValueError(f"name={name!r}; it must be one of {', '.join(values)}")
+        return values[name]
 
     def plot(self, against: "ReversalSignatures | Sequence[ReversalSignatures]" = (), level: float = 0.95) -> Any:
         """Draw evidence, routes and gradients by layer, with their intervals; returns the axes in reading order.
@@ -290,24 +312,6 @@ class ReversalSignatures(StudyResult[FactSignatures]):
         scores = self.routes[:, [0, other]].double()
         a, b = (scores - scores.mean(dim=-1, keepdim=True)).unbind(dim=1)
         return ((a * b).sum(dim=-1) / (a.square().sum(dim=-1) * b.square().sum(dim=-1)).sqrt()).float()
-
-    def _values(self, name: str) -> Float[Tensor, "fact *rest"]:
-        """The values of each fact whose mean has this name."""
-        values = {
-            "evidence_percentile": self.percentiles[:, :, 0],
-            "shuffled_percentile": self.percentiles[:, :, 1],
-            "evidence_reuse": self.reuses,
-            "edge_cut": self.cuts,
-            "route_correlation": self._route_correlations(1),
-            "counterfactual_correlation": self._route_correlations(2),
-            "gradient_cosine": self.cosines,
-            "transfer": self.transfers,
-            "first_order": self.steps,
-            "probability": self.probabilities,
-        }
-        if name not in values:
-            raise ValueError(f"name={name!r}; it must be one of {', '.join(values)}")
-        return values[name]
 
 
 def _by_canvas(mean: Tensor, ends: tuple[Tensor, Tensor]) -> dict[str, plots.Curve]:

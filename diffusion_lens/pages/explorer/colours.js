@@ -28,7 +28,7 @@ function inkOn(rgb) {
 }
 
 // One hue for each view; lightness is linear in the value, so equal differences look equal.
-const HUES = { canvas: 235, lens: 295, attention: 160, trace: 45 };
+const HUES = { canvas: 235, lens: 295, attention: 160, trace: 45, experts: 85 };
 /** @type {Map<string, Paint[]>} */ const RAMPS = new Map();
 
 /** 256 colours of a view, from the background to saturated; "change" goes from blue over the background to red.

@@ -1,0 +1,165 @@
+"""Views of what analyses have learned about a run: circuits, experts, self-conditioning and signatures.
+
+As on every page, a result is shown only if it is of this run, under the network that wrote it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from diffusion_lens.denoising.cache import TrajectoryCache
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.explorer.same_run import cached_steps, require_network, require_shape
+from diffusion_lens.model.config import DiffusionConfig, reached
+from diffusion_lens.model.readout import READOUTS
+from diffusion_lens.pages import learned
+from diffusion_lens.pages.views import View, Words
+
+EXPERTS, WEIGHTS = "hook_experts", "hook_router_weights"
+MISSING = {
+    "circuit": "trajectory.explore(path, circuit=edge_attribution(model, trajectory, other, metric, steps=[0])) shows "
+    "the heads and MLPs that make the difference to another run, and the edges between them.",
+    "experts": "trajectory.explore(path, experts=cache) shows which experts each position chose, where trajectory, "
+    'cache = model.denoise_with_cache(prompt, names_filter=["blocks.1.mlp.hook_experts", '
+    '"blocks.1.mlp.hook_router_weights"]).',
+    "signatures": "trajectory.explore(path, signatures=reversal_signatures(model, pairs)) shows the signatures of "
+    "reversal, where the fact of the run is among the pairs.",
+}
+
+
+def absent_views(architecture: Mapping[str, Any]) -> dict[str, str]:
+    """For each of these views that a run of this architecture can have, what to do to see it."""
+    return {view: sentence for view, sentence in MISSING.items() if view != "experts" or architecture.get("experts")}
+
+
+def layers_of_experts(cfg: DiffusionConfig) -> list[int]:
+    """The layers in which a router chooses experts."""
+    return [] if cfg.experts is None else [layer for layer, has in enumerate(cfg.experts.layers) if has]
+
+
+def circuit_view(trajectory: Trajectory, scores: Any, row: int) -> View:
+    """`EdgeScores` or `NodeScores` between this run and other inputs.
+
+    Raises:
+        ValueError: The scores are of another network, or neither of their inputs is a canvas of the run.
+    """
+    record = scores.record
+    require_network("circuit", record, trajectory)
+    if record["steps"] is not None:
+        steps = list(record["steps"])
+    else:
+        steps = [record["step"]] if "step" in record else _steps_that_read(trajectory, record, row)
+    sides = [
+        side
+        for side in ("clean", "corrupted")
+        if all(
+            _reads(trajectory, step, tokens, row) for step, tokens in zip(steps, record[f"{side}_tokens"], strict=True)
+        )
+    ]
+    if not sides or not steps:
+        raise ValueError(
+            f"the circuit is between inputs that are no canvases of row {row} of the trajectory. Attribute the run "
+            "itself, with steps=, or a fact on a canvas that the run reads"
+        )
+    return learned.circuit_view(scores, steps, sides[0], len(record["clean_tokens"][0]))
+
+
+def _steps_that_read(trajectory: Trajectory, record: dict[str, Any], row: int) -> list[int]:
+    """The first step that reads one of the inputs of scores without steps."""
+    steps = range(trajectory.first_step, trajectory.first_step + trajectory.n_steps)
+    inputs = (record[f"{side}_tokens"][0] for side in ("clean", "corrupted"))
+    found = [step for tokens in inputs for step in steps if _reads(trajectory, step, tokens, row)]
+    return found[:1]
+
+
+def _reads(trajectory: Trajectory, step: int, tokens: list[list[int]], row: int) -> bool:
+    """Whether a step reads these canvases in all rows, or this one in its row, without the positions not reached."""
+    index = step - trajectory.first_step
+    if not 0 <= index < trajectory.n_steps:
+        return False
+    given = [[token for token in one if token >= 0] for one in tokens]
+    canvases = [one[reached(one)].tolist() for one in trajectory.canvases[index].cpu()]
+    return given in (canvases, [canvases[row]])
+
+
+def experts_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> View:
+    """The experts that each position chose, at the layers and steps of a cache.
+
+    Raises:
+        ValueError: The cache is of another run, or has no choice of experts.
+    """
+    layers, chunks, ending = list[int](), dict[str, bytes](), f".mlp.{EXPERTS}"
+    for step in cached_steps("experts", cache, trajectory):
+        layers = sorted(int(name.split(".")[1]) for name in cache[step].cache_dict if name.endswith(ending))
+        chosen = [cache[step][f"blocks.{layer}{ending}"] for layer in layers]
+        for choice in chosen:
+            require_shape("experts", choice.shape[:2], trajectory)
+        tables = [cache[step].cache_dict.get(f"blocks.{layer}.mlp.{WEIGHTS}") for layer in layers]
+        weights = [None if table is None else table[row] for table in tables]
+        if layers:
+            chunks[f"experts/{step}"] = learned.experts_chunk([choice[row] for choice in chosen], weights)
+    if not chunks:
+        raise ValueError("experts= contains no choice of experts")
+    steps = [int(name.partition("/")[2]) for name in chunks]
+    return View(learned.experts_entry(layers, _n_experts(trajectory), steps), chunks)
+
+
+def _n_experts(trajectory: Trajectory) -> int:
+    experts: dict[str, Any] = trajectory.record["architecture"]["experts"]
+    return int(experts["n_experts"])
+
+
+def conditioning_view(trajectory: Trajectory, row: int, words: Words) -> View | None:
+    """What each step read of the prediction before it; `None` if the steps of the run read canvases alone."""
+    handed = trajectory.handed
+    if handed is None:
+        return None
+    steps = range(trajectory.first_step, trajectory.first_step + trajectory.n_steps)
+    likeliest = torch.full((len(steps), trajectory.tokens.shape[1]), -1)
+    for i, step in enumerate(steps):
+        block = trajectory.state_at(step).block
+        assert block is not None
+        start, stop = int(block.start[row]), int(block.stop[row])
+        likeliest[i, start:stop] = handed.likeliest[i, row, : stop - start]
+    # Files of earlier versions lack the texts of tokens that were handed on, and never written.
+    texts = {token: trajectory.words.get(token, f"token {token}") for token in likeliest.unique().tolist()}
+    streak, finished = (x[: len(steps), row] for x in (handed.streak, handed.finished))
+    return learned.conditioning_view(likeliest, streak, finished, list(steps), texts, words)
+
+
+def signatures_view(trajectory: Trajectory, signatures: Any, row: int) -> View:
+    """`ReversalSignatures` among whose facts is that of the run.
+
+    Raises:
+        ValueError: The signatures are of another network, or none of their canvases begins with the prompt of the run.
+    """
+    record = signatures.record
+    require_network("study of signatures", record, trajectory)
+    tokens, given = (x[row].cpu() for x in (trajectory.tokens, trajectory.given))
+    prompt = {position: int(tokens[position]) for position in given.nonzero()[:, 0].tolist()}
+    own = [
+        i
+        for i, fact in enumerate(signatures.ids)
+        if any(_begins_with(prompt, record["facts"][fact][way], trajectory) for way in ("forward", "reverse"))
+    ]
+    if not own:
+        raise ValueError(
+            f"the signatures are of {len(signatures.ids)} facts, and the prompt of row {row} is the beginning of none "
+            "of their sentences. Denoise the prompt of one of them, or compute the signatures of this fact"
+        )
+    return learned.signatures_view(signatures, own)
+
+
+def _begins_with(prompt: Mapping[int, int], canvas: Mapping[str, Any], trajectory: Trajectory) -> bool:
+    """Whether a taught canvas has the tokens of a prompt, where these are not masked; the answer is known."""
+    tokens, blank = torch.tensor(canvas["tokens"]), trajectory.blank
+    rows = READOUTS[trajectory.record["architecture"]["readout"]].rows(torch.arange(len(tokens)))
+    tokens[(rows == canvas["row"]) & (tokens == blank)] = canvas["answer_token"]
+    known = {position: token for position, token in enumerate(tokens.tolist()) if token != blank}
+    compared = [position for position in prompt if position in known]
+    return (
+        bool(compared)
+        and max(prompt) < len(tokens)
+        and all(prompt[position] == known[position] for position in compared)
+    )
