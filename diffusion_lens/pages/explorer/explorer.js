@@ -244,7 +244,8 @@ export class Explorer {
     this.root.addEventListener("keydown", (/** @type {any} */ event) => {
       if (event.target.closest("input:not([type=range]):not([type=checkbox]), textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "[" || event.key === "]") { this.play(false); this.stepBy(event.key === "[" ? -1 : 1); }
-      if (event.key === " " && !event.target.closest("button, input, [role=grid], summary, a")) { event.preventDefault(); this.play(!this.timer); }
+      // The token and the layer that have the focus are selected already, so the space bar has nothing else to do there.
+      if (event.key === " " && !event.target.closest("button:not([aria-pressed=true]:is(.dl-text *, .dl-layers *)), input, [role=grid], summary, a")) { event.preventDefault(); this.play(!this.timer); }
     }, { signal });
     // Who looks at something wants it to hold still.
     this.root.addEventListener("pointerdown", (/** @type {any} */ event) => event.target.closest("button") !== this.playing && this.play(false), { signal });
