@@ -77,3 +77,37 @@ def settings(page: Any, **values: Any) -> None:
             box.select_option(value)
         else:
             box.fill(str(value))
+
+
+def drawer(page: Any) -> Any:
+    """The drawer in which a change is written, opened for what is selected."""
+    element = page.get_by_role("complementary", name="Change the run")
+    if not element.is_visible():
+        page.locator(".dl-run.dl-active").get_by_role("button", name="Change…").click()
+    return element
+
+
+def apply(page: Any, **sentence: str) -> None:
+    """Choose the words of the sentence about a block, by label, and apply it."""
+    for name, value in sentence.items():
+        drawer(page).get_by_label(name, exact=True).select_option(value)
+    drawer(page).get_by_role("button", name="Apply", exact=True).click()
+    settled(page)
+
+
+def difference(changed: Any, base: Any, model: Any) -> list[str]:
+    """How two runs of the library differ, in the words of a page: each stretch of positions, and its first step."""
+    ends = [words(model, run).index("<eos>") if "<eos>" in words(model, run) else 10**9 for run in (changed, base)]
+    differs, stretches = (changed.canvases != base.canvases)[1:, 0], list[list[int]]()
+    for position in range(max(ends[0], ends[1], 0) + 1 if max(ends) < 10**9 else differs.shape[1]):
+        if differs[-1, position]:
+            if stretches and stretches[-1][-1] == position - 1:
+                stretches[-1].append(position)
+            else:
+                stretches.append([position])
+    texts = [[words(model, run)[p] for p in range(differs.shape[1])] for run in (base, changed)]
+    return [
+        f"{' '.join(texts[0][p] for p in places)} → {' '.join(texts[1][p] for p in places)}, "
+        f"from step {int(differs[:, places].any(dim=1).int().argmax())}"
+        for places in stretches
+    ]

@@ -175,8 +175,13 @@ def test_tokens_say_text_step_and_confidence(opened: Open) -> None:
 def test_colours_follow_the_confidence(opened: Open, theme: str) -> None:
     page, run = opened("pair", theme=theme), explorer_pages.explored("site-ar").trajectory
     page.locator(".dl-more").nth(1).click()
-    colours = page.locator(".dl-run").nth(1).locator("[data-position]").evaluate_all(
-        "tokens => tokens.map((token) => getComputedStyle(token).backgroundColor.match(/[\\d.]+/g).map(Number))"
+    colours = (
+        page.locator(".dl-run")
+        .nth(1)
+        .locator("[data-position]")
+        .evaluate_all(
+            "tokens => tokens.map((token) => getComputedStyle(token).backgroundColor.match(/[\\d.]+/g).map(Number))"
+        )
     )
     written = sorted((float(run.confidence[0, p]), sum(colours[p][:3])) for p in range(4, len(colours)))
     assert len({round(confidence, 1) for confidence, _ in written}) > 2
@@ -229,7 +234,14 @@ def test_the_keyboard_alone_reaches_everything(opened: Open) -> None:
         raise AssertionError(f"Tab does not reach {selector}")
 
     tab_to(".dl-text [data-position]")
-    for key, expected in (("ArrowRight", 5), ("ArrowDown", 6), ("ArrowLeft", 5), ("End", 8), ("Home", 0), ("ArrowUp", 0)):
+    for key, expected in (
+        ("ArrowRight", 5),
+        ("ArrowDown", 6),
+        ("ArrowLeft", 5),
+        ("End", 8),
+        ("Home", 0),
+        ("ArrowUp", 0),
+    ):
         press(key)
         settled(page)
         expect(page.locator(":focus")).to_have_attribute("data-position", str(expected))

@@ -379,11 +379,12 @@ export class Explorer {
     return this.compute([{ ...run.spec, interventions: [...run.spec.interventions, edit], base: base.id }], this.besides(run, base));
   }
 
-  /** Run again without one of the interventions. */
-  undo(/** @type {Run} */ run, /** @type {number} */ index) {
+  /** Run again without one of the interventions. Its button goes, so the focus goes to the one that makes changes. */
+  async undo(/** @type {Run} */ run, /** @type {number} */ index) {
     const interventions = run.spec.interventions.filter((_, i) => i !== index), base = interventions.length ? run.base : null;
     const other = this.besides(run, interventions.length ? this.runs.find(({ id }) => id === run.base) : null);
-    return this.compute([{ ...run.spec, interventions, base }], other);
+    await this.compute([{ ...run.spec, interventions, base }], other);
+    if (document.activeElement === document.body) this.active.change.focus({ preventScroll: true });
   }
 
   /** The run to show beside a changed one: that of another model where one is shown, otherwise the base. */
