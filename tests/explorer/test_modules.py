@@ -70,7 +70,9 @@ def test_an_import_of_several_lines_and_an_export_of_each_kind_are_taken_out() -
 def test_the_explorer_is_all_of_its_modules_without_imports_and_exports() -> None:
     module, style = modules.explorer_files()
     assert re.findall(r"^import\b.*", module, re.MULTILINE) == []
-    assert {line for line in re.findall(r"^export\b.*", module, re.MULTILINE) if not line.startswith("export default")} == set()
+    assert {
+        line for line in re.findall(r"^export\b.*", module, re.MULTILINE) if not line.startswith("export default")
+    } == set()
     for path in EXPLORER.rglob("*.js"):
         text = modules.standing_alone(path.read_text(encoding="utf-8")).strip()
         assert (text in module) == (path.name != "types.js"), path.name
