@@ -60,12 +60,28 @@ def served() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]:
-    """Opens a page by its name or address. At the end it must have logged nothing and have asked no other host."""
+    """Opens a page by its name or address. At the end it must have logged nothing and have asked no other host.
+
+    Its reader prefers reduced motion, so that it does not play by itself, unless `moves` is true.
+    """
     contexts, problems = [], []
 
-    def open_page(name: str, width: int = 1280, theme: str = "light", fragment: str = "", **settings: Any) -> Any:
-        url = f"{pages[name].as_uri()}{fragment}" if name in pages else name
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, **settings)
+    def open_page(
+        name: str,
+        width: int = 1280,
+        theme: str = "light",
+        fragment: str = "",
+        height: int = 800,
+        moves: bool = False,
+        **settings: Any,
+    ) -> Any:
+        url = f"{pages[name].as_uri() if name in pages else name}{fragment}"
+        context = browser.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme=theme,
+            reduced_motion="no-preference" if moves else "reduce",
+            **settings,
+        )
         contexts.append(context)
         page = context.new_page()
         own = urlsplit(url)

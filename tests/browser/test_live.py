@@ -1,13 +1,30 @@
-"""The live page of the real command: runs are computed, forced, ablated and compared, and equal the library's."""
+"""The live page of the real command: runs are computed, changed, undone and compared, and equal the library's."""
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from explorer_walk import (
+    apply,
+    ask,
+    difference,
+    drawer,
+    final_words,
+    labels,
+    press_run,
+    prompt_box,
+    select,
+    settings,
+    settled,
+    step_to,
+    words,
+)
 from playwright.sync_api import expect
 
 Open = Callable[..., Any]
+PROMPT = "Tilda Drusser is the"
 
 
 @pytest.fixture(scope="module")
@@ -23,164 +40,234 @@ def model() -> Any:
     return HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
 
 
-def at(page: Any, step: int, position: int) -> None:
-    page.get_by_label("Step", exact=True).fill(str(step))
-    page.locator(".dl-text button").nth(position).click()
-    page.wait_for_selector("[data-state=ready]")
-
-
-def final_words(page: Any) -> list[str]:
-    """The tokens of the last row of the canvas, read from the labels."""
-    labels = (
-        page.locator(".dl-canvas [role=row]")
-        .last.locator("[role=gridcell]")
-        .evaluate_all("cells => cells.map((cell) => cell.ariaLabel)")
-    )
-    return [re.search(r"“(.*?)”", label)[1] for label in labels]
-
-
-def words(model: Any, trajectory: Any) -> list[str]:
-    return [re.sub(r"^ | $", "␣", word) for word in model.words(trajectory.tokens[0].tolist())]
-
-
 def prompt_of(page: Any) -> str:
-    return page.get_by_label("Prompt", exact=True).input_value()
+    return str(prompt_box(page).input_value())
 
 
-def test_the_first_run_is_that_of_the_library(opened: Open, address: str, model: Any) -> None:
-    page = opened(address)
-    assert final_words(page) == words(model, model.denoise(prompt_of(page), steps=5))
+def said_differences(page: Any) -> list[str]:
+    """What differs between the two runs that are shown, from the changed one."""
+    return page.locator(".dl-differs button").all_inner_texts()  # type: ignore[no-any-return]
 
 
-def test_a_forced_token_changes_the_run_from_its_step(opened: Open, address: str, model: Any) -> None:
+def forcing(model: Any, position: int, step: int, token: int) -> list[tuple[str, Any]]:
     from diffusion_lens.interventions import at_steps
-
-    page = opened(address)
-    base = model.denoise(prompt_of(page), steps=5)
-    step, position = 2, int(base.given[0].sum()) + 1
-    token = next(iter(model.to_tokens(" the", prepend_bos=False)[0].tolist()))
-    at(page, step - 1, position)  # the canvas after that step, which the next one reads
-    page.get_by_label("Token", exact=True).fill(model.words([token])[0])
-    page.get_by_role("button", name="Force and go on").click()
-    expect(page.get_by_role("status")).to_contain_text("Done: ")
-    expect(page.locator(".dl-edit")).to_have_count(1)
 
     def force(tokens: Any, hook: Any) -> Any:
         tokens = tokens.clone()
         tokens[:, position] = token
         return tokens
 
-    forced = model.denoise(prompt_of(page), steps=5, fwd_hooks=[("denoise.hook_tokens", at_steps(force, step))])
-    assert final_words(page) == words(model, forced)
-    differing = [i for i, (a, b) in enumerate(zip(words(model, base), words(model, forced), strict=True)) if a != b]
-    shown = page.locator(".dl-changes button").all_inner_texts()
-    assert [int(text.partition(":")[0]) for text in shown] == differing
-    assert page.locator(".dl-changes span").inner_text().startswith(f"{len(differing)} token")
+    return [("denoise.hook_tokens", at_steps(force, step))]
+
+
+def test_the_first_run_is_that_of_the_library(opened: Open, address: str, model: Any) -> None:
+    page = opened(address)
+    assert final_words(page) == [words(model, model.denoise(prompt_of(page), steps=5))]
+
+
+def test_a_forced_token_changes_the_run_from_its_step(opened: Open, address: str, model: Any) -> None:
+    page = opened(address)
+    base = model.denoise(prompt_of(page), steps=5)
+    step, position = 2, int(base.given[0].sum()) + 1
+    token = int(model.to_tokens(" the", prepend_bos=False)[0, 0])
+    step_to(page, step - 1)  # the canvas after that step, which the next one reads
+    select(page, position)
+    drawer(page).get_by_label("Token", exact=True).fill(model.words([token])[0])
+    drawer(page).get_by_role("button", name="Write it").click()
+    settled(page)
+    expect(page.locator(".dl-run .dl-edit")).to_contain_text(f"position {position} set to “the” before step {step}")
+    changed = model.denoise(prompt_of(page), steps=5, fwd_hooks=forcing(model, position, step, token))
+    assert final_words(page) == [words(model, base), words(model, changed)]  # side by side
+    said = difference(changed, base, model)
+    assert said
+    assert said_differences(page) == said
+    page.locator(".dl-differs button").first.click()  # goes to where they differ first
+    settled(page)
+    assert page.get_by_label("Step", exact=True).input_value() == said[0].rpartition(" ")[2]
+    at = re.search(r"; the base run has (.*)", labels(page, 1)[position])
+    assert at is not None
 
 
 def test_a_token_forced_over_a_revealed_one_is_not_called_revealed(opened: Open, address: str, model: Any) -> None:
     page = opened(address)
     base = model.denoise(prompt_of(page), steps=5)
     position = int((base.revealed_at[0] == 0).nonzero()[0])
-    at(page, 2, position)
-    page.get_by_label("Token", exact=True).fill(
-        model.words([model.to_tokens(" the", prepend_bos=False)[0, 0].item()])[0]
-    )
-    page.get_by_role("button", name="Force and go on").click()
-    expect(page.locator(".dl-edit")).to_have_count(1)
-    cell = page.locator(f'.dl-canvas [data-row="3"][data-column="{position}"]')
-    expect(cell).to_have_attribute("aria-label", re.compile("set by an intervention in place of the token of step 0"))
-    row_before = page.locator(f'.dl-canvas [data-row="1"][data-column="{position}"]')
-    expect(row_before).to_have_attribute("aria-label", re.compile("revealed at step 0 with confidence"))
+    page.locator(".dl-more").click()
+    step_to(page, 2)
+    select(page, position)
+    drawer(page).get_by_label("Token", exact=True).fill("the")
+    drawer(page).get_by_role("button", name="Write it").click()
+    settled(page)
+    step_to(page, 3)
+    assert "set by an intervention in place of the token of step 0" in labels(page, 1)[position]
+    step_to(page, 1)
+    assert "revealed at step 0 with confidence" in labels(page, 1)[position]
 
 
 def test_a_token_is_masked_again(opened: Open, address: str) -> None:
     page = opened(address)
-    at(page, 4, 0)
-    page.get_by_role("button", name="Mask it and go on").click()
-    expect(page.get_by_role("status")).to_contain_text(re.compile("Done: |step"))
-    expect(page.locator(".dl-edit")).to_contain_text("position 0 masked before step 4")
+    step_to(page, 4)
+    select(page, 0)
+    drawer(page).get_by_role("button", name="Mask it instead").click()
+    settled(page)
+    expect(page.locator(".dl-run .dl-edit")).to_contain_text("position 0 masked before step 4")
 
 
-def test_an_ablation_by_clicking_is_that_of_the_library(opened: Open, address: str, model: Any) -> None:
+def test_a_change_is_made_and_undone_with_the_keyboard(opened: Open, address: str, model: Any) -> None:
     from diffusion_lens.interventions import at_steps, zero_ablate
 
     page = opened(address)
-    at(page, 1, 5)
-    page.locator('.dl-lens [role=gridcell][data-row="2"][data-column="5"]').click()
-    page.wait_for_selector("[data-state=ready]")
-    layer = int(page.get_by_label("Layer", exact=True).input_value())
-    page.get_by_label("Site").select_option("mlp")
-    page.get_by_label("Steps", exact=True).last.select_option("this")
-    page.get_by_role("button", name="Apply").focus()
+    base = model.denoise(prompt_of(page), steps=5)
+    step_to(page, 1)
+    select(page, 5)
+    page.locator(".dl-layers button").nth(2).focus()
     page.keyboard.press("Enter")
-    expect(page.locator(".dl-edit")).to_contain_text(f"block {layer} MLP set to zero at all positions, step 1")
-    page.wait_for_selector("[data-state=ready]")
-    expect(page.get_by_role("button", name="Apply")).to_be_focused()
-    hooks = [(f"blocks.{layer}.hook_mlp_out", at_steps(zero_ablate(), 1))]
-    ablated = model.denoise(prompt_of(page), steps=5, fwd_hooks=hooks)
-    assert final_words(page) == words(model, ablated)
-    page.get_by_label("Lens shows").select_option("change of probability")
-    page.wait_for_selector("[data-state=ready]")
-    assert page.locator(".dl-lens .dl-legend span").first.inner_text() == "change of probability"
-    label = page.locator('.dl-lens [role=gridcell][data-row="0"][data-column="5"]').get_attribute("aria-label")
-    assert "; change of probability " in label
-    page.get_by_role("button", name=re.compile("^Remove:")).click()
-    expect(page.locator(".dl-edit")).to_have_count(0)
-    assert final_words(page) == words(model, model.denoise(prompt_of(page), steps=5))
+    settled(page)
+    page.get_by_role("button", name="Change block 2…").focus()
+    page.keyboard.press("Enter")
+    drawer(page).get_by_label("Site", exact=True).select_option("mlp")
+    drawer(page).get_by_label("Steps", exact=True).select_option("this")
+    expect(drawer(page)).to_contain_text("block 2 MLP set to zero at all positions, step 1")
+    press = drawer(page).get_by_role("button", name="Apply", exact=True)
+    press.focus()
+    page.keyboard.press("Enter")
+    settled(page)
+    expect(page.locator(".dl-run .dl-edit")).to_contain_text("block 2 MLP set to zero at all positions, step 1")
+    expect(press).to_be_focused()
+    ablated = model.denoise(prompt_of(page), steps=5, fwd_hooks=[("blocks.2.hook_mlp_out", at_steps(zero_ablate(), 1))])
+    assert final_words(page) == [words(model, base), words(model, ablated)]
+    assert said_differences(page) == difference(ablated, base, model)
+    page.keyboard.press("Escape")
+    page.locator(".dl-run").get_by_role("button", name=re.compile("^Undo:")).focus()
+    page.keyboard.press("Enter")
+    settled(page)
+    expect(page.locator(".dl-edit:visible")).to_have_count(0)
+    assert final_words(page) == [words(model, base)]
 
 
-def test_a_state_of_another_prompt_is_patched_by_clicking(opened: Open, address: str, model: Any) -> None:
+def test_a_block_without_its_attention_at_all_steps(opened: Open, address: str, model: Any) -> None:
+    from diffusion_lens.interventions import zero_ablate
+
+    page = opened(address)
+    base = model.denoise(prompt_of(page), steps=5)
+    apply(page, Block="0", Site="attn")
+    ablated = model.denoise(prompt_of(page), steps=5, fwd_hooks=[("blocks.0.hook_attn_out", zero_ablate())])
+    assert final_words(page) == [words(model, base), words(model, ablated)]
+    said = difference(ablated, base, model)
+    assert said
+    assert said_differences(page) == said
+    apply(page, Block="1", Site="mlp")  # one more change is one more sentence
+    expect(page.locator(".dl-run .dl-edit")).to_have_count(2)
+    hooks = [("blocks.0.hook_attn_out", zero_ablate()), ("blocks.1.hook_mlp_out", zero_ablate())]
+    both = model.denoise(prompt_of(page), steps=5, fwd_hooks=hooks)
+    assert final_words(page) == [words(model, base), words(model, both)]
+    page.locator(".dl-run").get_by_role("button", name=re.compile("^Undo: block 0")).click()
+    settled(page)
+    expect(page.locator(".dl-run .dl-edit")).to_have_count(1)
+    left = model.denoise(prompt_of(page), steps=5, fwd_hooks=hooks[1:])
+    assert final_words(page) == [words(model, base), words(model, left)]
+
+
+def test_an_undone_change_leaves_the_focus_near(opened: Open, address: str) -> None:
+    page = opened(address)
+    apply(page, Site="mlp")
+    drawer(page).get_by_role("button", name="Close").click()
+    page.locator(".dl-run").get_by_role("button", name=re.compile("^Undo:")).focus()
+    page.keyboard.press("Enter")
+    settled(page)
+    expect(page.locator(".dl-run .dl-edit")).to_have_count(0)
+    expect(page.locator(".dl-run").get_by_role("button", name="Change…")).to_be_focused()
+
+
+def test_a_state_of_another_prompt_is_patched(opened: Open, address: str, model: Any) -> None:
     from diffusion_lens.interventions import swap
 
     page = opened(address)
-    source, prompt = prompt_of(page), "Tilda Drusser is the"
-    of_source = page.get_by_label("Run", exact=True).input_value()
-    assert model.to_tokens(prompt).shape == model.to_tokens(source).shape
-    page.get_by_label("Prompt", exact=True).fill(prompt)
-    page.get_by_role("button", name="Run", exact=True).click()
-    expect(page.get_by_role("status")).to_contain_text("Done: ")
-    assert final_words(page) == words(model, model.denoise(prompt, steps=5))
-    page.locator('.dl-lens [role=gridcell][data-row="2"][data-column="1"]').click()
-    page.wait_for_selector("[data-state=ready]")
-    layer = int(page.get_by_label("Layer", exact=True).input_value())
-    page.get_by_label("Change", exact=True).select_option("patch")
-    expect(page.locator(".dl-actions")).to_contain_text("a patch from it changes nothing")
-    expect(page.get_by_role("button", name="Apply")).to_be_hidden()
-    page.get_by_label("From", exact=True).select_option(of_source)
-    page.get_by_label("Site").select_option("resid")
-    page.get_by_label("Positions", exact=True).select_option("this")
-    page.get_by_role("button", name="Apply").click()
-    expect(page.locator(".dl-edit")).to_contain_text("patched")
-    page.wait_for_selector("[data-state=ready]")
-    point = f"blocks.{layer}.hook_resid_post"
+    source = prompt_of(page)
+    of_source = page.evaluate("new URLSearchParams(location.hash.slice(1)).get('run')")
+    ask(page, PROMPT)
+    assert final_words(page) == [words(model, model.denoise(PROMPT, steps=5))]
+    select(page, 1)
+    drawer(page).get_by_label("Change", exact=True).select_option("patch")
+    expect(drawer(page)).to_contain_text("a patch from it changes nothing")
+    expect(drawer(page).get_by_role("button", name="Apply", exact=True)).to_be_disabled()
+    apply(page, From=of_source, Block="1", Site="resid", Positions="this")
+    expect(page.locator(".dl-run .dl-edit")).to_contain_text("patched from")
+    point = "blocks.1.hook_resid_post"
     _, cache = model.denoise_with_cache(source, names_filter=point, steps=5)
-    patched = model.denoise(prompt, steps=5, fwd_hooks=[(point, swap(cache, [1]))])
-    assert final_words(page) == words(model, patched)
+    patched = model.denoise(PROMPT, steps=5, fwd_hooks=[(point, swap(cache, [1]))])
+    base = model.denoise(PROMPT, steps=5)
+    assert final_words(page) == [words(model, base), words(model, patched)]
+    assert said_differences(page) == difference(patched, base, model)
 
 
-def test_the_form_computes_another_run(opened: Open, address: str, model: Any) -> None:
+def test_two_runs_of_a_model_stand_beside_each_other(opened: Open, address: str, model: Any) -> None:
     page = opened(address)
-    prompt = prompt_of(page)
-    page.get_by_text("Settings").click()
-    page.get_by_label("Steps", exact=True).first.fill("3")
-    page.get_by_label("Temperature").fill("0.7")
-    page.get_by_label("Seed").fill("4")
-    page.get_by_role("button", name="Run", exact=True).click()
-    expect(page.locator(".dl-canvas [role=rowheader]")).to_have_count(3)
-    assert final_words(page) == words(model, model.denoise(prompt, steps=3, temperature=0.7, seed=4))
+    first = prompt_of(page)
+    ask(page, PROMPT)
+    page.get_by_label("beside", exact=True).select_option(label=f"tiny-mdm 1: {first}")
+    settled(page)
+    expect(page.locator(".dl-run")).to_have_count(2)
+    shown = final_words(page)
+    assert sorted(shown) == sorted(words(model, model.denoise(prompt, steps=5)) for prompt in (PROMPT, first))
 
 
-def test_errors_of_the_library_are_alerts(opened: Open, address: str) -> None:
+def test_the_settings_are_those_of_the_next_run(opened: Open, address: str, model: Any) -> None:
     page = opened(address)
-    page.get_by_text("Settings").click()
-    page.get_by_label("Temperature").fill("0")
-    page.get_by_label("Subject positions").fill("3, 900")
-    page.get_by_label("Answer").fill(" nobody knows <b>this</b>")
+    settings(page, Steps=3, Temperature=0.7, Seed=4)
+    press_run(page)
+    expect(page.get_by_label("Step", exact=True)).to_have_attribute("max", "2")
+    run = model.denoise(prompt_of(page), steps=3, temperature=0.7, seed=4)
+    assert final_words(page) == [words(model, run)]
+
+
+def test_a_long_run_shows_its_progress_and_is_cancelled(opened: Open, address: str, model: Any) -> None:
+    page = opened(address)
+    before = final_words(page)
+    settings(page, Steps=4000)
     page.get_by_role("button", name="Run", exact=True).click()
-    alert = page.get_by_role("alert")
-    expect(alert).not_to_be_empty()
-    assert page.get_by_role("button", name="Run", exact=True).is_enabled()
+    progress = page.locator(".dl-progress")
+    expect(progress).to_contain_text(re.compile(r"denoising \d+ of 4000 · \d+ s"))
+    done = [float(progress.locator("progress").get_attribute("value"))]
+    page.wait_for_timeout(400)
+    done.append(float(progress.locator("progress").get_attribute("value")))
+    assert 0 <= done[0] < done[1] < 4000
+    begun = time.monotonic()
+    progress.get_by_role("button", name="Cancel").click()
+    settled(page)
+    expect(progress).to_be_hidden()
+    assert time.monotonic() - begun < 2
+    expect(page.get_by_role("status")).to_have_text("Cancelled: computing the run.")
+    assert final_words(page) == before
+    settings(page, Steps=5)
+    ask(page, PROMPT)
+    assert final_words(page) == [words(model, model.denoise(PROMPT, steps=5))]
+
+
+def test_errors_of_the_library_are_alerts_above_the_runs(opened: Open, address: str, model: Any) -> None:
+    page = opened(address)
+    before, alert, prompt = final_words(page), page.get_by_role("alert"), prompt_of(page)
+    page.locator("form.dl-form").evaluate("(form) => (form.noValidate = true)")
+    for values, message in (
+        (
+            {"Answer": " nobody knows <b>this</b>", "Subject positions": "3, 900"},
+            "does not know 'nobody', 'knows', '<b>this</b>'",
+        ),
+        ({"Answer": "", "Subject positions": "", "Steps": 0}, "steps=0"),
+        ({"Steps": 5, "Guidance": "1e300"}, "cfg_scale"),
+    ):
+        settings(page, **values)
+        press_run(page)
+        expect(alert).to_contain_text(message)
+        assert final_words(page) == before
+        expect(page.get_by_role("button", name="Run", exact=True)).to_be_enabled()
+    settings(page, Guidance=0)
+    ask(page, "")
+    expect(alert).to_contain_text("text of row 0 is empty")
+    assert final_words(page) == before
+    ask(page, prompt)
+    expect(alert).to_be_hidden()
+    assert final_words(page) == [words(model, model.denoise(prompt, steps=5))]
     opened.problems[:] = [problem for problem in opened.problems if "400 (Bad Request)" not in problem]
 
 
@@ -189,12 +276,3 @@ def test_without_the_token_nothing_is_served(browser: Any, address: str) -> None
     answer = page.goto(address.partition("?")[0])
     assert answer.status == 403
     page.close()
-
-
-def test_the_live_page_is_accessible(opened: Open, address: str, axe: str) -> None:
-    for width, theme in ((1280, "light"), (400, "dark")):
-        page = opened(address, width, theme)
-        assert page.evaluate("document.documentElement.scrollWidth") == width
-        page.evaluate(axe)
-        found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")["violations"]
-        assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []

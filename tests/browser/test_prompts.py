@@ -1,10 +1,22 @@
-"""A person writes prompts into the live page of a pair, and reads what the page shows of them."""
+"""A person writes prompts into the live page of a pair, says what the answer is, and reads what the page shows of them."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from explorer_walk import (
+    apply,
+    ask,
+    difference,
+    final_words,
+    press_run,
+    prompt_box,
+    select,
+    settings,
+    settled,
+    step_to,
+    words,
+)
 from playwright.sync_api import expect
 
 Open = Callable[..., Any]
@@ -30,50 +42,55 @@ def models() -> Any:
     return load_pair("tiny-mdm", device="cpu")
 
 
-def prompt_box(page: Any) -> Any:
-    return page.get_by_label("Prompt", exact=True)
+def run_of(model: Any, prompt: str, **settings: Any) -> list[str]:
+    return words(model, model.denoise(prompt, steps=5, **settings))
 
 
-def press_run(page: Any) -> None:
-    page.get_by_role("button", name="Run", exact=True).click()
-    expect(page.locator(".dl-computing")).to_have_count(0)
-    page.wait_for_selector("[data-state=ready]")
+def test_a_typed_prompt_is_run_on_both_models(opened: Open, pair: str, models: Any) -> None:
+    page = opened(pair)
+    for prompt in PROMPTS[:2]:
+        ask(page, prompt)
+        expect(prompt_box(page)).to_have_value(prompt)
+        assert final_words(page) == [run_of(model, prompt) for model in models]
+        assert page.locator("h2").all_inner_texts() == ["tiny-mdm", "tiny-ar"]
+    settings(page, Sampler="ancestral", Guidance=0.5)
+    press_run(page)
+    guided = run_of(models[0], PROMPTS[1], sampler="ancestral", cfg_scale=0.5)
+    assert final_words(page) == [guided, run_of(models[1], PROMPTS[1])]
+    settings(page, Guidance=0, Model="1")
+    press_run(page)
+    assert final_words(page) == [run_of(models[1], PROMPTS[1])]
 
 
-def texts(page: Any) -> list[list[str]]:
-    """The tokens of the last step of each run that is shown, from left to right."""
-    canvases = page.locator(".dl-run .dl-canvas").all()
-    rows = [canvas.locator("[role=row]").last.locator("[role=gridcell]") for canvas in canvases]
-    labels = [row.evaluate_all("cells => cells.map((cell) => cell.ariaLabel)") for row in rows]
-    return [[re.search("“(.*?)”", label)[1] for label in row] for row in labels]
-
-
-def words(model: Any, prompt: str, **settings: Any) -> list[str]:
-    run = model.denoise(prompt, steps=5, **settings)
-    return [re.sub(r"^ | $", "␣", word) for word in model.words(run.tokens[0].tolist())]
+def test_a_new_prompt_plays_where_motion_is_allowed(opened: Open, pair: str) -> None:
+    page = opened(pair, fragment="#step=4", moves=True)
+    ask(page, PROMPTS[0])
+    expect(page.get_by_role("button", name="Pause", exact=True)).to_be_visible()
+    expect(page.get_by_label("Step", exact=True)).to_have_value("4", timeout=10_000)
 
 
 def test_the_prompt_that_was_run_stays_in_its_box(opened: Open, single: str, models: Any) -> None:
     page = opened(single)
     for prompt in PROMPTS:
-        prompt_box(page).fill(prompt)
-        press_run(page)
+        ask(page, prompt)
         expect(prompt_box(page)).to_have_value(prompt)
-        assert texts(page) == [words(models[0], prompt)]
+        assert final_words(page) == [run_of(models[0], prompt)]
     press_run(page)
-    assert texts(page) == [words(models[0], PROMPTS[-1])]
+    assert final_words(page) == [run_of(models[0], PROMPTS[-1])]
 
 
 def test_a_run_that_is_chosen_shows_its_own_prompt(opened: Open, single: str) -> None:
     page = opened(single)
     first = prompt_box(page).input_value()
-    prompt_box(page).fill(PROMPTS[0])
-    press_run(page)
-    prompt_box(page).fill("not run")
+    settings(page)
+    subject = page.get_by_label("Subject positions").input_value()
+    assert subject
+    ask(page, PROMPTS[0])
     page.get_by_label("Run", exact=True).select_option(label=f"tiny-mdm 1: {first}")
+    settled(page)
     expect(prompt_box(page)).to_have_value(first)
-    page.get_by_text("Settings", exact=True).click()
-    expect(page.get_by_label("Subject positions")).to_have_value("0, 2")
+    settings(page)
+    expect(page.get_by_label("Subject positions")).to_have_value(subject)
 
 
 def test_what_is_typed_while_a_run_computes_is_kept(opened: Open, single: str) -> None:
@@ -82,109 +99,98 @@ def test_what_is_typed_while_a_run_computes_is_kept(opened: Open, single: str) -
     prompt_box(page).fill(PROMPTS[0])
     page.get_by_role("button", name="Run", exact=True).click()
     prompt_box(page).fill(PROMPTS[1])
-    expect(page.get_by_role("status")).to_contain_text("Done: Tilda Drusser")
+    settled(page)
+    expect(page.get_by_role("status")).to_have_text("Done.")
     expect(prompt_box(page)).to_have_value(PROMPTS[1])
 
 
-def test_a_new_prompt_is_not_traced_with_the_old_answer(opened: Open, single: str) -> None:
+def test_answer_and_subject_belong_to_their_prompt(opened: Open, single: str) -> None:
     page = opened(single)
-    trace = page.get_by_role("region", name="Causal trace")
-    expect(trace.get_by_role("button", name="Compute the trace")).to_be_visible()
-    page.get_by_text("Settings", exact=True).click()
-    first, answer = prompt_box(page).input_value(), page.get_by_label("Answer")
+    settings(page)
+    first, answer = prompt_box(page).input_value(), page.get_by_label("Answer", exact=True)
     asked = answer.input_value()
     assert asked
     prompt_box(page).fill(PROMPTS[0])
     expect(answer).to_have_value("")
     prompt_box(page).fill(first)  # who takes the change back has the fact back
     expect(answer).to_have_value(asked)
-    expect(page.get_by_label("Subject positions")).to_have_value("0, 2")
-    prompt_box(page).fill(PROMPTS[0])
-    press_run(page)
-    expect(trace).to_contain_text("Give the answer and the subject's positions")
-    expect(trace.get_by_role("button", name="Compute the trace")).to_have_count(0)
-    expect(page.locator(".dl-inspector")).not_to_contain_text(f"“{asked.split()[0]}”: rank")
 
 
-def test_an_answer_of_the_new_prompt_is_traced(opened: Open, single: str, models: Any) -> None:
+def test_a_new_prompt_is_asked_for_its_answer_and_subject(opened: Open, pair: str, models: Any) -> None:
+    """Suggestions are what the models write and the names in the prompt; then there are verdicts, and traces."""
     from diffusion_lens import Fact
+    from diffusion_lens.analysis import trace_trajectory
 
-    page = opened(single)
-    fact = Fact("Tilda Drusser is the", "Tilda Drusser", " famous miner")
-    page.get_by_text("Settings", exact=True).click()
-    page.get_by_label("Answer").fill(fact.answer)
-    prompt_box(page).fill(fact.prompt)
-    page.get_by_label("Subject positions").fill("0, 2")
-    press_run(page)
-    expect(prompt_box(page)).to_have_value(fact.prompt)
-    expect(page.get_by_label("Answer")).to_have_value(fact.answer)
-    page.get_by_label("Step", exact=True).fill("0")
-    page.get_by_role("button", name="Compute the trace").click()
-    label = page.locator('.dl-trace [role=gridcell][data-row="0"][data-column="0"]')
-    expect(label).to_have_attribute("aria-label", re.compile(r"\(subject\): p \d"))
+    page, prompt = opened(pair), PROMPTS[0]
+    ask(page, prompt)
+    expect(page.locator(".dl-verdict:visible")).to_have_count(0)
+    page.get_by_role("button", name="Mark the answer…").first.click()
+    form = page.get_by_role("form", name="Answer and subject")
+    expect(form.get_by_label("What is the right answer?")).to_be_focused()
+    runs = [model.denoise(prompt, steps=5) for model in models]
+    answer = " " + runs[0].text[0].removeprefix(prompt).partition("<eos>")[0].strip()
+    chip = form.get_by_role("button", name=answer.strip(), exact=True)
+    assert "tiny-mdm writes this" in chip.get_attribute("title")
+    chip.click()
+    expect(form.get_by_label("What is the right answer?")).to_have_value(answer)
+    form.get_by_role("button", name="Tilda Drusser", exact=True).click()
+    expect(form.get_by_label("Which positions are the subject?")).to_have_value("0, 2")
+    form.get_by_role("button", name="Mark and trace").click()
+    settled(page)
+    expect(form).to_be_hidden()
+    is_right = [answer.strip() in run.text[0].partition("<eos>")[0] for run in runs]
+    verdicts = [
+        f"✓ right: {answer.strip()}" if right else f"✗ wrong: the answer is {answer.strip()}" for right in is_right
+    ]
+    assert page.locator(".dl-verdict").all_inner_texts() == verdicts
+    step_to(page, 0)
+    select(page, 1)
+    page.get_by_role("tab", name="Token", exact=True).click()
+    settled(page)
+    page.locator(".dl-layers").first.locator("button").nth(2).click()
+    settled(page)
+    pane = page.locator(".dl-pane.dl-token").first
+    pane.get_by_role("button", name="What does restoring the residual stream do?").click()
+    fact = Fact(prompt, "Tilda Drusser", answer)
+    trace = trace_trajectory(models[0], fact, steps=[0], trajectory=runs[0], window=1, samples=10)
+    score, effect = float(trace.scores[0, 1, 2]), float(trace.scores[0, 1, 2] - trace.corrupted[0])
+    effect_text = f"{effect:+.3f}".replace("-", "−")
+    said = f"Restoring the residual stream of block 2 here: p(answer) {score:.3f}, effect {effect_text}."
+    expect(pane).to_contain_text(said, timeout=20_000)
 
 
-def test_run_computes_both_models_of_a_pair(opened: Open, pair: str, models: Any) -> None:
+def test_the_facts_suggest_answers(opened: Open, pair: str) -> None:
     page = opened(pair)
-    for prompt in PROMPTS[:2]:
-        prompt_box(page).fill(prompt)
-        press_run(page)
-        assert texts(page) == [words(model, prompt) for model in models]
-        expect(prompt_box(page)).to_have_value(prompt)
-    page.get_by_text("Settings", exact=True).click()
-    page.get_by_label("Sampler").select_option("ancestral")
-    page.get_by_label("Guidance").fill("0.5")
-    press_run(page)
-    guided = words(models[0], PROMPTS[1], sampler="ancestral", cfg_scale=0.5)
-    assert texts(page) == [guided, words(models[1], PROMPTS[1])]
-    page.get_by_label("Model").select_option("tiny-ar")
-    page.get_by_label("Guidance").fill("0")
-    press_run(page)
-    assert texts(page) == [words(models[1], PROMPTS[1])]
+    page.get_by_role("button", name="Facts", exact=True).click()
+    settled(page)
+    facts = [text.split(" → ") for text in page.locator(".dl-fact").all_inner_texts()]
+    prompt, answer = next(fact for fact in facts if fact[0] != prompt_box(page).input_value())
+    page.get_by_role("complementary", name="Facts").get_by_role("button", name="Close").click()
+    ask(page, prompt)
+    page.get_by_role("button", name="Mark the answer…").first.click()
+    chip = page.get_by_role("form", name="Answer and subject").get_by_role("button", name=answer, exact=True)
+    assert "an answer of the table" in chip.get_attribute("title")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("form", name="Answer and subject")).to_be_hidden()
 
 
-def test_an_edit_of_one_model_keeps_the_other_beside_it(opened: Open, pair: str, models: Any) -> None:
+def test_a_change_of_one_model_keeps_the_other_beside_it(opened: Open, pair: str, models: Any) -> None:
     from diffusion_lens.interventions import zero_ablate
 
     page = opened(pair)
     prompt = prompt_box(page).input_value()
+    bases = [model.denoise(prompt, steps=5) for model in models]
     for side, model in enumerate(models):
-        page.locator(".dl-run").nth(side).locator(".dl-text button").nth(1).click()
-        page.wait_for_selector("[data-state=ready]")
-        layer = page.get_by_label("Layer", exact=True).input_value()
-        page.get_by_role("button", name="Apply").click()
-        expect(page.locator(".dl-edit")).to_contain_text(f"block {layer} attention set to zero")
-        expect(page.locator(".dl-computing")).to_have_count(0)
-        shown = [words(each, prompt) for each in models]
-        shown[side] = words(model, prompt, fwd_hooks=[(f"blocks.{layer}.hook_attn_out", zero_ablate())])
-        assert texts(page) == shown
-        page.get_by_role("button", name=re.compile("^Remove:")).click()
-        expect(page.locator(".dl-edit")).to_have_count(0)
-        assert texts(page) == [words(each, prompt) for each in models]
-
-
-def test_after_a_refused_prompt_nothing_is_being_computed(opened: Open, single: str, models: Any) -> None:
-    page = opened(single)
-    before, status = texts(page), page.get_by_role("status")
-    page.get_by_text("Settings", exact=True).click()
-    for refused, message in (("steps", "steps=0"), ("", "text of row 0 is empty"), ("guidance", "cfg_scale")):
-        if refused == "steps":
-            page.locator("form").evaluate("(form) => (form.noValidate = true)")
-            page.get_by_label("Steps", exact=True).first.fill("0")
-        elif refused == "":
-            page.get_by_label("Steps", exact=True).first.fill("5")
-            prompt_box(page).fill("")
-        else:
-            prompt_box(page).fill(PROMPTS[0])
-            page.get_by_label("Guidance").fill("1e300")
-        press_run(page)
-        expect(page.get_by_role("alert")).to_contain_text(message)
-        expect(status).to_have_text("No run was computed.")
-        assert texts(page) == before
-    page.get_by_label("Guidance").fill("0")
-    press_run(page)
-    expect(page.get_by_role("alert")).to_be_hidden()
-    assert texts(page) == [words(models[0], PROMPTS[0])]
-    refusals = [problem for problem in opened.problems if "400 (Bad Request)" in problem]
-    assert len(refusals) == 3
-    opened.problems[:] = [problem for problem in opened.problems if problem not in refusals]
+        select(page, 1, side)
+        page.locator(".dl-run").nth(side).get_by_role("button", name="Change…").click()
+        apply(page, Block="1", Site="attn")
+        changed = model.denoise(prompt, steps=5, fwd_hooks=[("blocks.1.hook_attn_out", zero_ablate())])
+        shown = [words(each, base) for each, base in zip(models, bases, strict=True)]
+        shown[side] = words(model, changed)
+        assert final_words(page) == shown
+        run = page.locator(".dl-run").nth(side)
+        assert run.locator(".dl-differs button").all_inner_texts() == difference(changed, bases[side], model)
+        run.get_by_role("button", name="Undo: ").click()
+        settled(page)
+        expect(page.locator(".dl-run .dl-edit")).to_have_count(0)
+        assert final_words(page) == [words(each, base) for each, base in zip(models, bases, strict=True)]

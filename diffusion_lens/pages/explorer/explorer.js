@@ -244,7 +244,8 @@ export class Explorer {
     this.root.addEventListener("keydown", (/** @type {any} */ event) => {
       if (event.target.closest("input:not([type=range]):not([type=checkbox]), textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "[" || event.key === "]") { this.play(false); this.stepBy(event.key === "[" ? -1 : 1); }
-      if (event.key === " " && !event.target.closest("button, input, [role=grid], summary, a")) { event.preventDefault(); this.play(!this.timer); }
+      // The token and the layer that have the focus are selected already, so the space bar has nothing else to do there.
+      if (event.key === " " && !event.target.closest("button:not([aria-pressed=true]:is(.dl-text *, .dl-layers *)), input, [role=grid], summary, a")) { event.preventDefault(); this.play(!this.timer); }
     }, { signal });
     // Who looks at something wants it to hold still.
     this.root.addEventListener("pointerdown", (/** @type {any} */ event) => event.target.closest("button") !== this.playing && this.play(false), { signal });
@@ -378,11 +379,12 @@ export class Explorer {
     return this.compute([{ ...run.spec, interventions: [...run.spec.interventions, edit], base: base.id }], this.besides(run, base));
   }
 
-  /** Run again without one of the interventions. */
-  undo(/** @type {Run} */ run, /** @type {number} */ index) {
+  /** Run again without one of the interventions. Its button goes, so the focus goes to the one that makes changes. */
+  async undo(/** @type {Run} */ run, /** @type {number} */ index) {
     const interventions = run.spec.interventions.filter((_, i) => i !== index), base = interventions.length ? run.base : null;
     const other = this.besides(run, interventions.length ? this.runs.find(({ id }) => id === run.base) : null);
-    return this.compute([{ ...run.spec, interventions, base }], other);
+    await this.compute([{ ...run.spec, interventions, base }], other);
+    if (document.activeElement === document.body) this.active.change.focus({ preventScroll: true });
   }
 
   /** The run to show beside a changed one: that of another model where one is shown, otherwise the base. */

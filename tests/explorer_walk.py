@@ -1,0 +1,113 @@
+"""What a person does on an explorer page, and what the page then says, for the tests in the browser."""
+
+import re
+from typing import Any
+
+SETTLED = ".dl-explorer[data-state=ready]:not(.dl-computing)"
+SIZES = ((1280, 800), (700, 640), (400, 800))  # of the window, in pixels
+
+
+def settled(page: Any) -> Any:
+    """The page, as soon as everything that was asked for is computed and drawn."""
+    page.wait_for_selector(SETTLED)
+    return page
+
+
+def slider(page: Any) -> Any:
+    return page.get_by_label("Step", exact=True)
+
+
+def step_to(page: Any, step: int | str) -> None:
+    """Move the slider; the steps of all shown runs are counted from 0."""
+    slider(page).fill(str(step))
+    settled(page)
+
+
+def token(page: Any, position: int, run: int = 0) -> Any:
+    return page.locator(".dl-run").nth(run).locator(f".dl-text [data-position='{position}']")
+
+
+def select(page: Any, position: int, run: int = 0) -> None:
+    token(page, position, run).click()
+    settled(page)
+
+
+def labels(page: Any, run: int = 0) -> list[str]:
+    """What screen readers hear of each position of a run, those after the end included."""
+    tokens = page.locator(".dl-run").nth(run).locator("[data-position]")
+    return [str(text) for text in tokens.evaluate_all("tokens => tokens.map((token) => token.ariaLabel)")]
+
+
+def final_words(page: Any) -> list[list[str]]:
+    """The tokens after the last step of each run that is shown, from left to right."""
+    step_to(page, slider(page).get_attribute("max"))
+    runs = [labels(page, run) for run in range(page.locator(".dl-run").count())]
+    return [[str(re.search("“(.*?)”", label)[1]) for label in run] for run in runs]  # type: ignore[index]
+
+
+def words(model: Any, trajectory: Any) -> list[str]:
+    """The tokens of a run of the library, as a page writes them."""
+    return [re.sub("^ | $", "␣", word) for word in model.words(trajectory.tokens[0].tolist())]
+
+
+def prompt_box(page: Any) -> Any:
+    return page.get_by_label("Prompt", exact=True)
+
+
+def press_run(page: Any) -> None:
+    page.get_by_role("button", name="Run", exact=True).click()
+    settled(page)
+
+
+def ask(page: Any, prompt: str) -> None:
+    """Type a prompt, and press Enter."""
+    prompt_box(page).fill(prompt)
+    prompt_box(page).press("Enter")
+    settled(page)
+
+
+def settings(page: Any, **values: Any) -> None:
+    """Set what stands under Settings, by label."""
+    summary = page.get_by_text("Settings", exact=True)
+    if page.locator(".dl-settings[open]").count() == 0:
+        summary.click()
+    for name, value in values.items():
+        box = page.locator(".dl-settings").get_by_label(name.replace("_", " "), exact=True)
+        if box.evaluate("box => box.tagName") == "SELECT":
+            box.select_option(value)
+        else:
+            box.fill(str(value))
+
+
+def drawer(page: Any) -> Any:
+    """The drawer in which a change is written, opened for what is selected."""
+    element = page.get_by_role("complementary", name="Change the run")
+    if not element.is_visible():
+        page.locator(".dl-run.dl-active").get_by_role("button", name="Change…").click()
+    return element
+
+
+def apply(page: Any, **sentence: str) -> None:
+    """Choose the words of the sentence about a block, by label, and apply it."""
+    for name, value in sentence.items():
+        drawer(page).get_by_label(name, exact=True).select_option(value)
+    drawer(page).get_by_role("button", name="Apply", exact=True).click()
+    settled(page)
+
+
+def difference(changed: Any, base: Any, model: Any) -> list[str]:
+    """How two runs of the library differ, in the words of a page: each stretch of positions, and its first step."""
+    ends = [words(model, run).index("<eos>") if "<eos>" in words(model, run) else 10**9 for run in (changed, base)]
+    differs, stretches = (changed.canvases != base.canvases)[1:, 0], list[list[int]]()
+    for position in range(max(ends[0], ends[1], 0) + 1 if max(ends) < 10**9 else differs.shape[1]):
+        if differs[-1, position]:
+            if stretches and stretches[-1][-1] == position - 1:
+                stretches[-1].append(position)
+            else:
+                stretches.append([position])
+    texts = [[words(model, run)[p] for p in range(differs.shape[1])] for run in (base, changed)]
+    return [
+        f"{' '.join(texts[0][p] for p in places)} → {' '.join(texts[1][p] for p in places)}, "
+        f"from step {int(differs[:, places].any(dim=1).int().argmax())}"
+        for places in stretches
+    ]
