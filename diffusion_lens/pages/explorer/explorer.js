@@ -366,7 +366,8 @@ export class Explorer {
     const [first, second] = runs, isNew = !this.shown.some(({ prompt }) => prompt === first.prompt);
     await this.set({ run: first.id, compare: second?.id ?? beside, ...(isNew ? { step: -1, position: -1 } : {}) });
     const base = this.runs.find((run) => run.id === first.base), said = base ? differenceInWords(first, base).map(({ text }) => text) : [];
-    this.say(`Done.${!base ? "" : said.length ? ` ${said.join("; ")}` : " It is the same as the base run."}`);
+    this.say(`Done.${!base ? "" : said.length ? ` ${said.join("; ")}` :
+      differences(first, base).steps.length ? " The text is the same in the end." : " It is the same as the base run."}`);
     if (isNew && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
       await this.set({ step: this.steps[0] });
       this.play(true);
