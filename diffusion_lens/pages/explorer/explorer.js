@@ -69,7 +69,7 @@ class Column {
     const show = (/** @type {string|null} */ reason) => {
       pane.element.hidden = reason !== null;
       note.hidden = reason === null;
-      note.replaceChildren(reason ?? "", " ", reason !== null && view.name === "trace" && seen.ask ? button("Give answer and subject", seen.ask) : "");
+      note.replaceChildren(...(reason === null ? [] : [reason, " ", ...this.ways(view, seen)]));
     };
     const reason = view.missing(seen);
     show(reason);
@@ -81,6 +81,13 @@ class Column {
       if (seen.current()) show(`This view could not be read: ${error.message}`);
     }
     if (seen.current()) box.removeAttribute("aria-busy");
+  }
+
+  /** Buttons that lead to what a view lacks: the step that wrote the token, or the question that a trace needs. */
+  ways(/** @type {import("./types.js").View} */ view, /** @type {Seen} */ seen) {
+    const { run, model, position } = seen, step = decisiveStep(run, model, seen.step, position);
+    if (step !== seen.step && view.missing({ ...seen, step }) === null) return [button(`Go to step ${step}, which wrote it`, () => seen.select({ step }))];
+    return view.name === "trace" && !run.traces.length && seen.ask ? [button("Give answer and subject", seen.ask)] : [];
   }
 
   async draw(/** @type {Seen} */ seen) {
