@@ -1,4 +1,4 @@
-"""Heat maps of an explorer page, which are drawn on a canvas: what their cells say, their colours, and clicks on them."""
+"""Heat maps of an explorer page, which are drawn on a canvas: what their cells say, colours, and clicks on them."""
 
 from typing import Any
 

@@ -197,7 +197,9 @@ def test_a_grid_has_one_cell_that_arrow_keys_move(opened: Open) -> None:
     assert grid.get_attribute("aria-rowcount") == "7"
     assert grid.get_attribute("aria-colcount") == "16"
     grid.locator("[role=gridcell]").focus()
-    focused = """() => [document.activeElement.parentNode.ariaRowIndex, document.activeElement.ariaColIndex].map(Number)"""
+    focused = (
+        """() => [document.activeElement.parentNode.ariaRowIndex, document.activeElement.ariaColIndex].map(Number)"""
+    )
     assert page.evaluate(focused) == [4, 5]
     for key, expected in (
         ("ArrowRight", [4, 6]),
@@ -276,7 +278,8 @@ def test_axe_finds_nothing_in_a_view(opened: Open, axe: str, view: str, width: i
 def test_what_a_map_paints_are_its_cells(opened: Open) -> None:
     page = opened("large", fragment="#view=lens&step=2&layer=10&position=40")
     painted = """(({ left, top }, { data, width }) => values.map(([row, column]) => {
-        const { x, y } = map.rectangle(row, column), at = 4 * ((Math.round(y - top) + 4) * width + Math.round(x - left) + 4);
+        const { x, y } = map.rectangle(row, column), inside = (at) => Math.round(at) + 4;
+        const at = 4 * (inside(y - top) * width + inside(x - left));
         return [[...data.slice(at, at + 3)], map.paintOf(row, column).rgb];
     }))(map.canvas.getBoundingClientRect(), map.context.getImageData(0, 0, map.canvas.width, map.canvas.height))"""
     pairs = maps.asked(page, LENS, painted, (0, 0), (3, 17), (7, 30), (7, 31))

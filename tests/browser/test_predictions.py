@@ -137,7 +137,7 @@ def test_damaged_predictions_hide_their_layers_only(opened: Open, pages: Any, tm
     path.write_text(re.sub(r'(data-chunk="predictions">)[^<]{40}', r"\1", text), encoding="utf-8")
     page = opened("mdm")
     page.goto(f"{path.as_uri()}#view=canvas&step=2&canvas=entropy")
-    expect(page.locator(".dl-panel .dl-note")).to_contain_text("could not be read")
+    expect(page.locator(".dl-panel .dl-note:visible")).to_contain_text("could not be read")
     page.get_by_label("Colours show").select_option("confidence")
     expect(page.locator(".dl-panel .dl-map")).to_be_visible()
     expect(page.locator(".dl-panel .dl-note:visible")).to_have_count(0)

@@ -102,7 +102,7 @@ class LensPane {
   /** The selected position, layer by step, as far as the steps have been read.
    * @param {Seen} seen @param {string} quantity */
   drawOver({ run, position, layer, step, dark }, quantity) {
-    const layers = layersOf(run), { steps } = run.lens, { over, known } = this;
+    const layers = layersOf(run), { steps } = run.lens, { over } = this, known = new Map(this.known);
     const scales = new Map([...known].map(([one, chunk]) => {
       const numbers = numbersOf(run, chunk, quantity);
       return [one, { numbers, ...scaleOf(run, chunk, numbers, quantity, dark) }];
