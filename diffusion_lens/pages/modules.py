@@ -13,11 +13,12 @@ from pathlib import PurePosixPath
 
 FIRST = "mount.js"  # imports the others
 _IMPORT = re.compile(r'^import \{[^}]*\} from "([^"]+)";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.MULTILINE)
+_TYPE = r"(?:/\*\*.*\*/ )?"  # a JSDoc comment before a statement on its line
+_EXPORT = re.compile(rf"^({_TYPE})export (?=(?:async )?(?:function|class|const|let)\b)", re.MULTILINE)
 _NOTHING = re.compile(r"^export \{\};\n", re.MULTILINE)
-_EXPORTED = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+_EXPORTED = re.compile(rf"^{_TYPE}export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 _VIEW = re.compile(r"^export const \w+ = \{\n  name: \"(\w+)\"", re.MULTILINE)
-_NAMED = re.compile(r"^(?:/\*\*.*\*/ )?(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+_NAMED = re.compile(rf"^{_TYPE}(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 _ALSO = re.compile(r"^(?:export )?(?:const|let) \w+ = [^({\[\n]*;", re.MULTILINE)  # further names in one statement
 
 
@@ -64,7 +65,7 @@ def require_safe(name: str, text: str) -> None:
 
 def standing_alone(text: str) -> str:
     """A module without its imports and exports."""
-    return _EXPORT.sub("", _NOTHING.sub("", _IMPORT.sub("", text)))
+    return _EXPORT.sub(r"\1", _NOTHING.sub("", _IMPORT.sub("", text)))
 
 
 def _ordered(name: str, known: set[str] | None = None) -> Iterator[tuple[str, str]]:

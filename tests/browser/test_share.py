@@ -25,7 +25,9 @@ WATCH = """async (address) => {
         film.addEventListener("error", () => fail(new Error(film.error.message)));
     });
     await event("loadeddata");
-    const canvas = Object.assign(document.createElement("canvas"), { width: film.videoWidth, height: film.videoHeight });
+    const canvas = Object.assign(document.createElement("canvas"), {
+        width: film.videoWidth, height: film.videoHeight,
+    });
     const context = canvas.getContext("2d", { willReadFrequently: true });
     const look = async (seconds) => {
         film.currentTime = seconds;
@@ -196,7 +198,7 @@ def test_without_a_clipboard_the_text_is_selected(opened: Open) -> None:
     assert text.evaluate("text => text.value.slice(text.selectionStart, text.selectionEnd)").startswith("import torch")
 
 
-def test_the_frame_of_a_notebook_lets_files_through(opened: Open, browser: Any, tmp_path: Path) -> None:
+def test_the_frame_of_a_notebook_lets_files_through(opened: Open, tmp_path: Path) -> None:
     page = opened("mdm")
     page.set_content(explorer_pages.page_of(explorer_pages.explored("site-mdm"))._repr_html_())
     frame = page.frame_locator("iframe")

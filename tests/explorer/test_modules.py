@@ -42,11 +42,13 @@ def test_modules_stand_after_those_that_they_import_and_once(write: Write) -> No
 
 def test_two_modules_that_define_one_name_are_refused(write: Write) -> None:
     write(
-        mount='import { a } from "./a.js";\nimport { b } from "./b.js";\nconst same = a + b;\n',
+        mount='import { a } from "./a.js";\nimport { b } from "./b.js";\nimport { c } from "./c.js";\n'
+        "const same = a + b + c;\n",
         a="export const a = 1;\nfunction same() {}\n",
-        b="const a_of_b = 1;\nexport const b = 1;\n",
+        b="/** @type {number} */ let again = 1;\nexport const b = again;\n",
+        c="/** @type {number[]} */ const again = [1];\nexport const c = again;\n",
     )
-    with pytest.raises(ValueError, match=r"define same; rename all but one"):
+    with pytest.raises(ValueError, match=r"define same, again; rename all but one"):
         modules.explorer_files()
 
 
@@ -60,10 +62,12 @@ def test_a_module_that_would_end_its_element_is_refused(write: Write, tag: str) 
 def test_an_import_of_several_lines_and_an_export_of_each_kind_are_taken_out() -> None:
     text = (
         'import {\n  a,\n  b,\n} from "./a.js";\nexport async function f() {}\nexport function* g() {}\n'
-        'export class C {}\nexport let x = "export const";\nexport const y = 1;\nexport {};\n'
+        'export class C {}\nexport let x = "export const";\nexport const y = 1;\n'
+        "/** @type {{n: number}} */ export const z = {};\nexport {};\n"
     )
     assert modules.standing_alone(text) == (
         'async function f() {}\nfunction* g() {}\nclass C {}\nlet x = "export const";\nconst y = 1;\n'
+        "/** @type {{n: number}} */ const z = {};\n"
     )
 
 
