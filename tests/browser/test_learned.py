@@ -1,4 +1,4 @@
-"""What is learned about a run, in Chromium: each view says the numbers of the library, and a view of one's own works."""
+"""What is learned about a run, in Chromium: each view says the numbers of the library; a view of one's own works."""
 
 import re
 from collections.abc import Callable
@@ -40,7 +40,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_circuit_lists_its_strongest_edges_and_selects_their_ends(opened: Open, files: dict[str, str]) -> None:
-    page, circuit = opened(f"{files['learned']}#step=2&view=circuit&layer=5&head=5"), explorer_pages.learned()["circuit"]
+    page, circuit = (
+        opened(f"{files['learned']}#step=2&view=circuit&layer=5&head=5"),
+        explorer_pages.learned()["circuit"],
+    )
     scores = circuit.at_step(2).to_dataframe().sort_values("score", key=abs, ascending=False)
     listed = page.locator(".dl-circuit-edges button").all_inner_texts()
     assert len(listed) == 12
