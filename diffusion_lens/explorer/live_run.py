@@ -211,6 +211,13 @@ class LiveRun:
             states = [state[0].cpu() for state in read.states(points, fwd_hooks=hooks).values()]
         return learned.experts_chunk(states[: len(layers)], states[len(layers) :])
 
+    def learned_chunks(self, steps: Sequence[int]) -> dict[str, bytes]:
+        """The chunks of experts at some steps, and of self-conditioning, by name; none if the model has neither."""
+        chunks = {} if self.trajectory.handed is None else {"conditioning": self.conditioning_chunk()}
+        if self.plan.model.cfg.experts is not None:
+            chunks |= {f"experts/{step}": self.experts_chunk(step) for step in steps}
+        return chunks
+
     def conditioning_chunk(self) -> bytes:
         """What each step read of the prediction before it."""
         view = conditioning_view(self.trajectory, 0, Words(self.words))

@@ -289,7 +289,7 @@ class Session:
         """A run with all chunks of its views, which a file contains."""
         live = self._live(self._spec(run_id))
         entry, steps = live.entry, list(range(live.trajectory.n_steps))
-        chunks = {"predictions": live.predictions, **live.lens_chunks(steps)}
+        chunks = {"predictions": live.predictions, **live.lens_chunks(steps), **live.learned_chunks(steps)}
         patterns, missing = None, {"attention": "Name layers, attention=[0, 1], to see their patterns."}
         if attention:
             patterns, missing = {**entry["attention"], "layers": sorted(attention)}, {}

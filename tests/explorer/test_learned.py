@@ -147,6 +147,8 @@ def test_live_experts_are_those_of_the_cache(in_words, name):
     weights = model.denoise_with_cache(PROMPT, lambda name: name.endswith("hook_router_weights"), **SETTINGS)[1][2]
     table = weights[f"blocks.{run['experts']['layers'][0]}.mlp.hook_router_weights"][0]
     np.testing.assert_allclose(arrays["weights"][0].sum(-1), table.sum(-1), rtol=1e-4)
+    page = PageFile(session.page([run["id"]]).html())
+    assert page.chunks[run["id"], "experts/2"] == session.chunk(run["id"], "experts/2")
 
 
 def test_a_model_without_experts_or_conditioning_has_no_such_chunk(tiny):

@@ -53,7 +53,7 @@ function cardOf({ name, title, sentence, labels, zero, ends }, table) {
   const interval = (/** @type {any} */ bar) => (Number.isNaN(bar.low) ? "" : ` [${exact(bar.low)}, ${exact(bar.high)}]`);
   const said = first ? ` It is farthest from ${zero} at ${first.label}: ${exact(first.mean)}${interval(first)}, and ${exact(first.own)} for the fact of this run.` : "";
   return h("section", { class: "dl-card", "aria-label": title }, h("h3", {}, title), h("p", { class: "dl-numbers" }, `Each bar is ${sentence}.${said}`),
-    h("ul", { class: "dl-signature", "data-measure": name }, ...bars.map((bar) => {
+    h("ul", { class: "dl-signature", "data-measure": name, tabindex: 0, "aria-label": title }, ...bars.map((bar) => {
       const text = `${bar.label}: ${exact(bar.mean)}${interval(bar)}; this fact ${exact(bar.own)}`;
       const share = (/** @type {number} */ x) => `${(100 * (x - low)) / (high - low)}%`;
       const part = (/** @type {string} */ kind, /** @type {number} */ from, /** @type {number} */ to) => {
