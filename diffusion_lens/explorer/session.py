@@ -208,7 +208,7 @@ class Session:
         for model in self.models:
             pick_indices("attention", attention or [0], model.cfg.n_layers)
         with self._turns.turn(cancelled), watching(partial(self._turns.at, "tracing")):
-            runs = [self._whole(run_id, attention) for run_id in run_ids]
+            runs = [self._whole(run_id, attention, run_ids) for run_id in run_ids]
             for index, model_index in self.table.computed():
                 live = self._live(self.table.spec(index, model_index))
                 if live.plan.spec.id not in run_ids:
@@ -285,9 +285,10 @@ class Session:
 
         return self._memory.get((spec.id, point), compute, lambda cache: cache.n_bytes)
 
-    def _whole(self, run_id: str, attention: Sequence[int]) -> PageRun:
-        """A run with all chunks of its views, which a file contains."""
-        live = self._live(self._spec(run_id))
+    def _whole(self, run_id: str, attention: Sequence[int], beside: Sequence[str]) -> PageRun:
+        """A run with all chunks of its views, which a file contains; it is compared with its base if that is beside."""
+        spec = self._spec(run_id)
+        live, base = self._live(spec), spec.base if spec.base in beside else None
         entry, steps = live.entry, list(range(live.trajectory.n_steps))
         chunks = {"predictions": live.predictions, **live.lens_chunks(steps), **live.learned_chunks(steps)}
         patterns, missing = None, {"attention": "Name layers, attention=[0, 1], to see their patterns."}
@@ -299,7 +300,7 @@ class Session:
             missing["trace"] = "Give a Fact, or prompt, subject and answer, to see which states carry the answer."
         traced = [live.trace_view(trace["kind"], trace["steps"]) for trace in entry["traces"]]
         chunks |= {name: chunk for view in traced for name, chunk in view.chunks.items()}
-        whole = {"spec": None, "attention": patterns, "traces": [view.entry for view in traced]}
+        whole = {"spec": None, "base": base, "attention": patterns, "traces": [view.entry for view in traced]}
         return PageRun({**entry, **whole, "missing": {**entry["missing"], **missing}}, chunks)
 
 

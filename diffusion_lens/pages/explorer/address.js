@@ -2,7 +2,7 @@
 
 /** @typedef {import("./types.js").State} State @typedef {import("./types.js").Spec} Spec @typedef {import("./types.js").Run} Run */
 
-const TEXTS = ["run", "compare", "view", "canvas", "colour", "trace"];
+const TEXTS = ["run", "compare", "left", "view", "canvas", "colour", "trace"];
 const NUMBERS = ["step", "position", "layer", "head", "key"];
 
 /** The runs that a run needs, and itself: its base, and those from which its interventions take activations.

@@ -130,7 +130,7 @@ export class Explorer {
     /** @type {Set<string>} */ this.loaded = new Set();
     /** @type {State} */
     this.state = {
-      run: "", compare: "", step: -1, position: -1, layer: -1, head: 0, key: null, view: "", colour: "top", canvas: "confidence", trace: "", facts: false,
+      run: "", compare: "", left: "", step: -1, position: -1, layer: -1, head: 0, key: null, view: "", colour: "top", canvas: "confidence", trace: "", facts: false,
     };
     /** @type {number[]} */ this.steps = [0];
     this.drawing = 0;
@@ -438,6 +438,8 @@ export class Explorer {
     const { state } = this, run = this.runs.find((one) => one.id === state.run) ?? this.runs[0], model = modelOf(this.manifest, run);
     state.run = run.id;
     if (!this.runs.some((one) => one.id === state.compare) || state.compare === state.run) state.compare = "";
+    // The run on the left stays on the left when the other one becomes the active one, or is another.
+    if (!state.compare || state.left !== state.compare) state.left = state.run;
     if (state.position < 0) state.position = Math.max(0, run.answer?.positions[0] ?? run.revealed_at?.findIndex((at) => at >= 0) ?? 0);
     state.position = Math.min(state.position, lengthOf(run) - 1);
     if (!(state.canvas in OVERLAYS)) state.canvas = "confidence";
@@ -481,8 +483,7 @@ export class Explorer {
   async render() {
     const { state, runs, stage, bands } = this;
     const wanted = [state.run, state.compare].map((id) => runs.find((run) => run.id === id)).filter(Boolean);
-    // The run on the left stays on the left when the other one becomes the active one, or is another.
-    if (wanted.length === 2 && this.columns[0].run === wanted[1]) wanted.reverse();
+    if (state.left === state.compare) wanted.reverse();
     this.columns.forEach((column, i) => { column.run = wanted[i] ?? null; });
     const drawing = ++this.drawing, columns = this.columns.filter(({ run }) => run);
     this.root.dataset.state = "drawing";

@@ -1,5 +1,6 @@
 /** The menu "Share": what is seen as a link, a page, a picture, a film, a notebook or code. */
 
+import { needed } from "./address.js";
 import { overlayOf } from "./canvas.js";
 import { button, h, ids } from "./elements.js";
 import { filmType, gifFilm, pngOf, svgText, webmFilm } from "./film.js";
@@ -49,7 +50,7 @@ export function shareMenu(explorer) {
         save(await make(pictures, told, signal), ending, type, `the film of ${steps.length} steps`);
       });
 
-    const page = { runs: explorer.shown.map(({ id }) => id), state, attention: view.name === "attention" ? [explorer.seen().block] : [] };
+    const page = { runs: needed(explorer.runs, explorer.shown.map(({ id }) => id)).map(({ id }) => id), state, attention: view.name === "attention" ? [explorer.seen().block] : [] };
     /** @type {[string, string, () => any][]} */ const all = [
       ["SVG", "the picture of this step, for a paper", () => explorer.work("drawing", async () =>
         save([svgText(await pictureOf(explorer))], "svg", "image/svg+xml", step))],

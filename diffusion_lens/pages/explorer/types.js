@@ -122,6 +122,7 @@
  * @typedef {Object} State  what is selected; the address contains all of it
  * @property {string} run  the run whose selection is meant
  * @property {string} compare  the run beside it; "" for none
+ * @property {string} left  that of the two which is on the left
  * @property {number} step  negative for the default, as in the next four
  * @property {number} position
  * @property {number} layer  0 to n_layers: the stream that enters this block, or leaves the last one
