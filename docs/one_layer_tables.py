@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from tables import markdown, parsed
 
-from diffusion_lens.cli.report import save_figure
+from diffusion_lens.plots import save_figure
 from one_layer.result import NAMES, PANELS, training_panels
 from one_layer.toy import INFILL
 

@@ -16,7 +16,6 @@ from sphinx.util.docutils import SphinxDirective
 from tables import markdown, parsed
 
 from diffusion_lens import plots
-from diffusion_lens.cli.report import save_figure
 
 FILE = Path(__file__).with_name("real_words.json")
 MODELS = {"causal": "causal model", "twin": "diffusion twin"}
@@ -265,7 +264,7 @@ def draw_figures(app: Sphinx) -> None:
     """Write the figures of the page."""
     results = study()["results"]
     for name, draw in FIGURES.items():
-        save_figure(draw(results), Path(app.srcdir) / "_made" / f"real_words_{name}.png")
+        plots.save_figure(draw(results), Path(app.srcdir) / "_made" / f"real_words_{name}.png")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

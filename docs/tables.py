@@ -1,11 +1,14 @@
-"""Tables that are generated from the code: the axis glossary, and the hook points of a model.
+"""Tables that are generated from the code: the axis glossary, the hook points of a model, the pictures of results.
 
-Pages include them with `{axis-table}` and `{hook-table}` (followed by "network" or "loop").
+Pages include them with `{axis-table}`, `{hook-table}` (followed by "network" or "loop") and `{picture-table}`.
 """
 
 import re
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
+from inspect import isabstract
+from pkgutil import walk_packages
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.model import shapes
 from diffusion_lens.model.hooking import why_silent
+from diffusion_lens.records.results import Result
 from weight_conversion import Architecture, Experts
 
 # The activation at each hook point; {i} is a block. The table must be complete: a hook point without a line here, and a
@@ -200,6 +204,40 @@ class AxisTable(SphinxDirective):
         return parsed(self, markdown(("axis", "meaning"), rows))
 
 
+class PictureTable(SphinxDirective):
+    """`{picture-table}`: what the picture of each result shows, or why it has none."""
+
+    def run(self) -> list[nodes.Node]:
+        return parsed(self, markdown(("result", "its picture"), picture_rows()))
+
+
+def picture_rows() -> list[tuple[str, str]]:
+    """Each class of results with what its picture shows, then those that have none with the reason."""
+    classes = sorted(results_of(Result), key=lambda each: each.__name__)
+    shown = [(each, each.SHOWS) for each in classes if hasattr(each, "SHOWS")]
+    others = [
+        (each, f"none: {each.NO_PICTURE[0].lower()}{each.NO_PICTURE[1:-1]}")
+        for each in classes
+        if not hasattr(each, "SHOWS")
+    ]
+    return [(f"{{py:class}}`{each.__name__}`", said) for each, said in (*shown, *others)]
+
+
+def results_of(base: type[Any]) -> set[type[Any]]:
+    """The classes of results in the library that are no base of others."""
+    for room in ("denoising", "training", "analysis", "evaluation"):
+        package = import_module(f"diffusion_lens.{room}")
+        for module in walk_packages(package.__path__, f"{package.__name__}."):
+            import_module(module.name)
+    found, waiting = set(), [base]
+    while waiting:
+        each = waiting.pop()
+        waiting += each.__subclasses__()
+        if not isabstract(each) and each.__module__.startswith("diffusion_lens."):
+            found.add(each)
+    return found
+
+
 class HookTable(SphinxDirective):
     """`{hook-table} network` or `{hook-table} loop`: name, shape and meaning of each hook point."""
 
@@ -224,4 +262,5 @@ def parsed(directive: SphinxDirective, text: list[str]) -> list[nodes.Node]:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("axis-table", AxisTable)
     app.add_directive("hook-table", HookTable)
+    app.add_directive("picture-table", PictureTable)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

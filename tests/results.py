@@ -199,6 +199,8 @@ def _by_step() -> Iterator[Any]:
         n_negative=torch.arange(STEPS),
         record={**RECORD, **settings},
     )
+    one = {**RECORD, **settings, "names": NAMES[:1], "steps": None}
+    yield SteeringVectors({NAMES[0]: rand(20)}, {NAMES[0]: -rand(20)}, torch.tensor(3), torch.tensor(4), record=one)
     weights = {name: rand(8) for name in NAMES}
     yield LinearProbe(weights, rand(2), rand(2), rand(2), rand(2), rand(2), torch.nan, {**RECORD, **settings})
     of_units = dict(n_tested=torch.arange(5), residual=rand(2, 5), residual_control=rand(2, 5))
@@ -288,7 +290,7 @@ def _studies() -> Iterator[Any]:
     yield RankStability(
         *(rand(3, 2, 2).double() for _ in range(3)),
         ["16 masks", "<b>"],
-        {"top_k": 5, "sites": 54, "facts": ids, "results": {}},
+        {"top_k": 5, "sites": 54, "facts": ids, "results": {"16 masks": RECORD, "<b>": RECORD}},
     )
     yield AverageTrajectoryEffect(rand(100, STEPS, 2, LAYERS), rand(100, STEPS), rand(100, STEPS), **study)
     yield KeyValueStudy(

@@ -48,6 +48,7 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "add_a_view.md",
         "concepts.md",
         "figures.md",
+        "figures_for_a_paper.md",
         "causal_tracing.md",
         "diffusion_gemma.md",
         "patching.md",

@@ -71,6 +71,9 @@ class RetrievalHeads(ByStep):
     """
 
     KIND: ClassVar[str] = "retrieval heads"
+    SHOWS: ClassVar[str] = (
+        "by layer and head how often a head attends most to the prompt's copies of the token that a step writes"
+    )
 
     retrieved: Bool[Tensor, "layer head batch pos"]
     attention: Float[Tensor, "layer head batch pos"]
@@ -266,6 +269,10 @@ class QKDecomposition(ByStep):
     """
 
     KIND: ClassVar[str] = "QK decomposition"
+    SHOWS: ClassVar[str] = (
+        "by layer how far the attention scores, cosines and norms of floating positions are above those of others, in"
+        " standard deviations"
+    )
 
     scores: Float[Tensor, "*step layer head batch pos"]
     cosines: Float[Tensor, "*step layer head batch pos"]
@@ -434,6 +441,10 @@ class AttentionRollout(ByStep):
     """
 
     KIND: ClassVar[str] = "attention rollout"
+    SHOWS: ClassVar[str] = (
+        "how much of each position the states of each other position contain after the attention of several layers "
+        "and the residual connections"
+    )
 
     rollout: Float[Tensor, "*step layer batch query key"]
     regions: list[str] | None

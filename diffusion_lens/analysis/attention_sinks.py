@@ -86,6 +86,7 @@ class AttentionSinks(ByStep):
     """
 
     KIND: ClassVar[str] = "attention sinks"
+    SHOWS: ClassVar[str] = "the attention that each position receives, mean over heads, with a dot at each sink"
 
     received: Float[Tensor, "*step layer head batch pos"]
     even: Float[Tensor, "*step batch pos"]

@@ -65,6 +65,7 @@ class Projection(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "projection"
+    SHOWS: ClassVar[str] = "the projection of states on a direction, by hook point"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"names": list[str], "steps": list[int] | None, "n_steps": int | None}
 
     values: Float[Tensor, "*step point batch pos"]

@@ -90,6 +90,9 @@ class Comparison(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "comparison"
+    SHOWS: ClassVar[str] = (
+        "two sets of vectors in their common principal components, with a line between the two vectors of each fact"
+    )
     ENTRIES: ClassVar[Mapping[str, Any]] = {"source": dict[str, Any]}
 
     values: Float[Tensor, "statistic"]
@@ -168,6 +171,11 @@ class Comparison(PicturedResult, Saved):
     def _table(self) -> Table:
         return _rows_of([{"statistic": statistic, **row} for statistic, row in self.table().items()])
 
+    def _settings(self) -> Mapping[str, Any]:
+        """With the model that the source names."""
+        source = self.record["source"]
+        return {**{name: source[name] for name in ("model", "mode") if name in source}, **self.record}
+
     def _title(self) -> str:
         source = self.record["source"]
         parts = [shown_model(source)] if "model" in source else []
@@ -187,6 +195,7 @@ class Comparisons(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "comparisons"
+    SHOWS: ClassVar[str] = "how similar two sets of vectors are, with intervals and what chance gives"
 
     axis: str
     at: dict[int, Comparison]
@@ -230,7 +239,7 @@ class Comparisons(PicturedResult, Saved):
         )
 
     def _settings(self) -> Mapping[str, Any]:
-        return next(iter(self.at.values())).record
+        return next(iter(self.at.values()))._settings()
 
     def __repr__(self) -> str:
         first = next(iter(self.at.values()))

@@ -71,6 +71,7 @@ class StateDrift(ByStep):
     """
 
     KIND: ClassVar[str] = "state drift"
+    SHOWS: ClassVar[str] = "the cosine between states of consecutive denoising steps, by layer"
 
     cosines: dict[str, Float[Tensor, "transition layer batch pos"]]
     distances: dict[str, Float[Tensor, "transition layer batch pos"]]
@@ -239,6 +240,7 @@ class LayerCosines(ByStep):
     """
 
     KIND: ClassVar[str] = "layer cosines"
+    SHOWS: ClassVar[str] = "by layer the cosine of the residual stream before and after each block"
 
     cosine: Float[Tensor, "*step layer batch pos"]
     canvases: ReadCanvases
@@ -353,6 +355,7 @@ class CacheDrift(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "cache drift"
+    SHOWS: ClassVar[str] = "by layer and denoising step how far cached keys or values are from exact ones"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int], "approximate_cache": str | None}
 
     keys: Float[Tensor, "step layer"]

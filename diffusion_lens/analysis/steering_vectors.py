@@ -47,6 +47,7 @@ from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import Whole, at_least, plain_number, whole_numbers
 
 _GROUPS = ("positive", "negative")
+_MOST_COMPONENTS = 12  # of a single vector that are drawn
 NAMED = ("all", "masked", "unmasked", "predicting", "answer")
 Positions = str | Whole | Sequence[Whole]
 
@@ -68,6 +69,7 @@ class SteeringVectors(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "steering vectors"
+    SHOWS: ClassVar[str] = "the differences between the mean activations of two groups"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "n_steps": int | None}
 
     positive: dict[str, Tensor]
@@ -177,14 +179,26 @@ class SteeringVectors(PicturedResult, Saved):
         return hooks
 
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
-        """The norm of each vector, by step or, without steps, by hook point; returns the matplotlib axes."""
+        """The norm of each vector, by step or, without steps, by hook point; of a single vector the components in which
+        the groups differ most, with the mean of each group. Returns the matplotlib axes."""
         norms = torch.stack([self.norm[name] for name in self.names])
         labels = [short_name(name) for name in self.names]
+        if norms.numel() == 1:
+            return self._components(ax, title or f"Difference of means at {labels[0]} (norm {float(norms):.3g})")
         title = title or "Difference of means"
         if self.steps is None:
             return plots.labelled_lines(norms[None], ["norm"], labels, "hook point", "norm", title, ax)
         steps = [str(step) for step in self.steps]
         return plots.labelled_lines(norms, labels, steps, "denoising step", "norm", title, ax)
+
+    def _components(self, ax: Any, title: str) -> Any:
+        """The largest components of the only vector, the largest at the top."""
+        (name,) = self.names
+        of_groups = [group[name].reshape(-1).float() for group in (self.positive, self.negative)]
+        difference = of_groups[0] - of_groups[1]
+        largest = difference.abs().argsort(descending=True, stable=True)[:_MOST_COMPONENTS]
+        values = {"positive": of_groups[0][largest], "negative": of_groups[1][largest]}
+        return plots.paired_bars(values, [f"component {i}" for i in largest.tolist()], "mean activation", ax, title)
 
     def _table(self) -> Table:
         steps = {} if self.steps is None else {"step": self.steps}

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from io import BytesIO
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +78,8 @@ class Report(Settings):
     def draw(self, name: str, file: str, plot: Callable[[], Any]) -> None:
         """Write the figure that `plot` draws, if there is a folder."""
         if self.out is not None:
+            from diffusion_lens.plots import save_figure
+
             self._claim()
             self.files[name] = save_figure(plot(), self.out / file)
 
@@ -238,22 +239,6 @@ def require_folder(path: Path, option: str) -> None:
         raise typer.BadParameter(f"{existing} is a file; the results need a folder", param_hint=option)
     if not os.access(existing, os.W_OK):
         raise typer.BadParameter(f"{existing} is not writable", param_hint=option)
-
-
-def save_figure(axes: Any, path: Path) -> Path:
-    """Save a figure, or that of axes or a list of axes, as an image. An interrupted write leaves no partial file."""
-    from weight_conversion import renamed_when_whole
-
-    one = axes if hasattr(axes, "savefig") or hasattr(axes, "get_figure") else axes[0]
-    figure = one if hasattr(one, "savefig") else one.get_figure()
-    image = BytesIO()
-    try:
-        figure.savefig(image, dpi=130, format=path.suffix.removeprefix(".") or None)
-    except ValueError as error:  # Matplotlib does not support the format.
-        raise ValueError(f"{path}: {error}") from error
-    with renamed_when_whole(path) as part:
-        part.write_bytes(image.getvalue())
-    return path
 
 
 def _plain(value: Any) -> Any:

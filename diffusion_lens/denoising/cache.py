@@ -41,6 +41,7 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
     """
 
     KIND: ClassVar[str] = "trajectory cache"
+    NO_PICTURE: ClassVar[str] = "It holds activations; the results that are computed from them have pictures."
 
     def __init__(
         self,

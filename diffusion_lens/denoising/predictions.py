@@ -71,6 +71,7 @@ class Predictions(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "predictions"
+    SHOWS: ClassVar[str] = "what each denoising step predicts at each position, with the entropy of the prediction"
 
     steps: list[int]
     flags: UInt8[Tensor, "step batch byte"]

@@ -32,6 +32,7 @@ from diffusion_lens.records.results import (
     Result,
     Saved,
     Table,
+    caption_of,
     load_result,
     shown_model,
     texts_of,
@@ -101,6 +102,9 @@ class Trajectory(Saved, Result):
     handed: Handed | None = None
     recorded: Predictions | None = None
     KIND = "trajectory"
+    SHOWS: ClassVar[str] = (
+        "the text after each denoising step, coloured by the probability of each token when it was written"
+    )
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "blank": int, "first_step": int, "forward_passes": int}
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
@@ -260,6 +264,10 @@ class Trajectory(Saved, Result):
         from diffusion_lens import plots  # when it is drawn: loading a model should not wait for it
 
         return plots.denoising_grid(*self._drawn(row), title=title, ax=ax, folded=folded)
+
+    def caption(self) -> str:
+        """Two sentences for the legend of the picture, see `PicturedResult.caption`."""
+        return caption_of(self.SHOWS, self._settings())
 
     def to_html(self, row: int = 0, *, folded: bool = True) -> str:
         """The canvas by step as a self-contained HTML page, tokens coloured by confidence; arguments as in `plot`."""

@@ -46,6 +46,7 @@ class NLLByOrder(Result, Saved):
     """
 
     KIND: ClassVar[str] = "NLL by order"
+    NO_PICTURE: ClassVar[str] = "It is a number for each text and order, of which a table says more."
 
     answer: list[str]
     orders: Int[Tensor, "order answer"]
@@ -179,6 +180,7 @@ class AnswerRanks(Result, Saved):
     """
 
     KIND: ClassVar[str] = "answer ranks"
+    NO_PICTURE: ClassVar[str] = "It is a rank and a few candidates for each query, of which a table says more."
 
     prompt: list[str]
     answer: list[str]

@@ -68,6 +68,7 @@ class NLLEstimate(Result, Saved):
     """
 
     KIND: ClassVar[str] = "NLL estimate"
+    NO_PICTURE: ClassVar[str] = "It is one number with its standard error."
 
     value: float
     standard_error: float

@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from diffusion_lens import plots
 from diffusion_lens.analysis.engine.layout import say_set_aside
 from diffusion_lens.analysis.over_facts.intervals import share_interval
 from diffusion_lens.analysis.over_facts.study import StudyResult
@@ -35,7 +36,6 @@ from diffusion_lens.evaluation.scores import (
     word_bleu,
 )
 from diffusion_lens.facts.fact import Fact
-from diffusion_lens.plots import one_axes
 from diffusion_lens.records.results import Saved, Table, one_line, shaped, shown_model
 
 DirectionPair = tuple[str | None, str | None]  # trained, queried
@@ -241,6 +241,7 @@ class Recall(StudyResult[Reply]):
     record: dict[str, Any]
 
     KIND: ClassVar[str] = "recall"
+    SHOWS: ClassVar[str] = "the share of facts that the model recalls, by the number of denoising steps"
     ENTRIES: ClassVar[Mapping[str, Any]] = {
         "facts": dict[str, dict[str, Any]],
         "set_aside": dict[str, str],
@@ -391,11 +392,11 @@ class Recall(StudyResult[Reply]):
         table, steps = self.table(score, level), self.steps
         if not table:
             raise ValueError("there is no curve to draw: the table is empty, because the model was queried for no fact")
-        ax = one_axes(ax, width=7.2, height=3.6)
+        ax = plots.one_axes(ax, width=7.2, height=3.6)
         legend: dict[str, Any] = {}
         markers: dict[str, str] = {}
         for i, (cell, shares) in enumerate(table.items()):
-            colour, plotted = f"C{i}", [shares[column] for column in steps]
+            look, plotted = plots.look(i, len(table)), [shares[column] for column in steps]
             # Shifts the cells, so that equal values do not hide one another.
             offset = 0.06 * (i - (len(table) - 1) / 2)
             legend[f"{cell_name(*cell)} (n = {plotted[0].questions})"] = ax.errorbar(
@@ -406,24 +407,23 @@ class Recall(StudyResult[Reply]):
                     [max(0.0, share.mean - share.low) for share in plotted],
                     [max(0.0, share.high - share.mean) for share in plotted],
                 ],
-                color=colour,
-                marker="o",
+                color=look.colour,
+                marker=look.marker,
                 markersize=4,
                 capsize=2,
             )
             for label, row in published_rows(cell, score).items():
                 if points := [(x + offset, row[column].value) for x, column in enumerate(steps) if column in row]:
-                    marker = markers.setdefault(label, "x+^vs"[len(markers) % 5])
-                    ax.plot(*zip(*points, strict=True), color=colour, linestyle="--", marker=marker, alpha=0.6)
+                    marker = markers.setdefault(label, "x+*12"[len(markers) % 5])
+                    ax.plot(*zip(*points, strict=True), color=look.colour, linestyle="--", marker=marker, alpha=0.6)
         for label, marker in markers.items():
             (legend[label],) = ax.plot([], [], color="0.4", linestyle="--", marker=marker)
-        ax.set_xticks(range(len(steps)), [steps_label(column) for column in steps], fontsize=8)
         ax.set_xlim(-0.5, len(steps) - 0.5)
         ax.set_ylim(-0.03, 1.03)
-        ax.set_ylabel(SCORES[score], fontsize=8)
-        ax.set_title(title or f"{shown_model(self.record)}: recall by steps", fontsize=10, parse_math=False)
-        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-        ax.legend(legend.values(), legend.keys(), **beside, frameon=False, fontsize=7)
+        plots.label_columns(ax, [steps_label(column) for column in steps])
+        title = title or f"{shown_model(self.record)}: recall by steps"
+        plots.label_axes(ax, "", SCORES[score], title, parse_math=False)
+        plots.legend_outside(ax, legend)
         return ax
 
 

@@ -10,12 +10,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
+from pathlib import Path
+from textwrap import wrap
 from typing import Any, TypeAlias
 
+from diffusion_lens.plots.looks import figure_size, luminance, points
+from diffusion_lens.plots.ticks import letters_in, room_of
 from diffusion_lens.settings.arguments import kind_of, shown
 
 Figure: TypeAlias = Any  # A matplotlib figure. Matplotlib is imported on first use.
 DPI = 120  # dots per inch of a figure in a notebook
+_PROSE = 0.9  # share of the room that a line of a title has, whose letters are narrower than digits
+PRINT_DPI = 130  # of a saved one
 CSS_INCH = 96  # pixels of a browser per inch, so that 8 points look like 8 points
 # One hue per kind of restored state, as in ROME's figures.
 HUES = {"resid": "Purples", "mlp": "Greens", "attn": "Reds"}
@@ -40,13 +46,17 @@ def panels(
     width_ratios: Sequence[int] | None = None,
     height_ratios: Sequence[int] | None = None,
 ) -> tuple[Figure, PanelAxes]:
-    """A new figure that pyplot does not track, and its axes in reading order. A notebook shows it at the cell's end."""
+    """A new figure that pyplot does not track, and its axes in reading order. A notebook shows it at the cell's end.
+
+    Args:
+        width, height: Size in inches, unless `style` or the function that draws was given another.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'diffusion-lens[plot]'") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=figure_size(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False, width_ratios=width_ratios, height_ratios=height_ratios)
     axes = PanelAxes(grid.flat)
@@ -64,9 +74,26 @@ def one_axes(ax: Any, width: float, height: float) -> Any:
     return ax
 
 
-def spaced(n: int) -> range:
-    """Indices of at most 12 of n columns, evenly spaced, to label."""
-    return range(0, n, -(-n // 12))
+def label_axes(
+    ax: Any, xlabel: str, ylabel: str, title: str, pad: float = 6.0, parse_math: bool = True, room: float | None = None
+) -> None:
+    """Name the axes and write the title, on several lines where it is wider than its room.
+
+    Args:
+        pad: Points between title and axes.
+        parse_math: Whether the title may have formulas.
+        room: Width of the title in points; by default that of the axes with their labels.
+    """
+    ax.tick_params(labelsize=points(8))
+    width, height = room_of(ax)
+    ax.set_xlabel(_in_lines(xlabel, letters_in(_PROSE * width, points(9))), fontsize=points(9))
+    ax.set_ylabel(_in_lines(ylabel, letters_in(_PROSE * height, points(9))), fontsize=points(9))
+    said = _in_lines(title, letters_in(_PROSE * (room or width), points(10)))
+    ax.set_title(said, fontsize=points(10), pad=pad, parse_math=parse_math)
+
+
+def _in_lines(text: str, longest: int) -> str:
+    return "\n".join(line for each in text.split("\n") for line in wrap(each, longest) or [""])
 
 
 def row_labels(str_tokens: Sequence[str], subject: tuple[int, int], positions: Sequence[int]) -> list[str]:
@@ -98,9 +125,7 @@ def ink_on(colour: Sequence[float]) -> str:
     Args:
         colour: Red, green and blue between 0 and 1, and perhaps an opacity, which is not used.
     """
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3]]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "black" if (luminance + 0.05) ** 2 >= 1.05 * 0.05 else "white"
+    return "black" if (float(luminance(colour)) + 0.05) ** 2 >= 1.05 * 0.05 else "white"
 
 
 def png_of(figure: Figure) -> bytes:
@@ -117,9 +142,37 @@ def css_size(figure: Figure) -> tuple[int, int]:
 
 
 def figure_of(drawn: Any) -> Figure:
-    """The figure of what `plot` returns: axes, or a list of axes."""
+    """The figure of what `plot` returns, axes or a list of axes; a figure itself."""
     first = drawn[0] if isinstance(drawn, Sequence) else drawn
-    return first.get_figure()
+    return first if hasattr(first, "savefig") else first.get_figure()
+
+
+def save_figure(drawn: Any, path: str | Path, dpi: float = PRINT_DPI) -> Path:
+    """Write a figure as PDF, SVG, PNG or another format, by the ending of the path, completely or not at all.
+
+    Text of a PDF is in TrueType fonts (Type 42, which journals ask for) and that of an SVG is text, so that both can be
+    searched, copied and edited.
+
+    Args:
+        drawn: A figure, axes, or a list of axes: what `plot` returns.
+        dpi: Dots per inch of formats made of dots.
+
+    Raises:
+        ValueError: Matplotlib does not write this format.
+    """
+    from matplotlib import rc_context
+
+    from weight_conversion import renamed_when_whole
+
+    target, image = Path(path), BytesIO()
+    try:
+        with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "ps.fonttype": 42}):
+            figure_of(drawn).savefig(image, dpi=dpi, format=target.suffix.removeprefix(".") or None)
+    except ValueError as error:
+        raise ValueError(f"{target}: {error}") from error
+    with renamed_when_whole(target) as part:
+        part.write_bytes(image.getvalue())
+    return target
 
 
 class CellFigures:

@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from diffusion_lens.plots.axes import one_axes, readable, shortened
+from diffusion_lens.plots.axes import ink_on, label_axes, one_axes, readable, shortened
+from diffusion_lens.plots.looks import colour_map, look, points
+from diffusion_lens.settings.figures import STYLE, styled
 
 WIDEST = 14  # positions side by side; a longer canvas is drawn in bands, one below the other
 _LONGEST = 11  # characters of a token in a band
+_SMALLEST = 4.0  # points of the text of a token
+_LETTER = 0.62  # mean width of a letter in font sizes
 _NARROWEST = 25  # points of a column beside the given positions
 _MOST_BANDS = 4  # of the difference of two long canvases
 _MASKED, _GIVEN = "0.4", "0.35"  # greys of dots and of the prompt; both have a contrast above 4.5 with white
@@ -22,6 +26,7 @@ DIFFERENCES = {"the same": "#ffffff", "written in one": "#d6e6f4", "another toke
 _SAME, _WAS, _BEGINS = "0.45", "0.25", "#a04000"  # texts in both runs, in the first, the line where they part
 
 
+@styled
 def denoising_grid(
     words: Sequence[Sequence[str]],
     hidden: Sequence[Sequence[bool]],
@@ -60,9 +65,8 @@ def denoising_grid(
     heights, centres = _placed([1 if row and same[row[1].start] else 2 for row in rows])
     height = int(heights.sum()) / 2
     ax = one_axes(ax, width=0.85 * n_columns + 1.6, height=(0.26 if long else 0.36) * height + 1.0)
-    longest = min(
-        _LONGEST if long else 99, max(3, int(_points(ax, 75)[0] / n_columns / 5))
-    )  # A letter is 5 points wide.
+    size = _text_size(ax, height)
+    longest = min(_LONGEST if long else 99, max(3, int(_points(ax, 75)[0] / n_columns / (_LETTER * size))))
     shade = np.full((len(rows), n_columns), np.nan)
     ticks: dict[float, str] = {}
     for i, (drawn, y) in enumerate(zip(rows, centres, strict=True)):
@@ -83,7 +87,7 @@ def denoising_grid(
                     shortened(text, longest),
                     ha="center",
                     va="center",
-                    fontsize=13 if masked else 8,
+                    fontsize=size * (1.6 if masked else 1),
                     color=_MASKED if masked else _GIVEN if given else "black",
                     fontweight="bold" if 0 <= revealed_at[pos] == step else "normal",
                     parse_math=False,
@@ -91,7 +95,9 @@ def denoising_grid(
                 )
     # The range ends above 1, so that black text can be read on the darkest cell.
     extent = (-0.5, n_columns - 0.5, height - 0.5, -0.5)
-    image = ax.imshow(np.repeat(shade, heights, axis=0), cmap="YlGn", vmin=0, vmax=1.6, aspect="auto", extent=extent)
+    image = ax.imshow(
+        np.repeat(shade, heights, axis=0), cmap=colour_map("YlGn"), vmin=0, vmax=1.6, aspect="auto", extent=extent
+    )
     _label_rows(ax, ticks, height)
     ax.set_xticks([])
     ax.tick_params(length=0)
@@ -100,15 +106,17 @@ def denoising_grid(
     bar = ax.figure.colorbar(
         image, ax=ax, boundaries=np.linspace(0, 1, 101), ticks=[0, 0.5, 1], pad=0.01, aspect=max(20, len(rows))
     )
-    bar.ax.tick_params(labelsize=8)
-    bar.ax.set_title("p(token)", fontsize=8)
     left_out = f" ({n_given} given positions at the start are not drawn)" if n_given else ""
     if n_given and _points(ax)[0] < 250:
         left_out = f"\n(without {n_given} given positions)"
-    ax.set_title(f"{title or 'The canvas, step by step'}{left_out}", fontsize=10)
+    label_axes(ax, "", "", f"{title or 'The canvas, step by step'}{left_out}")
+    _label_rows(ax, ticks, height)
+    bar.ax.tick_params(labelsize=points(8))
+    bar.ax.set_title("p(token)", fontsize=points(8))
     return ax
 
 
+@styled
 def difference_grid(
     was: Sequence[Sequence[str | None]],
     now: Sequence[Sequence[str | None]],
@@ -165,10 +173,11 @@ def difference_grid(
 
     # 2. The cells.
     ax.set(xlim=(-0.5, n_columns - 0.5), ylim=(height - 0.5, -0.5))
-    column_width = _points(ax)[0] / n_columns
-    # Average letters of 7 points are 4.2 points wide, and 4.6 if they are bold; an arrow with its space is 9.
-    before, after = max(3, int((column_width - 9) / 4.2)), max(3, int(column_width / 4.6))
-    style = {"ha": "center", "va": "center", "fontsize": 7, "parse_math": False, "in_layout": False}
+    column_width, size = _points(ax)[0] / n_columns, _text_size(ax, height, 7)
+    # Average letters are 0.6 font sizes wide, and 0.66 if they are bold; an arrow with its space is 1.3.
+    before, after = max(3, int((column_width / size - 1.3) / 0.6)), max(3, int(column_width / size / 0.66))
+    style = {"ha": "center", "va": "center", "fontsize": size, "parse_math": False, "in_layout": False}
+    colours, inks = _of_states()
     status = np.full((len(rows), n_columns), np.nan)
     ticks: dict[float, str] = {}
     for i, (row, y) in enumerate(zip(rows, centres, strict=True)):
@@ -182,31 +191,55 @@ def difference_grid(
             old, new, differ = cells[span.start][pos]
             status[i, column] = (1 if old is None or new is None else 2) if differ else 0
             if told[i][column]:
-                ax.text(column, y - 0.36, f"{_short(old, before)} →", color=_WAS, **style)
-                ax.text(column, y + 0.36, _short(new, after), fontweight="normal" if new is None else "bold", **style)
+                was_ink, ink = inks[int(status[i, column])]
+                ax.text(column, y - 0.36, f"{_short(old, before)} →", color=was_ink, **style)
+                weight = "normal" if new is None else "bold"
+                ax.text(column, y + 0.36, _short(new, after), fontweight=weight, color=ink, **style)
             elif not differ and not thin and old is None:
-                ax.text(column, y, "·", color=_SAME, **{**style, "fontsize": 13})
+                ax.text(column, y, "·", color=_SAME, **{**style, "fontsize": 1.8 * size})
             elif not differ and not thin:
                 ax.text(column, y, _short(old, before + 2), color=_SAME, **style)
             if differ and not (span.start and cells[span.start - 1][pos][2]):
                 top = y - heights[i] / 4
                 ax.plot([column - 0.48, column + 0.48], [top, top], color=_BEGINS, linewidth=2, solid_capstyle="butt")
     extent = (-0.5, n_columns - 0.5, height - 0.5, -0.5)
-    colours = ListedColormap(list(DIFFERENCES.values()))
-    ax.imshow(np.repeat(status, heights, axis=0), cmap=colours, vmin=0, vmax=2, aspect="auto", extent=extent)
+    ax.imshow(
+        np.repeat(status, heights, axis=0), cmap=ListedColormap(colours), vmin=0, vmax=2, aspect="auto", extent=extent
+    )
     _label_rows(ax, ticks, height)
-    ax.set_xticks([] if several else range(n_columns), [] if several else list(map(str, bands[0][0])), fontsize=7)
-    ax.set_xlabel("" if several else "position", fontsize=8, labelpad=1)
+    ax.set_xticks([] if several else range(n_columns), [] if several else list(map(str, bands[0][0])))
     ax.tick_params(length=0)
     for side in ax.spines.values():
         side.set_visible(False)
-    patches = [Patch(facecolor=colour, edgecolor="0.6", label=label) for label, colour in DIFFERENCES.items()]
+    patches = [
+        Patch(facecolor=colour, edgecolor="0.6", label=label)
+        for label, colour in zip(DIFFERENCES, colours, strict=True)
+    ]
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 1 if several else 3.6}
-    ax.legend(handles=patches, **below, ncols=3, fontsize=7, frameon=False)
+    ax.legend(handles=patches, **below, ncols=3, fontsize=points(7), frameon=False)
     hidden = len(differing) - len(bands)
     left_out = f"\n(after position {bands[-1][0][-1]}, {hidden} more groups of positions differ)" if hidden > 0 else ""
-    ax.set_title(f"{title or 'The difference of two runs'}{left_out}", fontsize=10, parse_math=False)
+    label_axes(
+        ax, "" if several else "position", "", f"{title or 'The difference of two runs'}{left_out}", parse_math=False
+    )
+    ax.tick_params(axis="x", labelsize=points(7))
+    ax.xaxis.labelpad = 1
     return ax
+
+
+def _of_states() -> tuple[list[str], list[tuple[str, str]]]:
+    """Background of each of the `DIFFERENCES`, and the colours of the first and the second run's text on it."""
+    if STYLE.get().cmap is None:
+        return list(DIFFERENCES.values()), [(_WAS, "black")] * len(DIFFERENCES)
+    from matplotlib.colors import to_rgb
+
+    colours = [DIFFERENCES["the same"], look(0, 2).colour, look(1, 2).colour]
+    return colours, [(ink_on(to_rgb(colour)),) * 2 for colour in colours]
+
+
+def _text_size(ax: Any, height: float, size: int = 8) -> float:
+    """Points of the text of a token, which fits into a row."""
+    return max(_SMALLEST, min(points(size), 0.95 * _points(ax)[1] / height))
 
 
 def _short(text: str | None, longest: int) -> str:
@@ -260,7 +293,7 @@ def _points(ax: Any, beside: int = 45, above: int = 60) -> tuple[float, float]:
     width, height = float(box.width / inch), float(box.height / inch)
     if ax.figure.get_layout_engine() is None:
         return width, height
-    return max(1.0, width / 0.775 - beside), max(1.0, height / 0.77 - above)
+    return max(1.0, width / 0.775 - points(beside)), max(1.0, height / 0.77 - points(above))
 
 
 def _is_narrow(n_pos: int, ax: Any) -> bool:
@@ -272,9 +305,10 @@ def _label_rows(ax: Any, ticks: Mapping[float, str], height: float) -> None:
     """Label the rows whose labels have room, those of folded steps last."""
     row, kept = _points(ax)[1] / height, dict[float, str]()
     for y in sorted(ticks, key=lambda y: (ticks[y].endswith("…"), y)):
-        if all(abs(y - other) * row >= 7 for other in kept):
+        if all(abs(y - other) * row >= 1.1 * points(7) for other in kept):
             kept[y] = ticks[y]
-    ax.set_yticks(sorted(kept), [kept[y] for y in sorted(kept)], fontsize=8 if row > 10 else 7)
+    ax.set_yticks(sorted(kept), [kept[y] for y in sorted(kept)])
+    ax.tick_params(axis="y", labelsize=points(8 if row > points(10) else 7))
 
 
 def _placed(halves: Sequence[int]) -> tuple[Any, list[float]]:

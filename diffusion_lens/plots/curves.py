@@ -1,7 +1,7 @@
 """Curves, bars and scatter plots: effects by layer, shares by group, similarities of vectors, panels of signatures."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.plots.axes import RESTORED, one_axes, panels, spaced
+from diffusion_lens.plots.axes import RESTORED, label_axes, one_axes, panels, shortened
+from diffusion_lens.plots.looks import BASELINE, Look, figure_size, look, next_look, points
+from diffusion_lens.plots.ticks import label_places, letters_in, room_of, width_of
+from diffusion_lens.settings.figures import STYLE, styled
 
-_COLOURS = ("0.75", "tab:purple", "tab:orange")
-_INSIDE: Mapping[str, Any] = {}
-_RIGHT: Mapping[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
+MOST_LABELS = 12  # of an axis with one place for each layer or step
+_BESIDE = 0.42  # largest share of the width that a legend beside the axes has; a wider one is below
+_UPRIGHT = 0.4  # largest share of the room that labels of rows or upright labels have
+SMALLEST_PANEL = (1.6, 1.8)  # inches
+_HANDLE = 3.5  # width of the line in a legend with the space around it, in font sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +58,7 @@ class SignaturePanels:
     embeddings: Mapping[str, float]
 
 
+@styled
 def effect_curves(
     mean: Float[Tensor, "role layer"],
     low: Float[Tensor, "role layer"],
@@ -85,15 +91,17 @@ def effect_curves(
     ax = one_axes(ax, width=6.0, height=3.2)
     ax.axhline(0, color="0.8", linewidth=0.8)
     for row in occurring:
-        _band(ax, layers, mean[row], low[row], high[row], roles[row], f"C{row}")
+        _band(ax, layers, mean[row], low[row], high[row], roles[row], look(row, len(roles)))
     for (name, control), style in zip((controls or {}).items(), (":", "--"), strict=False):
         ax.plot([], [], color="0.4", linestyle=style, label=name)
         for row in occurring:
-            ax.plot(layers, control[row].tolist(), color=f"C{row}", linestyle=style, linewidth=1)
-    ax.set_xticks([layers[column] for column in spaced(len(layers))])
+            colour = look(row, len(roles)).colour
+            ax.plot(layers, control[row].tolist(), color=colour, linestyle=style, linewidth=1)
+    _label_numbers(ax, layers)
     return _labelled(ax, RESTORED[kind], "average indirect effect", title or "Average effect of restoring a state")
 
 
+@styled
 def level_curves(
     spans: Float[Tensor, "level axis"],
     curves: Mapping[str, Sequence[tuple[float, float]]],
@@ -109,14 +117,16 @@ def level_curves(
     ax = one_axes(ax, width=6.0, height=3.2)
     middles, halves = spans.mean(dim=1).numpy(), (spans.diff(dim=1)[:, 0] / 2).numpy()
     ax.axhline(1, color="0.8", linewidth=0.8)
-    for label, points in curves.items():
-        values = [value for value, _ in points]
-        errors = [0.0 if math.isnan(error) else error for _, error in points]
-        ax.errorbar(middles, values, yerr=errors, xerr=halves, label=label, fmt="o", markersize=4, elinewidth=1)
+    for i, (label, estimates) in enumerate(curves.items()):
+        values = [value for value, _ in estimates]
+        errors = [0.0 if math.isnan(error) else error for _, error in estimates]
+        drawn = {"color": look(i, len(curves)).colour, "fmt": look(i).marker}
+        ax.errorbar(middles, values, yerr=errors, xerr=halves, label=label, markersize=4, elinewidth=1, **drawn)
     title = title or "Dictionary by noise level"
     return _labelled(ax, "noise level t (share of masked tokens)", "share", title, parse_math=False)
 
 
+@styled
 def labelled_lines(
     values: Float[Tensor, "entry axis"],
     labels: Sequence[str],
@@ -136,16 +146,39 @@ def labelled_lines(
     ax = one_axes(ax, width=7.0, height=3.4)
     positions = range(len(columns))
     for i, (row, label) in enumerate(zip(values, labels, strict=True)):
-        # Ten colours, then the same ones dashed.
-        ax.plot(positions, row.tolist(), color=f"C{i % 10}", linestyle="-" if i < 10 else "--", marker=".", label=label)
-    shown = spaced(len(columns))
-    crowded = max(map(len, columns)) > 4
-    ax.set_xticks(
-        list(shown), [columns[i] for i in shown], rotation=30 if crowded else 0, ha="right" if crowded else "center"
-    )
-    return _labelled(ax, xlabel, ylabel, title, legend=_RIGHT if len(labels) > 1 else None, parse_math=False)
+        drawn = look(i, len(labels))
+        line = {"color": drawn.colour, "linestyle": drawn.dash, "marker": drawn.marker}
+        ax.plot(positions, row.tolist(), markersize=3, label=label, **line)
+    label_columns(ax, columns, MOST_LABELS)
+    return _labelled(ax, xlabel, ylabel, title, legend=legend_outside if len(labels) > 1 else None, parse_math=False)
 
 
+@styled
+def curves_by_iteration(
+    curves: Mapping[str, Float[Tensor, "iteration"]],
+    xlabel: str,
+    ylabel: str,
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """Draw one line for each curve, of any number of iterations, such as the loss of a training.
+
+    Args:
+        curves: Value after each iteration, by the name of the curve; a single curve has no legend.
+    """
+    ax = one_axes(ax, width=5.2, height=3.2)
+    for i, (name, values) in enumerate(curves.items()):
+        drawn = look(i, len(curves))
+        line = {"color": drawn.colour, "linestyle": drawn.dash, "marker": drawn.marker}
+        # About ten markers, which do not hide the curve.
+        every = max(1, len(values) // 10)
+        ax.plot(
+            range(1, len(values) + 1), values.tolist(), linewidth=1, label=name, markersize=3, markevery=every, **line
+        )
+    return _labelled(ax, xlabel, ylabel, title or "", legend_outside if len(curves) > 1 else None, parse_math=False)
+
+
+@styled
 def share_bars(
     shares: Mapping[str, Sequence[float]],
     groups: Sequence[str],
@@ -169,12 +202,14 @@ def share_bars(
         if intervals is not None:
             lengths = (intervals[state] - torch.tensor(heights)[:, None]).abs()
             ends = lengths.nan_to_num(0.0).T.tolist()
-        ax.bar(at, heights, width=width, label=state, color=_COLOURS[i], yerr=ends, capsize=2, error_kw={"lw": 0.8})
-    ax.set_xticks(range(len(groups)), [group.replace("_", "\n") for group in groups])
+        drawn = _bar_look(i, len(shares))
+        ax.bar(at, heights, width=width, label=state, yerr=ends, capsize=2, error_kw={"lw": 0.8}, **drawn)
+    label_columns(ax, [group.replace("_", "\n") for group in groups], all=True)
     ax.set_ylim(0, 1.02)
     return _labelled(ax, "", ylabel, title or "")
 
 
+@styled
 def shares_by_number(
     curves: Mapping[str, Mapping[int, tuple[float, float, float]]],
     xlabel: str,
@@ -188,20 +223,20 @@ def shares_by_number(
         curves: Share and ends of its interval (NaN draws none) by the number, for each group by name.
     """
     ax = one_axes(ax, width=5.6, height=3.0)
-    numbers = sorted({number for points in curves.values() for number in points})
-    for i, (group, points) in enumerate(curves.items()):
+    numbers = sorted({number for by_number in curves.values() for number in by_number})
+    for i, (group, by_number) in enumerate(curves.items()):
         # The bars of different groups are drawn side by side.
-        at = [number + 0.05 * (i - (len(curves) - 1) / 2) for number in points]
-        shares, *ends = torch.tensor(list(points.values())).T
-        lengths = torch.stack([(shares - end).abs().nan_to_num(0.0) for end in ends])
-        ax.errorbar(
-            at, shares.tolist(), yerr=lengths.tolist(), label=group, marker="o", markersize=3, elinewidth=0.8, capsize=2
-        )
-    ax.set_xticks(numbers)
+        at = [number + 0.05 * (i - (len(curves) - 1) / 2) for number in by_number]
+        shares, *ends = torch.tensor(list(by_number.values())).T
+        lengths = torch.stack([(shares - end).abs().nan_to_num(0.0) for end in ends]).tolist()
+        drawn = {"color": look(i, len(curves)).colour, "marker": look(i).marker, "markersize": 3}
+        ax.errorbar(at, shares.tolist(), yerr=lengths, label=group, elinewidth=0.8, capsize=2, **drawn)
+    _label_numbers(ax, numbers)
     ax.set_ylim(-0.02, 1.02)
     return _labelled(ax, xlabel, ylabel, title or "", parse_math=False)
 
 
+@styled
 def reliability(
     confidence: Float[Tensor, "bin"],
     right: Float[Tensor, "bin"],
@@ -218,12 +253,14 @@ def reliability(
     """
     ax = one_axes(ax, 3.8, 3.4)
     ax.plot([0, 1], [0, 1], color="0.6", linestyle=":", linewidth=1)
-    ax.plot(confidence.tolist(), right.tolist(), linewidth=1)
-    ax.scatter(confidence.tolist(), right.tolist(), s=(12 + 120 * counts / counts.sum()).tolist())
+    colour = next_look(ax).colour
+    ax.plot(confidence.tolist(), right.tolist(), color=colour, linewidth=1)
+    ax.scatter(confidence.tolist(), right.tolist(), color=colour, s=(12 + 120 * counts / counts.sum()).tolist())
     ax.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     return _labelled(ax, "confidence", "share that is right", title or "", legend=None, parse_math=False)
 
 
+@styled
 def ranked_means(
     means: Float[Tensor, "entry"],
     intervals: Float[Tensor, "entry 2"],
@@ -242,12 +279,39 @@ def ranked_means(
     ax = one_axes(ax, width=5.2, height=1.0 + 0.26 * len(labels))
     lengths = (intervals - means[:, None]).abs().nan_to_num(0.0).T.tolist()
     ax.axvline(expected, color="0.6", linestyle=":", linewidth=1)
-    ax.errorbar(means.tolist(), range(len(labels)), xerr=lengths, fmt="o", markersize=4, capsize=2, elinewidth=1)
-    ax.set_yticks(range(len(labels)), labels, parse_math=False)
+    drawn = {"color": look(0).colour, "fmt": "o", "markersize": 4}
+    ax.errorbar(means.tolist(), range(len(labels)), xerr=lengths, capsize=2, elinewidth=1, **drawn)
+    _label_rows(ax, labels)
     ax.set_ylim(len(labels) - 0.5, -0.5)
     return _labelled(ax, xlabel, "", title or "", legend=None, parse_math=False)
 
 
+@styled
+def paired_bars(
+    values: Mapping[str, Float[Tensor, "entry"]],
+    labels: Sequence[str],
+    xlabel: str,
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """Bars of several groups side by side, one row below the other, from a line at 0.
+
+    Args:
+        values: Value of each row, by the name of the group.
+        labels: Name of each row, the first at the top.
+    """
+    ax = one_axes(ax, width=5.2, height=1.0 + 0.26 * len(labels))
+    height = 0.8 / len(values)
+    for i, (group, lengths) in enumerate(values.items()):
+        at = [row + (i - (len(values) - 1) / 2) * height for row in range(len(labels))]
+        ax.barh(at, lengths.tolist(), height=height, label=group, color=look(i, len(values)).colour)
+    ax.axvline(0, color="0.6", linewidth=1)
+    ax.set_ylim(len(labels) - 0.5, -0.5)
+    _label_rows(ax, labels)
+    return _labelled(ax, xlabel, "", title or "", parse_math=False)
+
+
+@styled
 def paired_scatter(
     coordinates: Float[Tensor, "2 fact 2"],
     explained: Float[Tensor, "2"],
@@ -264,13 +328,15 @@ def paired_scatter(
     """
     ax = one_axes(ax, 4.6, 4.2)
     ax.plot(*coordinates.permute(2, 0, 1).numpy(), color="0.75", linewidth=0.7, zorder=1)
-    for points, name, marker in zip(coordinates, names, "o^", strict=True):
-        ax.scatter(*points.T.numpy(), s=16, marker=marker, label=name, linewidth=0, zorder=2)
+    for i, (pairs, name, marker) in enumerate(zip(coordinates, names, "o^", strict=True)):
+        drawn = {"color": look(i, 2).colour, "marker": marker, "label": name}
+        ax.scatter(*pairs.T.numpy(), s=16, linewidth=0, zorder=2, **drawn)
     ax.set_aspect("equal", adjustable="datalim")
     xlabel, ylabel = (f"component {i + 1} ({float(share):.0%} of the variance)" for i, share in enumerate(explained))
-    return _labelled(ax, xlabel, ylabel, title or "Both sets in their common principal components", legend=_INSIDE)
+    return _labelled(ax, xlabel, ylabel, title or "Both sets in their common principal components", legend=_inside)
 
 
+@styled
 def spectra(
     singular_values: Float[Tensor, "2 component"],
     effective_ranks: Sequence[float],
@@ -286,15 +352,17 @@ def spectra(
         names: Names of the two sets.
     """
     ax = one_axes(ax, 4.6, 3.2)
-    for values, effective, name, marker in zip(singular_values, effective_ranks, names, "o^", strict=True):
+    for i, (values, effective, name) in enumerate(zip(singular_values, effective_ranks, names, strict=True)):
         shares = values[values > 0].square() / values.square().sum()
         label = f"{name}: effective rank {effective:.1f}"
-        ax.plot(range(1, len(shares) + 1), shares.numpy(), label=label, marker=marker, markersize=3, linewidth=1)
+        drawn = {"color": look(i, 2).colour, "marker": "o^"[i], "markersize": 3, "linewidth": 1}
+        ax.plot(range(1, len(shares) + 1), shares.numpy(), label=label, **drawn)
     ax.set_yscale("log")
     title = title or "Singular-value spectra"
-    return _labelled(ax, "principal component", "share of the variance", title, legend=_INSIDE)
+    return _labelled(ax, "principal component", "share of the variance", title, legend=_inside)
 
 
+@styled
 def similarity_curve(
     table: Mapping[int, Mapping[str, float]],
     axis: str,
@@ -314,15 +382,17 @@ def similarity_curve(
     ax = one_axes(ax, 5.2, 3.2)
     ticks = list(table)
     column = {name: [row[name] for row in table.values()] for name in next(iter(table.values()))}
-    (line,) = ax.plot(ticks, column["value"], label=label or statistic, marker="o", markersize=3)
-    colour = line.get_color()
+    drawn = next_look(ax)
+    colour = drawn.colour
+    ax.plot(ticks, column["value"], label=label or statistic, color=colour, marker=drawn.marker, markersize=3)
     ax.vlines(ticks, column["low"], column["high"], color=colour, linewidth=1)
     ax.plot(ticks, column["chance"], color=colour, linestyle=":", linewidth=1, label=f"{label or statistic}, by chance")
     ax.fill_between(ticks, column["chance_low"], column["chance_high"], color=colour, alpha=0.15, linewidth=0)
-    ax.set_xticks([ticks[i] for i in spaced(len(ticks))])
+    _label_numbers(ax, ticks)
     return _labelled(ax, axis, statistic.replace("_", " "), title or f"Similarity by {axis}")
 
 
+@styled
 def probability_by_layer(
     curves: Mapping[str, tuple[Float[Tensor, "layer"], Float[Tensor, "layer"], Float[Tensor, "layer"]]],
     before: Mapping[str, float],
@@ -338,14 +408,15 @@ def probability_by_layer(
         layers: Layers on the horizontal axis.
     """
     ax = one_axes(ax, 5.2, 3.2)
-    for name, (mean, low, high) in curves.items():
-        colour = _band(ax, layers, mean, low, high, name)
+    for i, (name, (mean, low, high)) in enumerate(curves.items()):
+        colour = _band(ax, layers, mean, low, high, name, look(i, len(curves)))
         ax.axhline(before[name], color=colour, linestyle=":", linewidth=1, label=f"{name}, without v*")
     ax.set_ylim(-0.02, 1.02)
-    ax.set_xticks([layers[i] for i in spaced(len(layers))])
+    _label_numbers(ax, layers)
     return _labelled(ax, "layer of v*", "p(answer)", title or "The answer's probability with v*")
 
 
+@styled
 def kept_by_size(
     curves: Mapping[str, Float[Tensor, "entry"]],
     sizes: Sequence[int],
@@ -363,72 +434,176 @@ def kept_by_size(
         ax.axhline(level, color="0.6", linestyle=":", linewidth=1)
     for name, shares in curves.items():
         entries = sorted(zip(sizes, shares.tolist(), strict=True))
-        ax.plot(*zip(*entries, strict=True), label=name, marker="o", markersize=3)
+        drawn = next_look(ax)
+        ax.plot(*zip(*entries, strict=True), label=name, color=drawn.colour, marker=drawn.marker, markersize=3)
     ax.set_xscale("symlog", linthresh=1)
     ax.set_xlim(left=0)
-    legend = _INSIDE if len(curves) > 1 else None
+    legend = _inside if len(curves) > 1 else None
     return _labelled(
         ax, "edges of the circuit", "share of the metric kept", title or "Faithfulness of circuits", legend
     )
 
 
-def signature_panels(models: Sequence[SignaturePanels]) -> list[Any]:
-    """Draw one row of panels for each model; returns the axes in reading order."""
-    _, axes = panels(len(models), 4, width=12.0, height=3.5 * len(models))
+@styled
+def signature_panels(models: Sequence[SignaturePanels], show: str | None = None, ax: Any = None) -> Any:
+    """Draw one row of panels for each model; returns the axes in reading order.
+
+    Args:
+        show: One of `SIGNATURES`, to draw this panel of one model alone and return its axes.
+        ax: Axes of this panel.
+
+    Raises:
+        ValueError: The figure is too small for all panels, one panel is chosen of several models, or axes are given for
+            all panels.
+    """
+    if show is not None:
+        if len(models) > 1:
+            raise ValueError(
+                f"show={show!r} draws the panel of one model; there are {len(models)}: draw each on its ax="
+            )
+        return _SIGNATURES[show](one_axes(ax, width=4.2, height=3.2), models[0], f"{models[0].name}\n")
+    if ax is not None:
+        raise ValueError(f"ax= is one panel, and there are four: give show=, one of {', '.join(_SIGNATURES)}")
+    width, height = figure_size(12.0, 3.5 * len(models))
+    if width < SMALLEST_PANEL[0] * 4 or height < SMALLEST_PANEL[1] * len(models):
+        least = SMALLEST_PANEL[0] * 4, SMALLEST_PANEL[1] * len(models)
+        raise ValueError(
+            f"size={(width, height)} is too small for four panels, which need {least[0]:g} x {least[1]:g} inches; "
+            f"draw one of them with show=, one of {', '.join(_SIGNATURES)}"
+        )
+    _, axes = panels(len(models), 4, width=width, height=height)
     for row, model in enumerate(models):
-        of_evidence, of_cuts, of_routes, of_gradients = axes[4 * row : 4 * row + 4]
-        _draw(of_evidence, model.evidence, f"{model.name}\nevidence: percentile and reuse", (0.0, 1.05))
-        _draw(of_cuts, model.cuts, "edge reader to source cut", None, "log p(answer) lost (nats)")
-        _draw(of_routes, model.routes, "routes: correlation forward and reverse", (-1.05, 1.05))
-        if not model.routes:
-            of_routes.text(0.5, 0.5, model.why_no_routes, ha="center", transform=of_routes.transAxes, fontsize=8)
-        _draw(of_gradients, model.gradients, "gradients: cosine forward and reverse", (-1.05, 1.05))
-        for i, (label, value) in enumerate(model.embeddings.items()):
-            of_gradients.axhline(value, color=f"C{5 + i}", linewidth=1, linestyle="--", label=label)
-        _legend(of_gradients)
+        for i, draw in enumerate(_SIGNATURES.values()):
+            draw(axes[4 * row + i], model, "" if i else f"{model.name}\n")
     return axes
+
+
+def _evidence(ax: Any, model: SignaturePanels, name: str) -> Any:
+    return _draw(ax, model.evidence, f"{name}evidence: percentile and reuse", (0.0, 1.05))
+
+
+def _cuts(ax: Any, model: SignaturePanels, name: str) -> Any:
+    return _draw(ax, model.cuts, f"{name}edge reader to source cut", None, "log p(answer) lost (nats)")
+
+
+def _routes(ax: Any, model: SignaturePanels, name: str) -> Any:
+    if not model.routes:
+        ax.text(0.5, 0.5, model.why_no_routes, ha="center", transform=ax.transAxes, fontsize=points(8))
+    return _draw(ax, model.routes, f"{name}routes: correlation forward and reverse", (-1.05, 1.05))
+
+
+def _gradients(ax: Any, model: SignaturePanels, name: str) -> Any:
+    for i, (label, value) in enumerate(model.embeddings.items()):
+        colour = look(5 + i, 5 + len(model.embeddings)).colour
+        ax.axhline(value, color=colour, linewidth=1, linestyle="--", label=label)
+    return _draw(ax, model.gradients, f"{name}gradients: cosine forward and reverse", (-1.05, 1.05))
+
+
+_SIGNATURES = {"evidence": _evidence, "cuts": _cuts, "routes": _routes, "gradients": _gradients}
+SIGNATURES = tuple(_SIGNATURES)  # the panels
 
 
 def _draw(
     ax: Any, curves: Mapping[str, Curve], title: str, limits: tuple[float, float] | None, ylabel: str = ""
-) -> None:
+) -> Any:
     ax.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     n_layers = 0
     for i, (label, curve) in enumerate(curves.items()):
         n_layers = len(curve.mean)
         if curve.low is None or curve.high is None:
-            ax.plot(range(n_layers), curve.mean.tolist(), color="0.55", linestyle=":", marker=".", label=label)
+            ax.plot(range(n_layers), curve.mean.tolist(), color=BASELINE, linestyle=":", marker=".", label=label)
         else:
-            _band(ax, range(n_layers), curve.mean, curve.low, curve.high, label, f"C{i}")
-    ax.set_xticks(list(spaced(n_layers)) if n_layers else [])
-    _labelled(ax, "layer", ylabel, title, legend=None, fontsize=9, parse_math=False)
+            _band(ax, range(n_layers), curve.mean, curve.low, curve.high, label, look(i, len(curves)))
     if limits is not None:
         ax.set_ylim(*limits)
-    if curves:
-        _legend(ax)
+    _label_numbers(ax, range(n_layers))
+    return _labelled(ax, "layer", ylabel, title, legend=_below, parse_math=False)
 
 
-def _band(
-    ax: Any, x: Sequence[int], mean: Tensor, low: Tensor, high: Tensor, label: str, colour: str | None = None
-) -> Any:
-    """Draw a curve with its interval; returns the colour, by default the next one of the axes."""
-    (line,) = ax.plot(x, mean.tolist(), color=colour, label=label, marker="o", markersize=3)
-    ax.fill_between(x, low.tolist(), high.tolist(), color=line.get_color(), alpha=0.2, linewidth=0)
-    return line.get_color()
+def _band(ax: Any, x: Sequence[int], mean: Tensor, low: Tensor, high: Tensor, label: str, drawn: Look) -> Any:
+    """Draw a curve with its interval; returns the colour."""
+    line = {"color": drawn.colour, "linestyle": drawn.dash, "marker": drawn.marker, "markersize": 3}
+    ax.plot(x, mean.tolist(), label=label, **line)
+    ax.fill_between(x, low.tolist(), high.tolist(), color=drawn.colour, alpha=0.2, linewidth=0)
+    return drawn.colour
 
 
-def _legend(ax: Any) -> None:
-    """The labels below the panel, where they hide no curve."""
-    ax.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, columnspacing=1.0)
+def _bar_look(index: int, n: int) -> dict[str, Any]:
+    """Colour and hatching of a group of bars; without a chosen colour map the first group is grey."""
+    grey = index == 0 and STYLE.get().cmap is None
+    colour = "0.8" if grey else look(index - 1 if STYLE.get().cmap is None else index, n).colour
+    return {"color": colour, "hatch": look(index).hatch, "edgecolor": "white" if look(index).hatch else colour}
+
+
+def _label_numbers(ax: Any, places: Sequence[int]) -> None:
+    label_places(ax.xaxis, places, list(map(str, places)), points(8), MOST_LABELS)
+
+
+def label_columns(ax: Any, labels: Sequence[str], most: int | None = None, all: bool = False) -> None:
+    """Label the columns 0, 1, ... of a picture of lines or bars; `all` says that each label is needed."""
+    longest = letters_in(_UPRIGHT * room_of(ax)[1], points(8))
+    names = [label if "\n" in label else shortened(label, longest) for label in labels]
+    label_places(ax.xaxis, range(len(labels)), names, points(8), most, all=all)
+
+
+def _label_rows(ax: Any, labels: Sequence[str]) -> None:
+    longest = letters_in(_UPRIGHT * room_of(ax)[0], points(8))
+    label_places(ax.yaxis, range(len(labels)), [shortened(label, longest) for label in labels], points(8))
+
+
+def _inside(ax: Any) -> None:
+    ax.legend(fontsize=points(8))
+
+
+def legend_outside(ax: Any, entries: Mapping[str, Any] | None = None) -> None:
+    """The legend beside the axes, or below them where it would take too much of the width.
+
+    Args:
+        entries: What is drawn, by its label; by default all that has a label.
+    """
+    labelled = _entries(ax) if entries is None else entries
+    widest = max(width_of(label, points(8)) for label in labelled) + _HANDLE * points(8)
+    if widest > _BESIDE * room_of(ax)[0]:
+        _below(ax, labelled)
+    else:
+        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
+        ax.legend(labelled.values(), labelled.keys(), fontsize=points(8), **place)
+
+
+def _below(ax: Any, entries: Mapping[str, Any] | None = None) -> None:
+    """The legend below the labels of the axes, where it hides no curve, in as many columns as have room."""
+    from matplotlib.transforms import ScaledTranslation
+
+    labelled = _entries(ax) if entries is None else entries
+    if not labelled:
+        return
+    size, width = points(7), room_of(ax)[0]
+    labels = [shortened(label, letters_in(0.95 * width - _HANDLE * size, size)) for label in labelled]
+    widest = max(width_of(label, size) for label in labels) + _HANDLE * size
+    columns = min(len(labels), max(1, int(width / widest)))
+    # Below what stands under the axes: ticks, their labels, which may be upright, and the name of the axis.
+    ticks = max((label.get_window_extent().height for label in ax.get_xticklabels()), default=0.0) * 72 / ax.figure.dpi
+    under = 8 + ticks + (1.4 * points(9) if ax.get_xlabel() else 0)
+    shifted = ax.transAxes + ScaledTranslation(0, -under / 72, ax.figure.dpi_scale_trans)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": shifted, "borderaxespad": 0.2}
+    spaces = {"columnspacing": 1.0, "handletextpad": 0.5, "handlelength": 2.0}
+    ax.legend(labelled.values(), labels, fontsize=size, ncols=columns, frameon=False, **place, **spaces)
+
+
+def _entries(ax: Any) -> dict[str, Any]:
+    handles, labels = ax.get_legend_handles_labels()
+    return dict(zip(labels, handles, strict=True))
 
 
 def _labelled(
-    ax: Any, xlabel: str, ylabel: str, title: str, legend: Mapping[str, Any] | None = _RIGHT, **of_title: Any
+    ax: Any,
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    legend: Callable[[Any], None] | None = legend_outside,
+    parse_math: bool = True,
 ) -> Any:
-    ax.tick_params(labelsize=8)
-    ax.set_xlabel(xlabel, fontsize=9)
-    ax.set_ylabel(ylabel, fontsize=9)
-    ax.set_title(title, **{"fontsize": 10, **of_title})
+    label_axes(ax, xlabel, ylabel, title, parse_math=parse_math)
     if legend is not None:
-        ax.legend(fontsize=8, **legend)
+        legend(ax)
     return ax

@@ -13,18 +13,25 @@ from diffusion_lens.plots.axes import (
     RESTORED,
     Figure,
     ink_on,
+    label_axes,
     one_axes,
     panels,
     readable,
     row_labels,
     short_answer,
     shortened,
-    spaced,
 )
+from diffusion_lens.plots.looks import colour_map, figure_size, points
+from diffusion_lens.plots.ticks import label_places, letters_in, room_of, width_of
+from diffusion_lens.settings.figures import STYLE, styled
 
+MOST_NUMBERS = 12  # of columns
+_ROWS = 0.45  # largest share of the room that row labels have, or upright column labels
 _ABOVE_BAR = 16  # points between map and title, so that a title wider than the map is above the label of the colour bar
 LONGEST = 9  # characters of a token
 MOST_COLUMNS = 16
+CELL_INCHES = 0.72  # width of a token
+_MAP_WIDTH, _MAP_HEIGHT = 0.55, 0.6  # shares of a figure that its map has, about
 
 
 @runtime_checkable
@@ -40,6 +47,7 @@ class Trace(Protocol):
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any: ...
 
 
+@styled
 def heat_map(
     scores: Float[Tensor, "pos layer"],
     *,
@@ -79,6 +87,7 @@ def heat_map(
     )
 
 
+@styled
 def labelled_map(
     values: Float[Tensor, "entry layer"],
     *,
@@ -91,26 +100,41 @@ def labelled_map(
     title: str,
     ax: Any = None,
 ) -> Any:
-    """A heat map with labelled rows, layers as columns and a labelled colour bar. Cells that are NaN are grey."""
+    """A heat map with labelled rows, layers as columns and a labelled colour bar. Cells that are NaN are grey.
+
+    Args:
+        rows, layers: Label of each row and column. Where they would collide, every second, third, ... is drawn.
+        hue: Colour map, unless another is chosen.
+        limits: Values at the ends of the colour scale.
+        bar: Label of the colour bar.
+    """
     ax = one_axes(ax, *_map_size(*values.shape))
     ax.set_facecolor(ABSENT)
     highest = max(limits[1], limits[0] + 1e-6)  # The scale must not be empty, even if all values are equal.
-    image = ax.imshow(values.numpy(), cmap=hue, vmin=limits[0], vmax=highest, aspect="auto")
-    # Without parse_math=False a "$" in a token would begin a formula.
-    ax.set_yticks(range(len(rows)), rows, fontsize=8, parse_math=False)
-    columns = spaced(len(layers))
-    ax.set_xticks(columns, [str(layers[column]) for column in columns], fontsize=8)
-    ax.set_xlabel(xlabel, fontsize=9)
-    ax.set_title(title, fontsize=10, pad=_ABOVE_BAR)
-    thin = min(0.05, 1 / len(layers))
+    image = ax.imshow(values.numpy(), cmap=colour_map(hue), vmin=limits[0], vmax=highest, aspect="auto")
+    size, (width, height) = points(8), room_of(ax)
+    names = [shortened(row, letters_in(_ROWS * width, size)) for row in rows]
+    left = max((width_of(name, size) for name in names), default=0.0) + 10
+    right = 0.06 * width + width_of("0.00", size) + 10  # of the colour bar
+    # The title is above the middle of the map, which is not the middle of the figure.
+    room = width - abs(right - left)
+    label_axes(ax, xlabel, "", title, pad=_ABOVE_BAR * size / 8, room=room)
+    label_places(ax.yaxis, range(len(rows)), names, size)
+    columns = [shortened(str(layer), letters_in(_ROWS * height, size)) for layer in layers]
+    numbers = all(isinstance(layer, int) for layer in layers)
+    label_places(ax.xaxis, range(len(layers)), columns, size, MOST_NUMBERS if numbers else None)
+    thin = min(0.05, max(0.02, 1 / len(layers)))
     scale = ax.figure.colorbar(image, cax=ax.inset_axes((1.01 + thin, 0, thin, 1)))
-    scale.ax.tick_params(labelsize=8)
-    # An annotation instead of a title, because the layout reserves no room for the width of titles.
+    scale.ax.tick_params(labelsize=size)
+    # An annotation instead of a title, because the layout reserves no room for the width of titles. It ends where the
+    # numbers of the bar end, about.
     above = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    scale.ax.annotate(bar, (0, 1), (0, 5), **above, fontsize=8, parse_math=False)
+    right = max(0.0, width_of("0.00", size) + 7 - max(0.0, width_of(bar, size) - width / 3))
+    scale.ax.annotate(bar, (1, 1), (right, 5), **above, ha="right", fontsize=size, parse_math=False)
     return ax
 
 
+@styled
 def trace_panels(
     rows: Sequence[Sequence[Trace]],
     titles: Sequence[Sequence[str]] | None = None,
@@ -162,6 +186,7 @@ def trace_panels(
     return figure
 
 
+@styled
 def token_map(
     values: Float[Tensor, "entry layer"],
     words: Sequence[Sequence[str]],
@@ -173,8 +198,8 @@ def token_map(
 ) -> Any:
     """A heat map with labelled rows, and a token written in each cell. Cells that are NaN are grey.
 
-    Of more than 16 columns, every second, third, ... is drawn, the last among them, so that the figure is at most 14
-    inches wide.
+    Of more than 16 columns, or where they would be too narrow for their tokens, every second, third, ... is drawn, the
+    last among them. Where rows are lower than a line of text, the tokens are left out.
 
     Args:
         words: Token of each cell, shortened to fit; an empty text writes nothing.
@@ -183,33 +208,39 @@ def token_map(
         labels: The other arguments of `labelled_map`: rows, hue, limits, bar, title.
     """
     n_rows, n_columns = values.shape
-    every = -(-n_columns // MOST_COLUMNS)
+    size = points(7)
+    cell = CELL_INCHES * 72 * size / 7  # points of the width of a token
+    most = MOST_COLUMNS if ax is None and STYLE.get().size is None else max(1, int(_cells_width(ax) / cell))
+    every = -(-n_columns // min(MOST_COLUMNS, most))
     drawn = range((n_columns - 1) % every, n_columns, every)
     values = values[:, list(drawn)].float()
-    ax = one_axes(ax, width=2.4 + 0.72 * len(drawn), height=1.1 + 0.26 * n_rows)
+    ax = one_axes(ax, width=2.4 + CELL_INCHES * len(drawn), height=1.1 + 0.26 * n_rows)
     said = xlabel if every == 1 else f"{xlabel} (one in {every} of {n_columns})"
     labelled_map(values, layers=[layers[i] for i in drawn], xlabel=said, ax=ax, **labels)
+    if _MAP_HEIGHT * room_of(ax)[1] < size * n_rows:  # Rows are lower than a line of text.
+        return ax
     (image,) = ax.get_images()
     for row, of_row in enumerate(words):
         for column, word in enumerate(of_row[i] for i in drawn):
             if not word:
                 continue
             value = float(values[row, column])
-            cell = ax.get_facecolor() if math.isnan(value) else image.cmap(image.norm(value))
+            behind = ax.get_facecolor() if math.isnan(value) else image.cmap(image.norm(value))
             ax.text(
                 column,
                 row,
                 shortened(readable(word), LONGEST),
                 ha="center",
                 va="center",
-                fontsize=7,
-                color=ink_on(cell),
+                fontsize=size,
+                color=ink_on(behind),
                 parse_math=False,
                 in_layout=False,  # It is inside the axes, and to measure all texts takes half of the time.
             )
     return ax
 
 
+@styled
 def edge_map(
     scores: Float[Tensor, "writer reader"],
     writers: Sequence[str],
@@ -227,7 +258,7 @@ def edge_map(
     ax = labelled_map(
         scores,
         rows=writers,
-        layers=range(len(readers)),
+        layers=readers,
         xlabel="reader: queries, keys and values of attention (a), MLP (m)",
         hue="RdBu",
         limits=limits or (-bound, bound),
@@ -235,11 +266,17 @@ def edge_map(
         title=title or "Scores of the edges, summed over heads",
         ax=ax,
     )
-    ax.set_xticks(range(len(readers)), readers, rotation=90, fontsize=8)
-    ax.set_ylabel("writer", fontsize=9)
+    ax.set_ylabel("writer", fontsize=points(9))
     return ax
 
 
 def _map_size(n_pos: int, n_layers: int) -> tuple[float, float]:
     """Width and height in inches at which every token label is legible."""
     return 2.2 + max(2.0, 0.17 * n_layers), 1.0 + max(0.8, 0.2 * n_pos)
+
+
+def _cells_width(ax: Any) -> float:
+    """Points for the cells of a map, on these axes or in a new figure of the chosen size."""
+    if ax is None:
+        return _MAP_WIDTH * 72 * figure_size(0.0, 0.0)[0]
+    return _MAP_WIDTH * room_of(ax)[0]

@@ -36,6 +36,7 @@ from diffusion_lens.records.identity import ATTRIBUTES, identity_of, require_nam
 from diffusion_lens.records.identity import weights_sha256 as weights_sha256
 from diffusion_lens.records.schema import built, checksum
 from diffusion_lens.settings import checked_arguments
+from diffusion_lens.settings.figures import styled
 from weight_conversion import as_json, parse_json, read_json, restore_numbers, to_json, write_safetensors
 
 S = TypeVar("S", bound="Saved")
@@ -49,9 +50,21 @@ NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sh
 SHOWN_ROWS = 10
 LONGEST = 60  # characters of a text in the excerpt of a notebook
 _SHOWN_SETTINGS = 10
+_HASH = 12  # digits of a hash
 _LONGEST = 40  # characters of a setting that is shown
 # Entries of records that say nothing about the computation at a glance.
-_NOT_SHOWN = ("model", "weights_sha256", "tokenizer_sha256", "device", "corpus", "key", "blank", "first_step")
+_NOT_SHOWN = (
+    "model",
+    "weights_sha256",
+    "tokenizer_sha256",
+    "device",
+    "corpus",
+    "key",
+    "blank",
+    "first_step",
+    "seconds",
+    "mode",
+)
 installed_version = cache(version)  # which reads and parses a file
 _START_AGAIN = "Delete the files in this folder and start again, or name another folder"
 _SHOWN_PARTS = 3
@@ -443,16 +456,20 @@ def texts_of(tokens: Int[Tensor, "*rest"], words: Mapping[int, str]) -> Any:
 
 
 class Result(ABC):
-    """A result: one line as text, a table as HTML, and all rows of the table as a data frame."""
+    """A result: one line as text, a table as HTML, and all rows of the table as a data frame.
 
+    A class without a picture says in `NO_PICTURE` why it has none.
+    """
+
+    NO_PICTURE: ClassVar[str]
     record: dict[str, Any]
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Check the arguments of the public methods of every result."""
+        """Check the arguments of the public methods of every result. Those that draw take the settings of figures."""
         super().__init_subclass__(**options)
         for name, method in list(vars(cls).items()):
             if isfunction(method) and not name.startswith("_"):
-                setattr(cls, name, checked_arguments(method))
+                setattr(cls, name, checked_arguments(styled(method) if name.startswith("plot") else method))
 
     @abstractmethod
     def _table(self) -> Table:
@@ -483,11 +500,18 @@ class Result(ABC):
 
 
 class PicturedResult(Result):
-    """A result with a picture."""
+    """A result with a picture. A class of your own states in `SHOWS` what its picture shows, for captions."""
+
+    SHOWS: ClassVar[str]
 
     @abstractmethod
     def plot(self, *args: Any, **settings: Any) -> Any:
         """Draw the picture; returns the matplotlib axes."""
+
+    def caption(self) -> str:
+        """Two sentences for the legend of the picture: what it shows and of which model, and the settings and the hash
+        of the weights that the record has."""
+        return caption_of(self.SHOWS, self._settings())
 
     def _picture(self) -> Any:
         """The axes of the picture that stands for the result."""
@@ -534,14 +558,44 @@ def one_line(result: Any) -> str:
 def say_settings(record: Mapping[str, Any]) -> str:
     """Model, settings and hash of the weights in one line, from a record; empty for an empty record."""
     model = [shown_model(record)] if record.get("model") else []
-    settings = [
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in record.items()
-        if name not in _NOT_SHOWN
-        and (isinstance(value, bool | int | float) or (isinstance(value, str) and 0 < len(value) <= _LONGEST))
-    ]
-    weights = [f"weights {record['weights_sha256'][:12]}"] if record.get("weights_sha256") else []
-    return ", ".join([*model, *settings[:_SHOWN_SETTINGS], *weights])
+    weights = [f"weights {record['weights_sha256'][:_HASH]}"] if record.get("weights_sha256") else []
+    return ", ".join([*model, *_settings_in_words(record), *weights])
+
+
+def caption_of(shows: str, record: Mapping[str, Any]) -> str:
+    """The caption of a picture that shows this, from the record of its result."""
+    of = f"For {shown_model(record)}, the figure" if record.get("model") else "The figure"
+    spoken = {name.replace("_", " "): value for name, value in record.items() if name not in _NOT_SHOWN}
+    settings = _settings_in_words(spoken)
+    said = (
+        [f"{'the settings are' if len(settings) > 1 else 'the setting is'} {', '.join(settings)}"] if settings else []
+    )
+    if record.get("weights_sha256"):
+        said.append(f"the SHA-256 of the weights begins with {record['weights_sha256'][:_HASH]}")
+    second = "; ".join(said)
+    return f"{of} shows {shows}." + (f" {second[0].upper()}{second[1:]}." if second else "")
+
+
+def _settings_in_words(record: Mapping[str, Any]) -> list[str]:
+    """The first settings of a record, each by its name and its value; of facts, steps and hooks, how many there are."""
+    words = (_in_words(name, value) for name, value in record.items() if name not in _NOT_SHOWN)
+    return list(filter(None, words))[:_SHOWN_SETTINGS]
+
+
+def _in_words(name: str, value: Any) -> str:
+    """A setting in words; empty for one that takes more than a few."""
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    if isinstance(value, int | float):
+        return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+    if isinstance(value, str):
+        return f"{name} {value}" if 0 < len(value) <= _LONGEST else ""
+    if name in ("facts", "hooks") and value:
+        return f"{len(value)} {name if len(value) > 1 else name.removesuffix('s')}"
+    if name == "steps" and value and all(isinstance(step, int) for step in value):
+        in_a_row = len(value) > 2 and value[-1] - value[0] == len(value) - 1
+        return f"steps {value[0]} to {value[-1]}" if in_a_row else f"steps {' '.join(map(str, value))}"[:_LONGEST]
+    return f"sampler {value['name']}" if name == "sampler" and isinstance(value, dict) else ""
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from diffusion_lens.model.loss import autoregressive_loss
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.text import require_tokenizer
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.results import Result, Saved, Table, provenance, require_same_settings
+from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, require_same_settings, shown_model
 from diffusion_lens.settings import own_seed, takes
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training.corpus import HAS_MASK, Corpus, plain, prompts_of, read_corpus, read_texts, write_corpus
@@ -59,7 +59,7 @@ _SAMPLES = 3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Adaptation(Result, Saved):
+class Adaptation(PicturedResult, Saved):
     """What became of a causal model.
 
     Columns of the data frame: step, loss.
@@ -82,6 +82,7 @@ class Adaptation(Result, Saved):
     """
 
     KIND: ClassVar[str] = "adaptation"
+    SHOWS: ClassVar[str] = "the loss of every update of the adaptation"
 
     settings: dict[str, Any]
     losses: Float[Tensor, "step"]
@@ -114,6 +115,13 @@ class Adaptation(Result, Saved):
             f"{numbers['bound']:.3f} of the twin (a bound, estimated), {numbers['causal_nll']:.3f} of the causal model"
         )
         return "\n".join([*lines, f"nats per token: {said}", *(f"sample: {text!r}" for text in self.samples)])
+
+    def plot(self, ax: Any = None, title: str | None = None) -> Any:
+        """The loss of every update; returns the matplotlib axes."""
+        from diffusion_lens import plots  # when it is drawn
+
+        title = title or f"{shown_model(self.record)}: adaptation"
+        return plots.curves_by_iteration({"loss": self.losses}, "update", "loss (nats)", ax, title)
 
     def _table(self) -> Table:
         return Table({"step": range(1, len(self.losses) + 1), "loss": self.losses})

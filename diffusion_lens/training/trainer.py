@@ -41,7 +41,7 @@ from diffusion_lens.model.loss import LossBatch, Objective, masked_batch, next_t
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import (
-    Result,
+    PicturedResult,
     Saved,
     Table,
     open_result,
@@ -49,6 +49,7 @@ from diffusion_lens.records.results import (
     read_run,
     require_same_run,
     save_result,
+    shown_model,
 )
 from diffusion_lens.settings import (
     Settings,
@@ -164,7 +165,7 @@ def smdm_reverse(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TrainingRecord(Result, Saved):
+class TrainingRecord(PicturedResult, Saved):
     """The record of a training.
 
     Columns of the data frame: step, loss.
@@ -178,11 +179,19 @@ class TrainingRecord(Result, Saved):
     """
 
     KIND: ClassVar[str] = "training record"
+    SHOWS: ClassVar[str] = "the loss of every step of the training"
 
     config: TrainingConfig
     losses: Float[Tensor, "step"]
     record: dict[str, Any]
     evaluations: tuple[dict[str, Any], ...] = ()
+
+    def plot(self, ax: Any = None, title: str | None = None) -> Any:
+        """The loss of every step; returns the matplotlib axes."""
+        from diffusion_lens import plots  # when it is drawn
+
+        title = title or f"{shown_model(self.record)}: training"
+        return plots.curves_by_iteration({"loss": self.losses}, "step", "loss (nats)", ax, title)
 
     def _table(self) -> Table:
         return Table({"step": range(1, len(self.losses) + 1), "loss": self.losses})

@@ -92,6 +92,7 @@ class OneLayerStudy(StudyResult[CellCurves]):
     record: dict[str, Any]
 
     KIND: ClassVar[str] = "one-layer study"
+    SHOWS: ClassVar[str] = "recall and the three signatures by training step, mean over seeds"
     FACT_FILE: ClassVar[type[Any]] = CellCurves
     UNIT: ClassVar[str] = "training"
 

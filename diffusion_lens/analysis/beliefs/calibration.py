@@ -87,6 +87,7 @@ class Calibration(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "calibration"
+    SHOWS: ClassVar[str] = "how well confidence, entropy and margin of the predictions tell right from wrong"
 
     auroc: Float[Tensor, "measure reading"]
     ece: Float[Tensor, "reading"]

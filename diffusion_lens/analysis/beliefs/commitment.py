@@ -80,6 +80,9 @@ class Commitment(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "commitment"
+    SHOWS: ClassVar[str] = (
+        "by denoising step the share of positions that are committed and written, and of rows whose answer is committed"
+    )
 
     committed_at: Int[Tensor, "batch pos"]
     first_at: Int[Tensor, "batch pos"]

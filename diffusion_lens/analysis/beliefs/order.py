@@ -59,6 +59,7 @@ class RevealOrder(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "order of revealing"
+    SHOWS: ClassVar[str] = "how early the tokens of each class are written, as a mean rank with its interval"
 
     rank: Float[Tensor, "batch pos"]
     revealed_at: Int[Tensor, "batch pos"]

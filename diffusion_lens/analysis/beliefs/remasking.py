@@ -53,6 +53,9 @@ class RemaskEffect(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "effect of masking again"
+    SHOWS: ClassVar[str] = (
+        "how much the prediction at one position changes, as a KL divergence, when the token at another is masked again"
+    )
 
     own: Float[Tensor, "selected"]
     kl: Float[Tensor, "selected target"]

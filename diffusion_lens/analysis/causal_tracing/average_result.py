@@ -376,6 +376,9 @@ class AverageEffect(FactAverage):
     """
 
     KIND: ClassVar[str] = "average effect"
+    SHOWS: ClassVar[str] = (
+        "the average indirect effect of restoring a state in a corrupted run, by layer and role of the token"
+    )
     FACT_FILE: ClassVar[type[Any]] = CausalTrace
     BY_STEP: ClassVar[bool] = False
 
@@ -438,6 +441,9 @@ class AverageTrajectoryEffect(FactAverage):
     """
 
     KIND: ClassVar[str] = "average trajectory effect"
+    SHOWS: ClassVar[str] = (
+        "the average indirect effect of restoring a state in a corrupted run, by layer and denoising step"
+    )
     FACT_FILE: ClassVar[type[Any]] = TrajectoryTrace
     BY_STEP: ClassVar[bool] = True
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.average_result import AverageEffect
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
-from diffusion_lens.records.results import PicturedResult, Saved, Table, network_of
+from diffusion_lens.records.results import PicturedResult, Saved, Table, network_of, shown_model
 from diffusion_lens.settings import Whole, at_least, check_level, check_seed, checked_arguments, one_of
 
 STATISTICS = ("spearman", "kendall", "overlap")
@@ -57,6 +57,7 @@ class RankStability(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "rank stability"
+    SHOWS: ClassVar[str] = "how alike several results rank the same sites"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"top_k": int, "sites": int, "facts": list[str]}
 
     values: Float[Tensor, "statistic entry entry"]
@@ -114,6 +115,11 @@ class RankStability(PicturedResult, Saved):
 
     def _ends(self) -> dict[str, Tensor]:
         return {"value": self.values, "low": self.low, "high": self.high}
+
+    def _settings(self) -> Mapping[str, Any]:
+        """With the models of the results."""
+        models = dict.fromkeys(shown_model(each) for each in self.record["results"].values() if each.get("model"))
+        return {**({"model": " and ".join(models)} if models else {}), **self.record}
 
     def _index(self, statistic: str) -> int:
         return STATISTICS.index(one_of(*STATISTICS)("statistic", statistic))

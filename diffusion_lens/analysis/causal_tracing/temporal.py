@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from diffusion_lens import plots
 from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
 from diffusion_lens.analysis.causal_tracing.shared_canvases import (
     CanvasRuns,
@@ -55,13 +56,13 @@ from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import Result, Saved, Table, shaped
+from diffusion_lens.records.results import PicturedResult, Saved, Table, shaped, shown_model
 from diffusion_lens.records.schema import require_indices
-from diffusion_lens.settings import Whole, pick_indices, takes
+from diffusion_lens.settings import Whole, pick_indices, takes, whole_number
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TemporalEffect(Result, Saved):
+class TemporalEffect(PicturedResult, Saved):
     """The effect of one state at one step on the final text.
 
     Columns of the data frame: step, pos, layer, token, score, indirect_effect.
@@ -77,6 +78,10 @@ class TemporalEffect(Result, Saved):
     """
 
     KIND: ClassVar[str] = "temporal effect"
+    SHOWS: ClassVar[str] = (
+        "the share of runs that end with the answer when one state is restored at one denoising step, by position "
+        "and layer"
+    )
 
     scores: Float[Tensor, "step pos layer"]
     token_scores: Float[Tensor, "step pos layer selected"]
@@ -105,6 +110,31 @@ class TemporalEffect(Result, Saved):
         """Share of the total effect, clean - corrupted, that a state restored at one step recovers; NaN where that is
         below 0.01."""
         return share_of_total(self.indirect_effect, torch.tensor(self.clean - self.corrupted))
+
+    def plot(self, step: Whole | None = None, ax: Any = None, title: str | None = None) -> Any:
+        """The heat map of one step, on a colour scale that all steps share; returns the matplotlib axes.
+
+        Args:
+            step: One of the steps; by default that at which a restored state has the largest effect.
+        """
+        if step is None:
+            index = int(self.indirect_effect.nan_to_num().flatten(1).amax(dim=1).argmax())
+        else:
+            index = self.steps.index(whole_number("step", step)) if step in self.steps else -1
+        if index < 0:
+            raise ValueError(f"step={step} is not one of the steps {self.steps}")
+        return plots.heat_map(
+            self.scores[index],
+            str_tokens=self.str_tokens,
+            subject=self.subject,
+            positions=self.positions,
+            layers=self.layers,
+            kind=self.record["kind"],
+            answer=self.record["answer"],
+            limits=(self.corrupted, float(self.scores.nan_to_num().max())),
+            title=title or f"{shown_model(self.record)}: share with the answer, restored at step {self.steps[index]}",
+            ax=ax,
+        )
 
     def _table(self) -> Table:
         return Table.of_cells(

@@ -67,6 +67,7 @@ class CausalTrace(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "causal trace"
+    SHOWS: ClassVar[str] = "p(answer) when one state is restored in a corrupted run, by position and layer"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "kind": str, "answer": list[str]}
 
     scores: Float[Tensor, "pos layer"]

@@ -81,6 +81,9 @@ class TrajectoryTrace(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "trajectory trace"
+    SHOWS: ClassVar[str] = (
+        "p(answer) when one state is restored in a corrupted run, by position and layer at one denoising step"
+    )
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "kind": str, "answer": list[str]}
 
     scores: Float[Tensor, "step pos layer"]

@@ -116,6 +116,7 @@ class NodeScores(AttributionScores):
     scores: Float[Tensor, "*step writer"]
 
     KIND = "node scores"
+    SHOWS: ClassVar[str] = "the effect on the metric of each attention head and MLP, estimated by attribution"
 
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
         """Heat map of heads and MLPs by layer; the title has the score of the embedding. Returns the matplotlib axes.
@@ -164,6 +165,9 @@ class EdgeScores(AttributionScores):
     scores: Float[Tensor, "*step writer reader"]
 
     KIND = "edge scores"
+    SHOWS: ClassVar[str] = (
+        "the effect on the metric of each edge between layers, estimated by attribution and summed over heads"
+    )
 
     @property
     def nodes(self) -> Float[Tensor, "*step writer"]:

@@ -54,6 +54,7 @@ class Faithfulness(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "faithfulness"
+    SHOWS: ClassVar[str] = "how much of the metric a circuit keeps, by its number of edges"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None}
 
     sizes: tuple[int, ...]

@@ -169,6 +169,7 @@ class Circuit(Result, Saved):
     """
 
     KIND: ClassVar[str] = "circuit"
+    NO_PICTURE: ClassVar[str] = "It is a set of edges; their scores and the faithfulness of circuits have pictures."
 
     edges: frozenset[tuple[str, str]]
     graph: Graph

@@ -54,6 +54,9 @@ class NeuronScores(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "neuron scores"
+    SHOWS: ClassVar[str] = (
+        "the effect on the metric of the strongest neurons, estimated by attribution and summed by position and layer"
+    )
     ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "layers": list[int]}
 
     scores: Float[Tensor, "entry"]

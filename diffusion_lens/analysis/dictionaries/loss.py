@@ -84,6 +84,9 @@ class DictionaryLoss(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "dictionary loss"
+    SHOWS: ClassVar[str] = (
+        "by noise level how much of the loss the dictionary recovers and how much of the variance it explains"
+    )
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "name": str}
 
     losses: Float[Tensor, "entry level state"]

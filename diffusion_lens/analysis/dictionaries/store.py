@@ -86,6 +86,7 @@ class ActivationStore(Result):
     """
 
     KIND: ClassVar[str] = KIND
+    NO_PICTURE: ClassVar[str] = "It holds activations; the results that are computed from them have pictures."
 
     path: Path
     shards: tuple[ShardFile, ...]

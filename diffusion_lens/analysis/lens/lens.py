@@ -98,6 +98,7 @@ class LogitLens(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "logit lens"
+    SHOWS: ClassVar[str] = "what each layer predicts at each position, with the entropy of the prediction"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "blank": int | None}
 
     top_tokens: Int[Tensor, "*step layer batch selected top"]

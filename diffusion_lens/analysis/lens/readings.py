@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from diffusion_lens import plots
 from diffusion_lens.analysis.engine.batching import CPU_LOGITS_BYTES, reserved, row_bytes
 from diffusion_lens.analysis.engine.inputs import ForwardPass, Inputs
 from diffusion_lens.hooks.names import FwdHooks, resid_post
@@ -19,7 +20,7 @@ from diffusion_lens.model.config import UNREACHED, DiffusionConfig
 from diffusion_lens.model.hook_points import hooked_modules
 from diffusion_lens.model.transformer import DiffusionTransformer, normalized
 from diffusion_lens.records.identity import identity_of
-from diffusion_lens.records.results import Result, Saved, Table, shown_model
+from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model
 from diffusion_lens.settings import Whole, pick_indices
 
 NOTHING = -1
@@ -93,7 +94,7 @@ class Canvases:
 
 
 @dataclass(frozen=True, eq=False)
-class Translators(Result, Saved):
+class Translators(PicturedResult, Saved):
     """The affine maps of a tuned lens, h + h W + b; with W = 0 and b = 0, the lens is the direct one.
 
     Columns of the data frame: iteration, layer, loss.
@@ -107,6 +108,7 @@ class Translators(Result, Saved):
     """
 
     KIND: ClassVar[str] = "translators"
+    SHOWS: ClassVar[str] = "the loss of the translator of each layer, by iteration of the fit"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str}
 
     weights: Float[Tensor, "layer d_model d_model"]
@@ -137,6 +139,12 @@ class Translators(Result, Saved):
                 f"the translators were fitted for the layers {self.layers}, and not for {missing}: fit these too, or "
                 f"read layers={[*self.layers, model.cfg.n_layers]}"
             )
+
+    def plot(self, ax: Any = None, title: str | None = None) -> Any:
+        """The loss of each layer by iteration; returns the matplotlib axes."""
+        curves = {f"layer {layer}": losses for layer, losses in zip(self.layers, self.losses.T, strict=True)}
+        title = title or f"{shown_model(self.record)}: fit of the translators"
+        return plots.curves_by_iteration(curves, "iteration", "mean KL (nats)", ax, title)
 
     def _table(self) -> Table:
         return Table.of_cells({"iteration": range(len(self.losses)), "layer": self.layers}, {"loss": self.losses})

@@ -87,6 +87,7 @@ class PatchGrid(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "patch grid"
+    SHOWS: ClassVar[str] = "the effect of patching a state of one run into another, by position and layer"
 
     scores: Float[Tensor, "*rest"]
     axes: tuple[str, ...]

@@ -60,6 +60,7 @@ class LinearProbe(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "linear probe"
+    SHOWS: ClassVar[str] = "the score of a linear probe on held-out runs by hook point, beside its control"
     FORMER: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "time probe": {
             "r2": "score",

@@ -69,6 +69,7 @@ class SecondMoment(Result, Saved):
     """
 
     KIND: ClassVar[str] = "second moment"
+    NO_PICTURE: ClassVar[str] = "It is a matrix that edits are computed with; the report of an edit has a picture."
 
     total: Float[Tensor, "d_mlp d_mlp"]
     count: int

@@ -178,6 +178,7 @@ class EditReport(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "edit report"
+    SHOWS: ClassVar[str] = "the share of probes that are won before and after an edit, by group of probes"
 
     wins: Float[Tensor, "state probe"]
     probabilities: Float[Tensor, "state probe"]
@@ -194,14 +195,14 @@ class EditReport(PicturedResult, Saved):
     def _table(self) -> Table:
         return Table({"probe": range(len(self.groups)), **by_probe(self.groups, self.wins, self.probabilities)})
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """Share of wins by group, before and after. Returns the matplotlib axes."""
         table = self.table()
         return plots.share_bars(
             {state: [getattr(score, state) for score in table.values()] for state in ("before", "after")},
             list(table),
             ax=ax,
-            title=f"Edit of {say_layers(edited_layers(self.record))}",
+            title=title or f"Edit of {say_layers(edited_layers(self.record))}",
         )
 
     def _score(self, group: str) -> Score:

@@ -174,6 +174,9 @@ class EditStudy(StudyResult[EditOutcome]):
     target_tokens: Int[Tensor, "request"] | None = None
 
     KIND: ClassVar[str] = "edit study"
+    SHOWS: ClassVar[str] = (
+        "the share of probes that are won before and after the edits, by group of probes, with intervals over requests"
+    )
     ENTRIES: ClassVar[Mapping[str, Any]] = {**StudyResult.ENTRIES, "model": str}
     FACT_FILE: ClassVar[type[Any]] = EditOutcome
     UNIT: ClassVar[str] = "request"

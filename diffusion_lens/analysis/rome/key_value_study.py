@@ -96,6 +96,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
     record: dict[str, Any]
 
     KIND: ClassVar[str] = "key and value study"
+    SHOWS: ClassVar[str] = "p(answer) with the optimised value, by the layer of the value"
     ENTRIES: ClassVar[Mapping[str, Any]] = {
         "facts": dict[str, dict[str, Any]],
         "set_aside": dict[str, str],

@@ -60,6 +60,7 @@ class KeyResult(Result, Saved):
     """
 
     KIND: ClassVar[str] = "ROME key"
+    NO_PICTURE: ClassVar[str] = "It is a vector that edits are computed with; the report of an edit has a picture."
 
     keys: Float[Tensor, "prompt d_mlp"]
     layer: int

@@ -80,6 +80,7 @@ class ValueResult(PicturedResult, Saved):
     """
 
     KIND: ClassVar[str] = "ROME value"
+    SHOWS: ClassVar[str] = "the terms of the loss in the search for a value, by iteration"
 
     initial: Float[Tensor, "d_model"]
     delta: Float[Tensor, "d_model"]
@@ -100,10 +101,10 @@ class ValueResult(PicturedResult, Saved):
         terms = dict(zip(LOSS_TERMS, self.losses.T, strict=True))
         return Table({"iteration": range(len(self.losses)), **terms})
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The losses by iteration. Returns the matplotlib axes."""
         iterations = [str(i) for i in range(len(self.losses))]
-        title = f"v* at layer {self.layer} for {''.join(self.record['object']).strip()!r}"
+        title = title or f"v* at layer {self.layer} for {''.join(self.record['object']).strip()!r}"
         return plots.labelled_lines(self.losses.T, LOSS_TERMS, iterations, "iteration", "loss (nats)", title, ax)
 
 

@@ -14,6 +14,7 @@ from diffusion_lens.analysis.over_facts.intervals import mean_interval, share_in
 from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult
 from diffusion_lens.analysis.signatures.gradients import EMBEDDING, HEAD
 from diffusion_lens.records.results import Saved, Table, one_line, shown_model
+from diffusion_lens.settings import one_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +87,9 @@ class ReversalSignatures(StudyResult[FactSignatures]):
     record: dict[str, Any]
 
     KIND: ClassVar[str] = "reversal signatures"
+    SHOWS: ClassVar[str] = (
+        "evidence, cut edges, routes and gradients of facts by layer, in the trained and the reverse direction"
+    )
     ENTRIES: ClassVar[Mapping[str, Any]] = {
         "facts": dict[str, dict[str, Any]],
         "set_aside": dict[str, str],
@@ -234,20 +238,30 @@ class ReversalSignatures(StudyResult[FactSignatures]):
             raise ValueError(f"name={name!r}; it must be one of {', '.join(values)}")
         return values[name]
 
-    def plot(self, against: "ReversalSignatures | Sequence[ReversalSignatures]" = (), level: float = 0.95) -> Any:
-        """Draw evidence, routes and gradients by layer, with their intervals; returns the axes in reading order.
+    def plot(
+        self,
+        against: "ReversalSignatures | Sequence[ReversalSignatures]" = (),
+        level: float = 0.95,
+        show: str | None = None,
+        ax: Any = None,
+    ) -> Any:
+        """Draw evidence, cuts, routes and gradients by layer, with their intervals; returns the axes in reading order.
 
         Args:
             against: Results of other models on the same facts, such as the AR baseline: one row of panels for each.
             level: Level of the intervals.
+            show: One panel, "evidence", "cuts", "routes" or "gradients", of this result alone; returns its axes.
+            ax: Axes of this one panel.
 
         Raises:
-            ValueError: Another result has other facts.
+            ValueError: Another result has other facts, or axes or other results do not fit `show`.
         """
+        if show is not None:
+            one_of(*plots.SIGNATURES)("show", show)
         others = [against] if isinstance(against, ReversalSignatures) else list(against)
         if different := [each for each in others if each.ids != self.ids]:
             raise ValueError(f"{different[0]!r} has other facts than {self!r}; compare results of the same facts")
-        return plots.signature_panels([each.curves(level) for each in (self, *others)])
+        return plots.signature_panels([each.curves(level) for each in (self, *others)], show, ax)
 
     def curves(self, level: float = 0.95) -> plots.SignaturePanels:
         """The means over facts with their intervals, as curves by layer."""
