@@ -523,8 +523,10 @@ export class Explorer {
     this.overlay.hidden = !run.predictions;
     const drawing = this.drawing;
     predictedOf(seen).catch(() => null).then((predicted) => drawing === this.drawing && drawOverlayLegend(this.legend, overlay, predicted, seen.dark));
-    const named = runs.map((one) => [one.id, nameIn(runs, one)]);
-    this.choice.hidden = runs.length < 2 || (runs.length === 2 && this.shown.length === 2);
+    // The runs of facts are chosen in their table.
+    const chosen = runs.filter((one) => this.shown.includes(one) || one.fact === undefined);
+    const named = chosen.map((one) => [one.id, nameIn(runs, one)]);
+    this.choice.hidden = chosen.length < 2 || (chosen.length === 2 && this.shown.length === 2);
     fillSelect(this.runSelect, named, state.run);
     fillSelect(this.compareSelect, [["", "–"], ...named.filter(([id]) => id !== state.run)], state.compare);
     if (!this.form) setText(this.head.children[1], run.prompt);

@@ -5,6 +5,7 @@ import { inflate } from "./numbers.js";
 /** @typedef {import("./types.js").Source} Source @typedef {import("./types.js").Told} Told */
 
 const POLLED = 400; // milliseconds between two questions for the progress of a chunk
+const SILENT = 20_000; // milliseconds after which a kernel that says nothing is given up
 
 /** An error of the library; `unknown` says that a run or chunk was dropped, or never computed.
  * @param {string} text @param {boolean} unknown */
@@ -79,13 +80,19 @@ export function liveSource() {
 /** Data from the notebook's kernel, through a model of anywidget.
  * @param {any} model @returns {Source} */
 export function widgetSource(model) {
-  /** @type {Map<number, {resolve: (value: any) => void, reject: (error: Error) => void, told?: Told}>} */ const waiting = new Map();
-  let last = 0;
+  /** @type {Map<number, {resolve: (value: any) => void, reject: (error: Error) => void, told?: Told, silence: any}>} */ const waiting = new Map();
+  /** No longer wait for the answer to a question; returns whether it was awaited. @param {number} id */
+  const forget = (id) => {
+    clearInterval(waiting.get(id)?.silence);
+    return waiting.delete(id);
+  };
+  let last = 0, heard = 0;
   const listen = (message, buffers) => {
+    heard = Date.now();
     const asked = waiting.get(message.id);
     if (!asked) return;
     if (message.progress) return asked.told?.(message.progress);
-    waiting.delete(message.id);
+    forget(message.id);
     if (!message.ok) return asked.reject(failed(message.error, Boolean(message.unknown)));
     const bytes = buffers?.[0];
     asked.resolve(bytes ? bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength) : message);
@@ -94,9 +101,14 @@ export function widgetSource(model) {
   /** @param {any} question @param {Told} [told] @param {AbortSignal} [signal] @returns {Promise<any>} */
   const ask = (question, told, signal) => new Promise((resolve, reject) => {
     const id = ++last;
-    waiting.set(id, { resolve, reject, told });
+    heard = Date.now();
+    const silence = setInterval(() => {
+      if (Date.now() - heard < SILENT || !forget(id)) return;
+      reject(failed("The kernel does not answer: it is busy, or gone. Run the cell again."));
+    }, SILENT / 4);
+    waiting.set(id, { resolve, reject, told, silence });
     signal?.addEventListener("abort", () => {
-      if (!waiting.delete(id)) return;
+      if (!forget(id)) return;
       model.send({ id: ++last, ask: "cancel", of: id });
       reject(new DOMException("cancelled", "AbortError"));
     });
@@ -118,6 +130,9 @@ export function widgetSource(model) {
       model.set("state", state);
       model.save_changes();
     },
-    close: () => model.off("msg:custom", listen),
+    close() {
+      [...waiting.keys()].forEach(forget);
+      model.off("msg:custom", listen);
+    },
   };
 }

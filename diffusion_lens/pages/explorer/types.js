@@ -86,6 +86,7 @@
  * @property {{right: boolean, wrote: string, answer: string}|null} [verdict]
  * @property {boolean} [guided]
  * @property {string[]} [warnings]
+ * @property {number} [fact]  the fact of the table to which it belongs
  * @property {{k: number, steps: number[], committed: number[]|null}|null} predictions
  * @property {{labels: string[], layers: number[], positions: number[], steps: number[], k: number, targets: number[]}|null} lens
  * @property {{layers: number[], n_heads: number, steps: number[]}|null} attention
