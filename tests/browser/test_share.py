@@ -169,7 +169,7 @@ def test_the_notebook_is_valid_and_its_code_runs(opened: Open, tmp_path: Path, v
         if view == "attention":
             assert names["pattern"].allclose(run.cache[2]["pattern", 3][0, 1])
         if view == "trace":
-            assert names["scores"].allclose(run.trace.at_step(2).scores, atol=1e-6)
+            assert names["scores"].allclose(run.trace.at_step(2).scores, atol=1e-6, equal_nan=True)
         assert isinstance(eval(cells[4 * i + 3], names), Axes)
         pyplot.close()
 

@@ -78,14 +78,16 @@ export function shareMenu(explorer) {
   menu.addEventListener("beforetoggle", (/** @type {any} */ { newState }) => {
     if (newState !== "open") return;
     text.hidden = true;
-    list.replaceChildren(...actions().map(([name, help, act], i) => {
+    list.replaceChildren(...actions().map(([name, help, act]) => {
       const onclick = () => { menu.hidePopover(); act(); };
-      return h("button", { type: "button", autofocus: i === 0, onclick }, h("b", {}, name), h("span", {}, help));
+      return h("button", { type: "button", onclick }, h("b", {}, name), h("span", {}, help));
     }));
     const { left, right, bottom } = opener.getBoundingClientRect(), width = Math.min(320, innerWidth - 16);
     const x = Math.min(Math.max(8, left + width > innerWidth - 8 ? right - width : left), innerWidth - width - 8);
     Object.assign(menu.style, { width: `${width}px`, left: `${x}px`, top: `${bottom + 4}px`, maxHeight: `${innerHeight - bottom - 12}px` });
   });
+  // Who opens it by keyboard is in it. A button with `autofocus` would do, but not in the frame of a notebook.
+  menu.addEventListener("toggle", (/** @type {any} */ { newState }) => newState === "open" && text.hidden && list.firstChild.focus());
   // Up and Down go through the list, as in a menu.
   list.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key], items = [...list.children];

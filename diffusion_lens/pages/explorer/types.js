@@ -63,6 +63,9 @@
  * @property {number|null} highest
  * @property {boolean} [lazy]  whether it is computed when somebody asks for it
  *
+ * @typedef {{writers: string[], readers: string[], steps: number[], n_edges: number, n_rows: number, n_key_value_heads: number,
+ *   side: string}} Circuit
+ *
  * @typedef {Object} Run  see `diffusion_lens/explorer/page_of_run.py`
  * @property {string} id
  * @property {number} model  index into the models of the manifest
@@ -91,6 +94,10 @@
  * @property {{labels: string[], layers: number[], positions: number[], steps: number[], k: number, targets: number[]}|null} lens
  * @property {{layers: number[], n_heads: number, steps: number[]}|null} attention
  * @property {Trace[]} traces
+ * @property {Circuit|null} [circuit]  this and the next three are described in `diffusion_lens/pages/learned.py`
+ * @property {{layers: number[], n_experts: number, steps: number[]}|null} [experts]
+ * @property {{steps: number[]}|null} [conditioning]
+ * @property {{measures: any[], facts: any[], n_facts: number}|null} [signatures]
  * @property {Record<string, string>} missing  by view, what to do to see it
  * @property {Record<string, string>} python  by view, the code that gives its numbers
  *

@@ -103,7 +103,7 @@ class CircuitPane {
 
   drawPicture(/** @type {Seen} */ { model, dark, block, head }, /** @type {{part: End, score: number}[]} */ parts, /** @type {Edge[]} */ edges, /** @type {number} */ most) {
     const colours = ramp("change", dark), [left, top] = MARGIN, height = STOREY;
-    const width = clamp((this.picture.clientWidth - left - 24) / (model.n_heads + 1), ...LANE);
+    const width = clamp((this.picture.clientWidth - left - 24) / (model.n_heads + 1), LANE[0], LANE[1]);
     const x = (/** @type {number} */ lane) => left + (lane + 0.5) * width, y = (/** @type {number} */ layer) => top + (model.n_layers - layer + 0.5) * height;
     // An MLP reads what the heads of its block have written, so it is higher in the row.
     const at = (/** @type {End} */ end) => [x(end.lane), y(end.layer) - (end.name.startsWith("m") ? 6 : 0)];
