@@ -239,22 +239,16 @@ def test_scales_hold_still_over_steps(opened: Open, name: str) -> None:
         assert legend.all_inner_texts() == ends
 
 
-def test_a_page_of_traced_steps_only(opened: Open, run: Any, tmp_path: Any) -> None:
-    from diffusion_lens.pages import write_page
-
-    path = write_page(run.trace.page(), tmp_path / "trace.html")
-    page = opened(f"{path.as_uri()}#view=trace&step=0")
-    assert page.get_by_label("Step", exact=True).get_attribute("max") == str(len(run.trace.steps) - 1)
-    assert f"p {run.trace.scores[0, 0, run.trace.layers[-1]]:.3f}" in maps.label(page, TRACE, 0, 0)
-
-
-@pytest.mark.parametrize("view", [CANVAS, LENS, TRACE, ATTENTION])
+@pytest.mark.parametrize(
+    ("view", "chosen"),
+    [(CANVAS, "confidence"), (CANVAS, "entropy"), (CANVAS, "commitment"), (LENS, ""), (TRACE, ""), (ATTENTION, "")],
+)
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_ink_contrasts_with_every_colour(opened: Open, view: str, theme: str) -> None:
+def test_ink_contrasts_with_every_colour(opened: Open, view: str, chosen: str, theme: str) -> None:
     """WCAG 2: the ratio of the luminances is at least 4.5."""
-    page = opened("mdm", theme=theme, fragment=f"#view={maps.VIEWS[view]}&step=2")
+    page = opened("mdm", theme=theme, fragment=f"#view={maps.VIEWS[view]}&step=2&canvas={chosen}")
     paints = [cell["paint"] for line in maps.cells(page, view) for cell in line if cell["paint"]]
-    assert len({paint["background"] for paint in paints}) > 3
+    assert len({paint["background"] for paint in paints}) > 1
     for paint in paints:
         ink = {"#000": (0, 0, 0), "#fff": (255, 255, 255)}[paint["ink"]]
         light, dark = sorted((luminance(ink), luminance(paint["rgb"])), reverse=True)
