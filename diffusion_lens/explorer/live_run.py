@@ -205,11 +205,12 @@ class LiveRun:
     def experts_chunk(self, step: int) -> bytes:
         """The experts that every position chose at a step, in the conditional branch, and their weights."""
         layers, hooks = layers_of_experts(self.plan.model.cfg), self.plan.network_hooks
-        points = [f"blocks.{layer}.mlp.{name}" for name in (EXPERTS, WEIGHTS) for layer in layers]
+        by_name = [[f"blocks.{layer}.mlp.{name}" for layer in layers] for name in (EXPERTS, WEIGHTS)]
         with self._reading():
             (read,) = Inputs.of(self.plan.model, self.trajectory, fwd_hooks=hooks).at(step)
-            states = [state[0].cpu() for state in read.states(points, fwd_hooks=hooks).values()]
-        return learned.experts_chunk(states[: len(layers)], states[len(layers) :])
+            states = read.states([point for points in by_name for point in points], fwd_hooks=hooks)
+        chosen, weights = ([states[point][0].cpu() for point in points] for points in by_name)
+        return learned.experts_chunk(chosen, weights)
 
     def learned_chunks(self, steps: Sequence[int]) -> dict[str, bytes]:
         """The chunks of experts at some steps, and of self-conditioning, by name; none if the model has neither."""

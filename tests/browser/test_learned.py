@@ -8,7 +8,7 @@ from typing import Any
 import chromium
 import explorer_pages
 import pytest
-from snippets import run_python
+from snippets import run_python, same_output
 
 Open = Callable[..., Any]
 DOCS = Path(__file__).parents[2] / "docs"
@@ -135,8 +135,8 @@ def test_the_view_of_the_docs_shows_its_margins(
     opened: Open, axe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for _ in run_python(DOCS / "add_a_view.md"):
-        pass
+    for block, said in run_python(DOCS / "add_a_view.md"):
+        assert same_output(said, block.output or "")
     page = opened(f"{(tmp_path / 'margin.html').as_uri()}#step=1&position=6")
     page.get_by_role("tab", name="Margin").click()
     page.wait_for_selector(chromium.DRAWN)

@@ -89,8 +89,8 @@ def with_experts(request, specimen, configs):
     return _experts(request.param, specimen, configs)
 
 
-def _experts(name, specimen, configs):
-    model = specimen(configs[name] if name in configs else diffusion_gemma()).model
+def _experts(name, specimen, configs, **changes):
+    model = specimen(configs[name] if name in configs else diffusion_gemma(**changes)).model
     model.clock.time = model.clock.origins = None
     return model
 
@@ -131,6 +131,31 @@ def test_experts_of_another_run_or_without_a_choice_are_refused(with_experts):
     run, without = model.denoise_with_cache(torch.tensor([[5, 6, 7]]), "hook_embed", **settings)
     with pytest.raises(ValueError, match="experts= contains no choice of experts"):
         run.explore(experts=without)
+
+
+def test_live_views_of_a_model_that_has_both_are_those_of_its_run(specimen, configs, tiny):
+    model = _experts("diffusion_gemma", specimen, configs, vocab_size=len(tiny.tokenizer))
+    model.set_tokenizer(tiny.tokenizer, default_prepend_bos=False)
+    settings = dict(length=16, steps=4, seed=1)
+    session = Session([model])
+    run = session.run(dict(settings, prompt=PROMPT))
+    trajectory, cache = model.denoise_with_cache(
+        PROMPT, lambda name: name.endswith(("hook_experts", "hook_router_weights")), **settings
+    )
+    page = PageFile(trajectory.explore(experts=cache).html())
+    assert run["experts"] == page.run()["experts"]
+    assert run["conditioning"] == page.run()["conditioning"]
+    for step in (0, 3, 7):
+        _, live = unpack(session.chunk(run["id"], f"experts/{step}"))
+        _, given = page.read(f"experts/{step}")
+        assert live["experts"].tolist() == given["experts"].tolist()
+        np.testing.assert_allclose(live["weights"], given["weights"], rtol=1e-4)
+    header, live = unpack(session.chunk(run["id"], "conditioning"))
+    words = [*run["words"], *header.get("words", [])]
+    shown = [[words[index] if index >= 0 else None for index in row] for row in live["words"].tolist()]
+    assert shown == page.texts(page.read("conditioning")[1]["words"])
+    whole = PageFile(session.page([run["id"]]).html())
+    assert whole.chunks[run["id"], "conditioning"] == session.chunk(run["id"], "conditioning")
 
 
 @pytest.mark.parametrize("name", ["llada_moe", "llada2"])
