@@ -92,7 +92,7 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]
                 problems.append(f"a request to {request.url}")
 
         page.on("request", on_request)
-        page.on("console", lambda message: problems.append(f"console: {message.text}"))
+        page.on("console", lambda message: problems.append(f"console: {message.text} {message.location['url']}"))
         page.on("pageerror", lambda error: problems.append(f"error: {error}\n{error.stack}"))
         page.goto(url)
         page.wait_for_selector(chromium.DRAWN)

@@ -43,9 +43,14 @@ export class FactsTable {
     this.effects = button("With effects", () => this.measure(true), { title: "Also how far p(answer) falls when the subject is corrupted; this takes longer" });
     const table = h("table", {}, h("thead", {}, this.groups, this.head), this.body, h("tfoot", {}, this.foot));
     this.element = h("aside", { class: "dl-facts", "aria-label": "Facts", hidden: true },
-      h("header", {}, h("h3", {}, "Facts"), this.filter, this.compute, this.effects, button("Close", () => explorer.set({ facts: false }))),
+      h("header", {}, h("h3", {}, "Facts"), this.filter, this.compute, this.effects, button("Close", () => this.close())),
       h("div", { class: "dl-facts-scroll", tabindex: 0, role: "group", "aria-label": "Table of facts" }, table));
-    this.element.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => event.key === "Escape" && explorer.set({ facts: false }));
+    this.element.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => event.key === "Escape" && this.close());
+  }
+
+  close() {
+    this.explorer.set({ facts: false });
+    this.explorer.factsButton.focus({ preventScroll: true });
   }
 
   /** @returns {Fact[]} */
@@ -76,6 +81,7 @@ export class FactsTable {
     if (this.element.hidden) return;
     this.compute.hidden = this.effects.hidden = !explorer.source.live;
     this.compute.disabled = this.effects.disabled = explorer.working;
+    const name = (/** @type {Element} */ one) => one.ariaLabel ?? one.textContent, focused = this.element.contains(document.activeElement) ? document.activeElement : null;
     const sort = (/** @type {string} */ key) => {
       this.sorted = { key, down: this.sorted.key === key ? !this.sorted.down : true };
       this.draw();
@@ -106,6 +112,11 @@ export class FactsTable {
         }));
     }));
     this.drawMeans();
+    // The rows are new ones, also that which has the focus.
+    if (focused && !focused.isConnected) {
+      /** @type {HTMLElement[]} */ const alike = [...this.element.querySelectorAll("button, input")].filter((one) => name(one) === name(focused));
+      alike[0]?.focus({ preventScroll: true });
+    }
   }
 
   /** Averages over the rows that are selected, or over all that are shown. */
