@@ -40,7 +40,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_circuit_lists_its_strongest_edges_and_selects_their_ends(opened: Open, files: dict[str, str]) -> None:
-    page, circuit = opened(f"{files['learned']}#step=2&view=circuit&layer=5&head=5"), explorer_pages.learned()["circuit"]
+    page, circuit = (
+        opened(f"{files['learned']}#step=2&view=circuit&layer=5&head=5"),
+        explorer_pages.learned()["circuit"],
+    )
     scores = circuit.at_step(2).to_dataframe().sort_values("score", key=abs, ascending=False)
     listed = page.locator(".dl-circuit-edges button").all_inner_texts()
     assert len(listed) == 12

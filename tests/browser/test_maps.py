@@ -197,7 +197,9 @@ def test_a_grid_has_one_cell_that_arrow_keys_move(opened: Open) -> None:
     assert grid.get_attribute("aria-rowcount") == "7"
     assert grid.get_attribute("aria-colcount") == "16"
     grid.locator("[role=gridcell]").focus()
-    focused = """() => [document.activeElement.parentNode.ariaRowIndex, document.activeElement.ariaColIndex].map(Number)"""
+    focused = (
+        """() => [document.activeElement.parentNode.ariaRowIndex, document.activeElement.ariaColIndex].map(Number)"""
+    )
     assert page.evaluate(focused) == [4, 5]
     for key, expected in (
         ("ArrowRight", [4, 6]),
