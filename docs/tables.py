@@ -220,7 +220,7 @@ def picture_rows() -> list[tuple[str, str]]:
         for each in classes
         if not hasattr(each, "SHOWS")
     ]
-    return [(f"{{py:class}}`{each.__name__}`", said) for each, said in (*shown, *others)]
+    return [(f"{{py:class}}`~{each.__module__}.{each.__name__}`", said) for each, said in (*shown, *others)]
 
 
 def results_of(base: type[Any]) -> set[type[Any]]:

@@ -26,7 +26,7 @@ from diffusion_lens.plots.ticks import label_places, letters_in, room_of, width_
 from diffusion_lens.settings.figures import STYLE, styled
 
 MOST_NUMBERS = 12  # of columns
-_ROWS = 0.45  # largest share of the room that row labels have, or upright column labels
+_ROWS, _UPRIGHT = 0.45, 0.3  # largest shares of the room that labels of rows and upright labels of columns have
 _ABOVE_BAR = 16  # points between map and title, so that a title wider than the map is above the label of the colour bar
 LONGEST = 9  # characters of a token
 MOST_COLUMNS = 16
@@ -120,8 +120,8 @@ def labelled_map(
     room = width - abs(right - left)
     label_axes(ax, xlabel, "", title, pad=_ABOVE_BAR * size / 8, room=room)
     label_places(ax.yaxis, range(len(rows)), names, size)
-    columns = [shortened(str(layer), letters_in(_ROWS * height, size)) for layer in layers]
-    numbers = all(isinstance(layer, int) for layer in layers)
+    columns = [shortened(str(layer), letters_in(_UPRIGHT * height, size)) for layer in layers]
+    numbers = all(str(layer)[:1].isdigit() for layer in layers)
     label_places(ax.xaxis, range(len(layers)), columns, size, MOST_NUMBERS if numbers else None)
     thin = min(0.05, max(0.02, 1 / len(layers)))
     scale = ax.figure.colorbar(image, cax=ax.inset_axes((1.01 + thin, 0, thin, 1)))
