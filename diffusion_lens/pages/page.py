@@ -264,7 +264,5 @@ def _largest(page: Page) -> str:
         "experts": "cache fewer layers or steps of hook_experts",
     }
     largest: Iterable[str] = sorted(sizes, key=lambda view: -sizes[view])
-    shown = "; ".join(
-        f"{view} takes {sizes[view]:,} ({advice.get(view, 'it stores less with other chunks')})" for view in largest
-    )
+    shown = "; ".join(f"{view} takes {sizes[view]:,} ({advice.get(view, 'give it fewer numbers')})" for view in largest)
     return f"{shown or 'the canvases alone take that much'}, or give a larger max_bytes"
