@@ -540,7 +540,9 @@ export class Explorer {
       tab.hidden = !is && seens.every((seen) => missing(seen) !== null && !(name in (seen.run.missing ?? {})) && !(seen.run[name] ?? seen.run[`${name}s`]?.length));
       tab.setAttribute("aria-selected", String(is));
       tab.tabIndex = is ? 0 : -1;
-      if (is) this.panel.setAttribute("aria-labelledby", tab.id);
+      if (!is) return;
+      this.panel.setAttribute("aria-labelledby", tab.id);
+      this.tabs.scrollLeft = clamp(this.tabs.scrollLeft, tab.offsetLeft + tab.offsetWidth - this.tabs.clientWidth, tab.offsetLeft - 10);
     });
   }
 
