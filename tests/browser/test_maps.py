@@ -282,13 +282,15 @@ def test_what_a_map_paints_are_its_cells(opened: Open) -> None:
 
 
 def test_a_map_in_a_hidden_tab_is_painted_when_it_is_shown(opened: Open) -> None:
-    page = opened("mdm", fragment="#view=lens&step=2")
+    page = opened("large", fragment="#view=lens&step=2&position=1&layer=1")
     width = maps.asked(page, LENS, "map.width")
     page.evaluate("document.querySelector('.dl-panel').hidden = true")
     page.get_by_role("button", name="next step").click()
+    page.locator(".dl-text button").nth(50).click()
     page.wait_for_selector(chromium.DRAWN)
-    page.set_viewport_size({"width": 900, "height": 900})
+    page.set_viewport_size({"width": 600, "height": 900})
     page.evaluate("document.querySelector('.dl-panel').hidden = false")
     page.wait_for_timeout(200)
     assert 0 < maps.asked(page, LENS, "map.width") < width
     assert maps.asked(page, LENS, "map.canvas.clientWidth") == maps.asked(page, LENS, "map.width")
+    assert maps.asked(page, LENS, "map.x(50) >= map.gutter && map.x(51) <= map.width")

@@ -30,7 +30,7 @@ export class HeatMap {
     this.pick = pick;
     /** @type {Shown} */ this.shown = { rows: [], columns: [], colours: [], cell: () => ({ value: NaN }), label: () => "" };
     /** @type {[number, number]} */ this.active = [0, 0];
-    this.marked = [-1, -1];
+    /** @type {[number, number]} */ this.marked = [-1, -1];
     this.hovered = -1;
     this.width = this.height = this.gutter = this.top = this.tail = this.cellWidth = 0;
     /** @type {number[]} */ this.tops = [0]; // upper edge of each row, and the end of the last one
@@ -63,7 +63,12 @@ export class HeatMap {
     this.element.addEventListener("scroll", () => {
       this.painting ??= requestAnimationFrame(() => this.repaint());
     });
-    new ResizeObserver(() => this.element.clientWidth !== this.width && this.fit()).observe(this.element);
+    new ResizeObserver(() => {
+      const { clientWidth, clientHeight } = this.element;
+      if (clientWidth === this.width && Math.min(clientHeight, this.end) === this.height) return;
+      this.fit();
+      this.reveal(...this.marked);
+    }).observe(this.element);
   }
 
   /** @param {Shown} shown */
@@ -112,6 +117,8 @@ export class HeatMap {
   x(/** @type {number} */ column) { return this.gutter + column * this.cellWidth - this.element.scrollLeft; }
   y(/** @type {number} */ row) { return this.top + this.tops[row] - this.element.scrollTop; }
   heightOf(/** @type {number} */ row) { return this.tops[row + 1] - this.tops[row]; }
+  /** The height of heads and rows. */
+  get end() { return this.top + this.tops.at(-1); }
   /** The row at a distance from the first one. */
   rowAt(/** @type {number} */ distance) { return this.tops.findLastIndex((top) => top <= distance); }
 
@@ -162,10 +169,10 @@ export class HeatMap {
     cell.setAttribute("aria-label", this.label(this.active[0], this.active[1]));
   }
 
-  /** Scroll inside the map until a cell is in view. @param {number} row @param {number} column */
+  /** Scroll inside the map until a cell and its neighbours are in view. @param {number} row @param {number} column */
   reveal(row, column) {
     const { element, cellWidth } = this, { scrollLeft, scrollTop } = element;
-    const inside = (at, size, from, room) => (at < from ? at : at + size > from + room ? at + size - room : from);
+    const inside = (at, size, from, room) => (at - size < from ? at - size : at + 2 * size > from + room ? at + 2 * size - room : from);
     if (column >= 0) element.scrollLeft = inside(column * cellWidth, cellWidth, scrollLeft, this.width - this.gutter - this.tail);
     if (row >= 0) element.scrollTop = inside(this.tops[row], this.heightOf(row), scrollTop, this.height - this.top);
     if (element.scrollLeft !== scrollLeft || element.scrollTop !== scrollTop) this.repaint();
@@ -191,10 +198,9 @@ export class HeatMap {
     this.top = this.isSlanted ? Math.ceil(head * Math.sin(ANGLE)) + 14 : 20;
     this.tops = [0];
     for (let r = 0; r < rows.length; r++) this.tops.push(this.tops[r] + (typeof rowHeight === "number" ? rowHeight : rowHeight(r)));
-    const end = this.top + this.tops[rows.length];
     this.whole.style.width = `${this.gutter + n * cellWidth + this.tail}px`;
-    this.whole.style.height = `${end}px`;
-    this.height = Math.min(element.clientHeight, end);
+    this.whole.style.height = `${this.end}px`;
+    this.height = Math.min(element.clientHeight, this.end);
     this.repaint();
   }
 

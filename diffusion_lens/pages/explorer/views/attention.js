@@ -97,7 +97,7 @@ class AttentionPane {
     const strongest = (/** @type {number} */ count, /** @type {(i: number) => number} */ weight) => Array.from({ length: count }, (_, i) => ({ i, x: weight(i) }))
       .filter(({ x }) => x >= LEAST_WEIGHT).sort((a, b) => b.x - a.x).slice(0, MOST_NAMED);
     const line = (/** @type {string} */ words, /** @type {{i: number, x: number}[]} */ found, /** @type {(i: number) => string} */ name, /** @type {(i: number) => any} */ chosen) =>
-      h("p", {}, h("span", {}, `${words} `), ...(found.length ? found.map(({ i, x }) => button(`${name(i)} ${x.toFixed(2)}`, () => select(chosen(i)), { class: "dl-chip" })) : ["nothing"]));
+      h("p", {}, h("span", {}, `${words} `), ...(found.length ? found.map(({ i, x }) => button(`${name(i)} ${x.toFixed(2)}`, () => select(chosen(i)), { class: "dl-chip" })) : [`nothing above ${LEAST_WEIGHT}`]));
     const place = (/** @type {number} */ p) => `${finalQuoted(seen, p)} (${p}${!isOpen(run, step, p) ? "" : model.masks ? ", masked" : ", not yet written"})`, own = place(position);
     const reads = strongest(n, (k) => read(pattern, head, position, k)), meant = key ?? reads.find(({ i }) => i !== position)?.i ?? position;
     this.words.replaceChildren(
