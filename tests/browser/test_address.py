@@ -1,4 +1,4 @@
-"""The address contains all of it: what a link opens elsewhere, what a reload keeps, and what a broken link still shows."""
+"""The address contains all of it: what a link opens elsewhere, what a reload keeps, and what a cut link shows."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,8 @@ SEEN = """() => {
     const shown = (selector) => [...document.querySelectorAll(selector)].filter((one) => one.checkVisibility());
     return {
         runs: shown(".dl-run h2, .dl-run .dl-edit").map((one) => one.textContent),
-        texts: shown(".dl-verdict, .dl-differs, .dl-text, .dl-layers-name, .dl-layers-reading").map((one) => one.textContent),
+        texts: shown(".dl-verdict, .dl-differs, .dl-text, .dl-layers-name, .dl-layers-reading")
+            .map((one) => one.textContent),
         selected: shown("[aria-pressed=true], [aria-selected=true]").map((one) => one.ariaLabel ?? one.textContent),
         step: document.querySelector("input[type=range]").value,
         active: shown(".dl-run").findIndex((one) => one.matches(".dl-active")),

@@ -1,4 +1,4 @@
-"""The first ten seconds: two models write an answer, which is right or wrong; nothing that is selected is out of sight."""
+"""The first ten seconds: two models write an answer, right or wrong; nothing that is selected is out of sight."""
 
 import re
 import subprocess
@@ -46,7 +46,8 @@ HIDDEN = """async ([positions, steps]) => {
         for (const [name, part] of Object.entries(parts)) {
             const { left, right, top, bottom } = part.getBoundingClientRect();
             const at = document.elementFromPoint((left + right) / 2, (top + bottom) / 2);
-            if (left < -0.5 || right > innerWidth + 0.5 || top < 0 || bottom > innerHeight) hidden.push(`${when}: ${name} is outside`);
+            const isOutside = left < -0.5 || right > innerWidth + 0.5 || top < 0 || bottom > innerHeight;
+            if (isOutside) hidden.push(`${when}: ${name} is outside`);
             else if (!part.contains(at)) hidden.push(`${when}: ${name} is covered by ${at?.outerHTML.slice(0, 80)}`);
         }
         if (!parts["layer of run 0"]) hidden.push(`${when}: no layer is seen`);

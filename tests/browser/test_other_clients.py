@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from explorer_walk import apply, drawer, prompt_box, settings, settled, step_to
 from playwright.sync_api import expect
 
 Open = Callable[..., Any]
@@ -46,18 +47,17 @@ def forgetful() -> Iterator[str]:
 
 def run(page: Any, prompt: str, seconds: float = 20) -> None:
     """Run a prompt, as a person who waits no longer than some seconds for it."""
-    page.get_by_label("Prompt", exact=True).fill(prompt)
-    page.get_by_role("button", name="Run", exact=True).click()
-    expect(page.get_by_role("status")).to_contain_text(f"Done: {prompt}", timeout=1000 * seconds)
-    page.wait_for_selector("[data-state=ready]")
+    prompt_box(page).fill(prompt)
+    prompt_box(page).press("Enter")
+    expect(page.get_by_role("status")).to_have_text("Done.", timeout=1000 * seconds)
+    settled(page)
 
 
 def test_a_page_that_is_closed_stops_its_run(opened: Open, address: str) -> None:
     leaves = opened(address)
-    leaves.get_by_text("Settings", exact=True).click()
-    leaves.get_by_label("Steps", exact=True).first.fill("4096")  # minutes
+    settings(leaves, Steps=4096)  # minutes
     leaves.get_by_role("button", name="Run", exact=True).click()
-    expect(leaves.get_by_role("status")).to_contain_text("Computing the run… 1 s")
+    expect(leaves.locator(".dl-progress")).to_contain_text("of 4096 · 1 s")
     leaves.close()
     run(opened(address), PROMPTS[0])
 
@@ -89,25 +89,25 @@ def test_connections_that_say_nothing_are_closed(opened: Open, address: str) -> 
 
 def test_a_run_that_the_server_has_dropped_is_shown_again(opened: Open, forgetful: str) -> None:
     page = opened(forgetful)
-    first = page.get_by_label("Run", exact=True).input_value()
-    page.get_by_label("Step", exact=True).fill("0")
-    page.wait_for_selector("[data-state=ready]")
-    page.get_by_role("button", name="Apply").click()  # a run that names the first one as its base
-    expect(page.locator(".dl-edit")).to_have_count(1)
-    changed = page.get_by_label("Run", exact=True).input_value()
+    step_to(page, 0)
+    apply(page, Site="mlp")  # a run that names the first one as its base
+    drawer(page).get_by_role("button", name="Close").click()
+    chosen = page.get_by_label("Run", exact=True)
+    first, changed = (chosen.locator("option").nth(i).get_attribute("value") for i in range(2))
     for prompt in PROMPTS:
         run(page, prompt)
-    for chosen in (first, changed):
-        page.get_by_label("Run", exact=True).select_option(chosen)
-        for step in ("2", "3"):
-            page.get_by_label("Step", exact=True).fill(step)
-            page.wait_for_selector("[data-state=ready]")
-            expect(page.get_by_role("region", name="Lens")).to_contain_text(f"Lens at step {step}")
-            expect(page.locator(".dl-lens [role=gridcell]").first).to_be_visible()
+    page.get_by_role("tab", name="Lens").click()
+    for one in (first, changed):
+        chosen.select_option(one)
+        for step in (2, 3):
+            step_to(page, step)
+            expect(page.get_by_role("heading", name=f"Lens at step {step}")).to_be_visible()
+            expect(page.locator(".dl-pane.dl-lens canvas").first).to_be_visible()
         expect(page.get_by_role("alert")).to_be_hidden()
-        expect(page.locator(".dl-run")).not_to_contain_text("could not be read")
-    page.get_by_role("button", name="Mask it and go on").click()
-    expect(page.locator(".dl-edit")).to_have_count(2)
+        expect(page.locator(".dl-panel")).not_to_contain_text("could not be read")
+    drawer(page).get_by_role("button", name="Mask it instead").click()
+    settled(page)
+    expect(page.locator(".dl-run.dl-active .dl-edit")).to_have_count(2)
     opened.problems[:] = [problem for problem in opened.problems if "404 (Not Found)" not in problem]
     again = opened(forgetful)  # what the server still has
     expect(again.locator(".dl-run")).to_have_count(1)

@@ -1,4 +1,4 @@
-"""A person writes prompts into the live page of a pair, says what the answer is, and reads what the page shows of them."""
+"""A person writes prompts into the live page of a pair, says what the answer is, and reads what the page shows."""
 
 from collections.abc import Callable
 from typing import Any

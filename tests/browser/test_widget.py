@@ -1,33 +1,40 @@
-"""The notebook widget's `render`, with a model that answers as the kernel does."""
+"""The notebook widget's `render` at 700 pixels, with a model that answers as the kernel does, and with none."""
 
 import base64
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import explorer_pages
+from explorer_walk import apply, drawer, labels, select, settled, slider, step_to
 from playwright.sync_api import expect
 
-PACKAGE = Path(__file__).parents[2] / "diffusion_lens" / "pages"
 # anywidget loads the module from a blob and gives the style separately.
-START = """async ([module, style, manifest, chunks]) => {
+START = """async ([module, style, manifest, chunks, traits]) => {
     document.head.append(Object.assign(document.createElement("style"), { textContent: style }));
     const element = document.createElement("div");
     document.body.append(element);
     const listeners = new Set();
     window.asked = [];
     const bytes = (text) => new DataView(Uint8Array.from(atob(text), (char) => char.charCodeAt(0)).buffer);
+    const kept = Object.fromEntries(Object.entries(traits.kept).map(([name, text]) => [name, bytes(text)]));
+    window.traits = { manifest, live: true, ...traits, kept };
     const model = {
-        get: (name) => ({ manifest, live: true })[name],
+        get: (name) => window.traits[name],
+        set: (name, value) => { window.traits[name] = JSON.parse(JSON.stringify(value)); },
+        save_changes: () => { window.saved = (window.saved ?? 0) + 1; },
         on: (event, listener) => listeners.add(listener),
         off: (event, listener) => listeners.delete(listener),
         send: (message) => {
             window.asked.push(message);
+            if (chunks === null) return; // There is no kernel.
             const answer = (reply, buffers) => setTimeout(() => {
                 for (const listen of listeners) listen({ id: message.id, ...reply }, buffers);
             }, 0);
             if (message.name && message.name === window.broken) answer({ ok: false, error: "the kernel is busy" }, []);
             else if (message.ask === "chunk") answer({ ok: true }, [bytes(chunks[message.name])]);
+            else if (message.ask === "suggest") answer({ ok: true, suggestions: { subjects: [], answers: [] } }, []);
+            else if (message.ask === "cancel") answer({ ok: true }, []);
+            else if (message.spec.seed === 7) answer({ progress: { what: "denoising", done: 1, of: 4 } }, []);
             else if (message.spec.interventions[0].what === "zero")
                 answer({ ok: false, error: "there is no block <9>" }, []);
             else answer({ ok: true, run: { ...manifest.runs[0], id: "again", label: "forced", base: manifest.runs[0].id,
@@ -53,66 +60,120 @@ SPEC = dict(
 )
 
 
-def start(opened: Callable[..., Any]) -> Any:
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def start(opened: Callable[..., Any], kernel: bool = True, **traits: Any) -> Any:
+    from diffusion_lens.pages.modules import explorer_files
+
     large = explorer_pages.large_page(12, 3, 2)
     (run,) = large.runs
     manifest = {**large.manifest, "runs": [{**run.entry, "spec": {**SPEC, "interventions": [], "base": None}}]}
-    chunks = {name: base64.b64encode(data).decode() for name, data in run.chunks.items()}
-    page = opened("mdm")
+    chunks = {name: base64_of(data) for name, data in run.chunks.items()}
+    page = opened("mdm", 700, height=900)
     page.goto("about:blank")
-    style, module = ((PACKAGE / f"explorer.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    page.evaluate(START, [module, style, manifest, chunks])
-    page.wait_for_selector("[data-state=ready]")
-    return page
+    page.evaluate(START, [*explorer_files(), manifest, chunks if kernel else None, {"kept": {}, "state": {}, **traits}])
+    return settled(page)
+
+
+def change(page: Any) -> None:
+    """Write a token at position 9 before step 1."""
+    step_to(page, 0)
+    select(page, 9)
+    drawer(page).get_by_label("Token", exact=True).fill(" w")
+    drawer(page).get_by_role("button", name="Write it").click()
+    settled(page)
 
 
 def test_the_widget_draws_what_the_kernel_sends(opened: Callable[..., Any]) -> None:
     page = start(opened)
-    assert page.locator(".dl-lens [role=gridcell]").count() == 3 * 12
-    page.get_by_role("button", name="next step").click()
-    page.wait_for_selector("[data-state=ready]")
-    assert {"ask": "chunk", "run": "run", "name": "lens/1"}.items() <= page.evaluate(
-        "window.asked.find(({ name }) => name === 'lens/1')"
-    ).items()
+    assert page.locator(".dl-layers button:visible").count() == 3
+    step_to(page, 1)
+    asked = {"ask": "chunk", "run": "run", "name": "lens/1"}
+    assert asked.items() <= page.evaluate("window.asked.find(({ name }) => name === 'lens/1')").items()
     page.evaluate("window.cleanup()")
-    assert page.locator("[role=grid]").count() == 0
+    assert page.locator(".dl-text").count() == 0
     assert page.evaluate("window.listeners.size") == 0
 
 
-def test_a_forced_token_makes_a_run_that_is_compared(opened: Callable[..., Any]) -> None:
+def test_the_first_screen_of_a_notebook_contains_every_part(opened: Callable[..., Any]) -> None:
     page = start(opened)
-    page.get_by_label("Step", exact=True).fill("0")
-    page.locator(".dl-text button").nth(9).click()
-    page.get_by_label("Token", exact=True).fill(" w")
-    page.get_by_role("button", name="Force and go on").click()
-    expect(page.locator("h2")).to_have_text("forced")
+    frame = page.locator(".dl-explorer").bounding_box()
+    assert frame["width"] <= 700
+    for part in (".dl-text", "input[type=range]", ".dl-layers", "[role=tablist]", "[role=tabpanel]"):
+        box = page.locator(part).first.bounding_box()
+        assert frame["y"] <= box["y"]
+        assert box["y"] + box["height"] <= frame["y"] + frame["height"]
+    assert page.locator("[role=tabpanel]").bounding_box()["height"] > 100
+
+
+def test_the_notebook_keeps_what_is_selected(opened: Callable[..., Any]) -> None:
+    page = start(opened)
+    step_to(page, 1)
+    select(page, 9)
+    state = page.evaluate("window.traits.state")
+    assert (state["run"], state["step"], state["position"]) == ("run", 1, 9)
+    assert page.evaluate("window.saved") >= 2
+    again = start(opened, state=state)
+    assert slider(again).input_value() == "1"
+    assert labels(again) == labels(page)
+    expect(again.locator(".dl-text [aria-pressed=true]")).to_have_attribute("data-position", "9")
+
+
+def test_a_saved_notebook_draws_the_first_screen_without_a_kernel(opened: Callable[..., Any]) -> None:
+    (run,) = explorer_pages.large_page(12, 3, 2).runs
+    kept = {f"run {name}": base64_of(run.chunks[name]) for name in ("predictions", "lens/1")}
+    state = {"run": "run", "step": 1, "position": 9, "layer": 1}
+    page, live = start(opened, kernel=False, kept=kept, state=state), start(opened, state=state)
+    for part in (".dl-text", ".dl-layers", ".dl-layers-reading", ".dl-step-text"):
+        assert page.locator(part).inner_text() == live.locator(part).inner_text()
+    assert page.locator(".dl-layers button:visible").count() == 3
+
+
+def test_a_changed_run_of_the_kernel_is_compared(opened: Callable[..., Any]) -> None:
+    page = start(opened)
+    change(page)
     spec = page.evaluate("window.asked.find(({ ask }) => ask === 'run').spec")
     assert spec["interventions"] == [{"what": "force", "step": 1, "position": 9, "token": " w"}]
     assert spec["base"] == "run"
     assert {name: spec[name] for name in SPEC} == SPEC
-    assert "1 token differs from “random numbers”" in page.locator(".dl-changes").inner_text()
-    texts = page.locator(".dl-canvas [data-column='11']").evaluate_all("cells => cells.map((cell) => cell.ariaLabel)")
-    assert not any("set by an intervention" in text for text in texts)  # the run reveals another token from the start
-    expect(page.locator(".dl-edits")).to_contain_text("position 9 set to “␣w” before step 1")
+    drawer(page).get_by_role("button", name="Close").click()
+    expect(page.locator(".dl-run")).to_have_count(2)
+    expect(page.locator(".dl-run .dl-edit")).to_contain_text("position 9 set to “␣w” before step 1")
+    expect(page.locator(".dl-differs button")).to_have_count(1)
+    assert not any("set by an intervention" in text for text in labels(page, 1))  # it is another token from the start
 
 
-def test_a_view_that_cannot_be_read_says_so_and_the_others_stay(opened: Callable[..., Any]) -> None:
+def test_a_view_that_cannot_be_read_says_so_and_the_page_stays(opened: Callable[..., Any]) -> None:
     page = start(opened)
+    page.get_by_role("tab", name="Trace").click()
+    settled(page)
     page.evaluate("window.broken = 'trace/resid/1'")
-    page.get_by_label("Step", exact=True).fill("1")
-    page.wait_for_selector("[data-state=ready]")
-    expect(page.locator(".dl-trace .dl-note")).to_have_text("This view could not be read: the kernel is busy")
-    assert page.locator(".dl-lens h3").inner_text() == "Lens at step 1"
-    page.get_by_label("Step", exact=True).fill("2")
-    expect(page.locator(".dl-trace [role=grid]")).to_be_visible()
-    page.evaluate("window.broken = 'predictions'")
-    page.get_by_label("Token", exact=True).fill(" w")
-    page.get_by_role("button", name="Force and go on").click()
-    expect(page.get_by_role("alert")).to_have_text("the kernel is busy")
+    step_to(page, 1)
+    expect(page.locator(".dl-pane > .dl-note")).to_contain_text("This view could not be read: the kernel is busy")
+    step_to(page, 2)
+    expect(page.locator(".dl-pane > .dl-note")).to_be_hidden()
+    assert len(labels(page)) == 12
 
 
 def test_an_error_of_the_kernel_is_shown(opened: Callable[..., Any]) -> None:
     page = start(opened)
-    page.get_by_role("button", name="Apply").click()
+    apply(page, Site="mlp")
     expect(page.get_by_role("alert")).to_have_text("there is no block <9>")
-    assert page.get_by_role("button", name="Apply").is_enabled()
+    expect(drawer(page).get_by_role("button", name="Apply", exact=True)).to_be_enabled()
+
+
+def test_long_work_of_the_kernel_is_cancelled(opened: Callable[..., Any]) -> None:
+    page = start(opened)
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Seed").fill("7")
+    page.get_by_role("button", name="Run", exact=True).click()
+    progress = page.locator(".dl-progress")
+    expect(progress).to_contain_text("denoising 1 of 4")
+    progress.get_by_role("button", name="Cancel").click()
+    settled(page)
+    asked = page.evaluate("window.asked")
+    (run,) = [message for message in asked if message["ask"] == "run"]
+    assert [message["of"] for message in asked if message["ask"] == "cancel"] == [run["id"]]
+    expect(page.get_by_role("status")).to_have_text("Cancelled: computing the run.")
