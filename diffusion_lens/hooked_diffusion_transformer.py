@@ -426,8 +426,7 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         clear_contexts: bool = False,
     ) -> Iterator[Any]:
         """As in TransformerLens; inside, no other thread may use the model."""
-        forward = hook_pairs(fwd_hooks) if fwd_hooks else []
-        backward = hook_pairs(bwd_hooks) if bwd_hooks else []
+        forward, backward = (hook_pairs(() if hooks is None else hooks) for hooks in (fwd_hooks, bwd_hooks))
         for flag, value in (("reset_hooks_end", reset_hooks_end), ("clear_contexts", clear_contexts)):
             if not isinstance(value, bool):
                 check_bool(flag, value)

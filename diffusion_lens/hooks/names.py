@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 def hook_pairs(hooks: Any) -> list[tuple[Any, Any]]:
     """The hooks of a call as a list; a `TypeError` if they are not pairs, such as one pair without its list."""
-    if not isinstance(hooks, Iterable):
+    if not isinstance(hooks, Iterable) or hasattr(hooks, "dtype"):
         raise TypeError(f"hooks are a list of pairs, [(name, function), ...], not {hooks!r:.100}")
     pairs = list(hooks)
     for pair in pairs:

@@ -209,6 +209,7 @@ def token_map(
     """
     n_rows, n_columns = values.shape
     size = points(7)
+    ax = ax if ax is None else one_axes(ax, 0.0, 0.0)  # which checks it
     cell = CELL_INCHES * 72 * size / 7  # points of the width of a token
     most = MOST_COLUMNS if ax is None and STYLE.get().size is None else max(1, int(_cells_width(ax) / cell))
     every = -(-n_columns // min(MOST_COLUMNS, most))
