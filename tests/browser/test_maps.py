@@ -294,3 +294,17 @@ def test_a_map_in_a_hidden_tab_is_painted_when_it_is_shown(opened: Open) -> None
     assert 0 < maps.asked(page, LENS, "map.width") < width
     assert maps.asked(page, LENS, "map.canvas.clientWidth") == maps.asked(page, LENS, "map.width")
     assert maps.asked(page, LENS, "map.x(50) >= map.gutter && map.x(51) <= map.width")
+
+
+def test_a_trace_is_computed_when_somebody_asks(opened: Open, served: Callable[..., str]) -> None:
+    page = opened(f"{served('tiny-mdm', '--steps', '5')}#view=trace&step=0")
+    compute, grid = page.get_by_role("button", name="Compute the trace"), page.get_by_role("grid", name=TRACE)
+    expect(grid).to_be_hidden()
+    compute.click()
+    expect(grid).to_be_visible()
+    assert re.search(r"layer \d, position 1, .* \(subject\): p \d", maps.label(page, TRACE, 0, 1))
+    page.get_by_label("Restored states").select_option("mlp")
+    expect(grid).to_be_hidden()
+    expect(compute).to_be_visible()
+    page.get_by_label("Restored states").select_option("resid")
+    expect(grid).to_be_visible()
