@@ -426,7 +426,8 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         clear_contexts: bool = False,
     ) -> Iterator[Any]:
         """As in TransformerLens; inside, no other thread may use the model."""
-        forward, backward = (hook_pairs(() if hooks is None else hooks) for hooks in (fwd_hooks, bwd_hooks))
+        none = [hooks is None or (isinstance(hooks, tuple | list) and not hooks) for hooks in (fwd_hooks, bwd_hooks)]
+        forward, backward = ([] if none[i] else hook_pairs(hooks) for i, hooks in enumerate((fwd_hooks, bwd_hooks)))
         for flag, value in (("reset_hooks_end", reset_hooks_end), ("clear_contexts", clear_contexts)):
             if not isinstance(value, bool):
                 check_bool(flag, value)

@@ -46,6 +46,7 @@ WRONG = {
     ("0", "-1", "nan", "inf"): "lr epochs flops largest alpha clip",
     ("-1", str(2**64)): "seed",
     ("-1", str(2**16)): "port",
+    ("0", "2", "73", "nan", "inf"): "font-size",
 }
 IMPOSSIBLE = {f"--{name}": numbers for numbers, names in WRONG.items() for name in names.split()}
 NO_RANGE = {
