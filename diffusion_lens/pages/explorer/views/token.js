@@ -136,7 +136,7 @@ class TokenPane {
       const strongest = positions.flatMap((p) => heads.map((one) => ({ p, one, x: weight(p, one) })))
         .filter(({ p, x }) => p !== position && x >= 0.01).sort((a, b) => b.x - a.x).slice(0, MOST_READ * 2);
       const chips = strongest.map(({ p, one, x }) => button(`${quoted(wordAfter(run, at, p) ?? "·")} ${x.toFixed(2)} (head ${one})`,
-        () => seen.select({ head: one, ...(verb === "reads" ? { key: p } : { position: p, key: position }), view: "attention" }),
+        () => seen.select({ step: at, head: one, ...(verb === "reads" ? { key: p } : { position: p, key: position }), view: "attention" }),
         { class: one === head ? "dl-chip dl-own" : "dl-chip" }));
       return h("p", {}, h("b", {}, `${verb} `), ...(chips.length ? chips : ["nothing else"]));
     };
