@@ -42,7 +42,7 @@ def final_words(page: Any) -> list[list[str]]:
     """The tokens after the last step of each run that is shown, from left to right."""
     step_to(page, slider(page).get_attribute("max"))
     runs = [labels(page, run) for run in range(page.locator(".dl-run").count())]
-    return [[str(re.search("“(.*?)”", label)[1]) for label in run] for run in runs]  # type: ignore[index]
+    return [[str(re.search("“(.*?)”", label)[1]) for label in run] for run in runs]
 
 
 def words(model: Any, trajectory: Any) -> list[str]:

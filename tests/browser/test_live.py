@@ -46,7 +46,7 @@ def prompt_of(page: Any) -> str:
 
 def said_differences(page: Any) -> list[str]:
     """What differs between the two runs that are shown, from the changed one."""
-    return page.locator(".dl-differs button").all_inner_texts()  # type: ignore[no-any-return]
+    return page.locator(".dl-differs button").all_inner_texts()
 
 
 def forcing(model: Any, position: int, step: int, token: int) -> list[tuple[str, Any]]:
