@@ -320,6 +320,7 @@ def _model_info(record: Mapping[str, Any]) -> dict[str, Any]:
         "n_heads": architecture["n_heads"],
         "grows": record["blank"] < 0 and not is_uniform,
         "masks": record["blank"] >= 0 and not is_uniform,
+        "shift": int(architecture.get("readout") == "shifted"),
         "samplers": [record["sampler"]["name"]],
         "length": None,
     }

@@ -322,6 +322,7 @@ def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
         "n_heads": cfg.n_heads,
         "grows": cfg.is_autoregressive,
         "masks": cfg.has_mask,
+        "shift": int(cfg.readout == "shifted"),
         "samplers": fitting_samplers(cfg),
         "length": cfg.trained_length,
     }

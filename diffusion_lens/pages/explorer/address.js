@@ -31,6 +31,7 @@ export function written(state, runs) {
   for (const name of TEXTS) if (state[name]) kept.set(name, state[name]);
   for (const name of NUMBERS) if (state[name] !== null && state[name] >= 0) kept.set(name, String(state[name]));
   if (state.facts) kept.set("facts", "1");
+  kept.set("written", state.written ? "1" : "0");
   const specs = needed(runs, [state.run, state.compare]).map(({ spec }) => spec).filter(Boolean);
   if (specs.length) kept.set("runs", toBase64(JSON.stringify(specs)));
   return kept.toString();
@@ -46,7 +47,7 @@ export function readAddress(hash) {
     const value = Number.parseInt(given.get(name) ?? "", 10);
     if (value >= 0) state[name] = value;
   }
-  if (given.has("facts")) state.facts = given.get("facts") === "1";
+  for (const name of ["facts", "written"]) if (given.has(name)) state[name] = given.get(name) === "1";
   let specs = [];
   try {
     specs = JSON.parse(fromBase64(given.get("runs") ?? "")) ?? [];

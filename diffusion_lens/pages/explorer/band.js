@@ -4,7 +4,7 @@ import { paint, ramp } from "./colours.js";
 import { h, setText } from "./elements.js";
 import { lensAt, lensText } from "./lens_cells.js";
 import { clamp } from "./numbers.js";
-import { decisiveStep, listed } from "./runs.js";
+import { listed } from "./runs.js";
 import { number, quoted, readable } from "./words.js";
 
 /** @typedef {import("./types.js").Seen} Seen */
@@ -29,16 +29,18 @@ export class LayerBand {
   get layers() { return this.seen.run.lens?.layers ?? []; }
 
   async draw(/** @type {Seen} */ seen) {
-    const { run, model, position, layer, dark } = seen, { lens } = run;
-    const step = decisiveStep(run, model, seen.step, position), last = lens?.layers.length - 1;
+    const { run, model, step, position, layer, dark } = seen, { lens } = run, last = lens?.layers.length - 1;
     this.seen = seen;
     const missing = !lens ? run.missing.lens ?? "There is no lens." : !lens.steps.includes(step) ? `The lens was read at ${listed("step", lens.steps)}.`
       : !lens.positions.includes(position) ? "The lens reads nothing at this position." : null;
-    setText(this.heading, `Layers at step ${step}${step === seen.step ? "" : ", which wrote it"}`);
+    setText(this.heading, `${model.name}: layers at step ${step}${step === seen.shown ? "" : ", which wrote it"}`);
     this.cells.hidden = missing !== null;
     if (missing) return setText(this.reading, missing);
     const chunk = await seen.chunk(`lens/${step}`);
     if (!seen.current()) return;
+    const cells = lens.layers.map((one) => lensAt(run, chunk, one, position)), isRead = cells.some((cell) => cell !== null);
+    this.cells.hidden = !isRead;
+    if (!isRead) return setText(this.reading, "The lens reads nothing at this position yet.");
     const colours = ramp("lens", dark), wide = this.cells.clientWidth / lens.layers.length >= 44;
     while (this.cells.children.length < lens.layers.length) {
       const index = this.cells.children.length;
@@ -48,7 +50,7 @@ export class LayerBand {
     [...this.cells.children].forEach((/** @type {any} */ button, i) => {
       button.hidden = i > last;
       if (i > last) return;
-      const cell = lensAt(run, chunk, lens.layers[i], position), [word, p] = cell?.top[0] ?? ["", NaN];
+      const cell = cells[i], [word, p] = cell?.top[0] ?? ["", NaN];
       const { background, ink } = Number.isNaN(p) ? { background: "", ink: "" } : paint(colours, p);
       button.style.background = background;
       button.style.color = ink;
@@ -58,7 +60,7 @@ export class LayerBand {
       button.setAttribute("aria-label", `layer ${lens.labels[i]}: ${lensText(cell)}`);
       button.setAttribute("aria-pressed", String(lens.layers[i] === layer));
     });
-    const at = lens.layers.indexOf(layer), cell = at < 0 ? null : lensAt(run, chunk, layer, position);
+    const at = lens.layers.indexOf(layer), cell = cells[at] ?? null;
     const place = layer < model.n_layers ? `before block ${layer}` : "after the last block";
     setText(this.reading, !cell ? "" : `${place}: ${cell.top.slice(0, 2).map(([word, p]) => `${quoted(word)} ${number(p)}`).join(", ")}` +
       (cell.target === null || cell.rank < 1 ? "" : `; ${quoted(cell.target)} has rank ${cell.rank}`));

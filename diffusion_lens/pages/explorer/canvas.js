@@ -52,7 +52,7 @@ export function drawOverlayLegend(/** @type {HTMLElement} */ box, /** @type {str
   // What is certain is saturated, whichever quantity is shown.
   const [low, high] = overlay === "entropy" ? [`${predicted?.highest}`, "0"] : overlay === "commitment" ? ["open", "committed"] : ["0", "1"];
   const stops = overlay === "commitment" ? [0, 0, COMMITTED, COMMITTED] : undefined;
-  drawLegend(box, ramp("canvas", dark), { name: overlay === "confidence" ? "confidence" : OVERLAYS[overlay], low, high }, stops);
+  drawLegend(box, ramp("canvas", dark), { name: overlay === "confidence" ? "confidence" : `${OVERLAYS[overlay]}; italics: not yet written`, low, high }, stops);
 }
 
 /** Whether the text at a position is the answer's there; null where no answer is known for it.
@@ -115,7 +115,7 @@ export class RunCanvas {
     const overlay = overlayOf(seen), predicted = overlay === "confidence" ? null : await predictedOf(seen);
     if (!seen.current()) return;
     this.seen = seen;
-    const { run, step, position, dark } = seen, colours = ramp("canvas", dark);
+    const { run, shown: step, position, dark } = seen, colours = ramp("canvas", dark);
     this.build(run);
     const hidden = lengthOf(run) - this.visible.length - run.real.filter((real) => !real).length;
     this.more.hidden = !hidden && !this.showsAll;

@@ -7,7 +7,7 @@ import { describe, lastStep, nameIn } from "./runs.js";
 
 /** A token is changed in the canvas that is shown, which the next step reads; after the last step, in that step's.
  * @param {Seen} seen */
-export const forcedStep = ({ run, step }) => Math.min(step + 1, lastStep(run));
+export const forcedStep = ({ run, shown }) => Math.min(shown + 1, lastStep(run));
 
 /** The interventions of a run as sentences, each with a button that undoes it.
  * @param {any} explorer @param {Run} run */
@@ -39,8 +39,9 @@ export class ChangesDrawer {
     this.apply = button("Apply", () => this.add(this.ablation()), { class: "dl-primary" });
     this.list = h("div", { class: "dl-edits" });
     this.close = button("Close", () => this.toggle(false));
+    this.heading = h("h3");
     this.element = h("aside", { class: "dl-drawer dl-changes-drawer", "aria-label": "Change the run", hidden: true },
-      h("header", {}, h("h3", {}, "Change the run"), this.close), this.list,
+      h("header", {}, this.heading, this.close), this.list,
       h("div", { class: "dl-card" }, h("p", { class: "dl-sentence" }, "Write ", this.token, this.tokenPlace),
         h("div", { class: "dl-buttons" }, this.remask, this.forceIt)),
       h("div", { class: "dl-card" },
@@ -69,11 +70,13 @@ export class ChangesDrawer {
   draw(/** @type {Seen} */ seen) {
     if (!this.open || !seen) return;
     this.seen = seen;
-    const { run, model, position, step, block, head } = seen, { explorer } = this;
+    const { run, model, position, step, block } = seen, { explorer } = this;
+    setText(this.heading, `Change the run of ${model.name}`);
     this.remask.hidden = !model.masks; // Where there is no [MASK], no position is masked again.
     setText(this.tokenPlace, ` at position ${position}, before step ${forcedStep(seen)}`);
     fillSelect(this.what, [["zero", "Set to zero"], ["mean", "Set to the mean"], ["patch", "Patch from a run"]], this.what.value || "zero");
-    fillSelect(this.site, [["attn", "the attention"], ["head", `head ${head}`], ["mlp", "the MLP"], ["resid", "the residual stream"]], this.site.value || "attn");
+    fillSelect(this.site, [["attn", "the attention"], ["mlp", "the MLP"], ["resid", "the residual stream"],
+      ...Array.from({ length: model.n_heads }, (_, i) => [`head ${i}`, `head ${i}`])], this.site.value || "attn");
     fillSelect(this.layer, Array.from({ length: model.n_layers }, (_, i) => [i, i]), block);
     fillSelect(this.where, [["all", "all positions"], ["this", `position ${position}`]], this.where.value || "all");
     fillSelect(this.when, [["all", "all steps"], ["this", `step ${step}`]], this.when.value || "all");
@@ -97,9 +100,9 @@ export class ChangesDrawer {
 
   /** @returns {Intervention} */
   ablation() {
-    const { step, position, block, head } = this.seen, site = this.site.value;
+    const { step, position, block } = this.seen, [site, head] = this.site.value.split(" ");
     return {
-      what: this.what.value, site, layer: block, head: site === "head" ? head : null,
+      what: this.what.value, site, layer: block, head: head ? Number(head) : null,
       positions: this.where.value === "this" ? [position] : null, steps: this.when.value === "this" ? [step] : null,
       source: this.what.value === "zero" ? null : this.source.value || null,
     };

@@ -12,19 +12,20 @@ import { LayerBand } from "./band.js";
 import { ChangesDrawer, sentences } from "./changes.js";
 import { button, field, fillSelect, h, ids, setText } from "./elements.js";
 import { FactsTable } from "./facts.js";
+import { helpText } from "./help.js";
 import { clamp, decodeChunk } from "./numbers.js";
 import { predictedOf } from "./predicted.js";
 import { AnswerForm, PromptForm } from "./prompt.js";
 import { decisiveStep, differenceInWords, differences, lastStep, lengthOf, listed, modelOf, nameIn, stateAt, stepsOf } from "./runs.js";
 import { shareMenu } from "./share.js";
 import { VIEWS } from "./views.js";
+import { reasons } from "./why.js";
 import { fillIn } from "./words.js";
 
 /** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Spec} Spec @typedef {import("./types.js").State} State */
 /** @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Chunk} Chunk @typedef {import("./types.js").Told} Told */
 /** @typedef {import("./types.js").Pane} Pane */
 
-const HELP = "Arrow keys move inside the text, the layers and a map; [ and ] change the step, the space bar plays, Escape closes what is open.";
 const WHOLE_PLAY = 5000, SLOWEST = 700; // milliseconds for all steps, and at most for one
 
 /** One run on the page: its head, its canvas, its layers, and a pane for each view. */
@@ -36,12 +37,15 @@ class Column {
     this.verdict = h("span", { class: "dl-verdict" });
     this.ask = button("Mark the answer…", () => explorer.answers.open(this.run), { class: "dl-code" });
     this.change = button("Change…", () => { explorer.activate(this); explorer.drawer.toggle(true); }, { class: "dl-change" });
+    this.why = button("Why?", () => explorer.why(this.run), { class: "dl-code" });
+    this.warnings = h("p", { class: "dl-bad dl-warnings" });
     this.edits = h("span", { class: "dl-edits" });
     this.differs = h("div", { class: "dl-differs" });
     this.canvas = new RunCanvas((seen, position) => explorer.hover(position ?? -1));
     this.band = new LayerBand();
     this.element = h("section", { class: "dl-run" },
-      h("header", {}, this.name, this.verdict, this.ask, this.change), this.edits, this.differs, this.canvas.element);
+      h("header", {}, this.name, this.verdict, this.why, this.ask, this.change),
+      h("div", { class: "dl-notes" }, this.warnings, this.edits), this.differs, this.canvas.element);
     /** @type {Map<string, {pane: Pane, box: HTMLElement, note: HTMLElement}>} */ this.panes = new Map();
     for (const part of [this.element, this.band.element]) {
       part.addEventListener("pointerdown", () => explorer.activate(this));
@@ -86,7 +90,7 @@ class Column {
   /** Buttons that lead to what a view lacks: the step that wrote the token, or the question that a trace needs. */
   ways(/** @type {import("./types.js").View} */ view, /** @type {Seen} */ seen) {
     const { run, model, position } = seen, step = decisiveStep(run, model, seen.step, position);
-    if (step !== seen.step && view.missing({ ...seen, step }) === null) return [button(`Go to step ${step}, which wrote it`, () => seen.select({ step }))];
+    if (step !== seen.step && view.missing({ ...seen, step }) === null) return [button(`Go to step ${step}, which wrote it`, () => seen.select({ written: true }))];
     return view.name === "trace" && !run.traces.length && seen.ask ? [button("Give answer and subject", seen.ask)] : [];
   }
 
@@ -96,6 +100,9 @@ class Column {
     this.verdict.hidden = !verdict;
     this.verdict.className = `dl-verdict ${verdict?.right ? "dl-good" : "dl-bad"}`;
     setText(this.verdict, !verdict ? "" : verdict.right ? `✓ right: ${verdict.answer.trim()}` : `✗ wrong: the answer is ${verdict.answer.trim()}`);
+    this.why.hidden = !verdict;
+    this.warnings.hidden = !run.warnings?.length;
+    setText(this.warnings, run.warnings?.join(" ") ?? "");
     this.ask.hidden = Boolean(verdict) || !seen.ask;
     this.change.hidden = !seen.change;
     if (this.edits.dataset.key !== run.id) {
@@ -131,6 +138,7 @@ export class Explorer {
     /** @type {State} */
     this.state = {
       run: "", compare: "", left: "", step: -1, position: -1, layer: -1, head: 0, key: null, view: "", colour: "top", canvas: "confidence", trace: "", facts: false,
+      written: true,
     };
     /** @type {number[]} */ this.steps = [0];
     this.drawing = 0;
@@ -192,12 +200,12 @@ export class Explorer {
     this.facts = new FactsTable(this);
     this.factsButton = button("Facts", () => this.set({ facts: !this.state.facts }), { "aria-pressed": "false" });
     this.factsButton.hidden = !this.manifest.facts?.length;
-    this.runSelect = chosen("run");
-    this.compareSelect = chosen("compare");
+    this.runSelect = h("select", { onchange: () => this.set({ run: this.runSelect.value, compare: this.columns[1].run?.id ?? "" }) });
+    this.compareSelect = h("select", { onchange: () => this.set({ run: this.columns[0].run.id, compare: this.compareSelect.value }) });
     this.choice = h("span", { class: "dl-group dl-runs" }, field("Run", this.runSelect), field("beside", this.compareSelect));
     this.tools = h("span", { class: "dl-group dl-tools" }, this.factsButton, shareMenu(this),
       button("as Python", () => this.code("run", "The run"), { class: "dl-code" }),
-      button("?", () => this.show("Keys", h("p", {}, HELP)), { "aria-label": "Keys", class: "dl-code" }));
+      button("?", () => this.show("Words and keys", helpText()), { "aria-label": "Help", class: "dl-code" }));
     this.title = h("h1", {}, this.manifest.title);
     this.head = h("header", { class: "dl-title" }, this.title, this.form?.element ?? h("span", { class: "dl-prompt-text" }), this.choice, this.tools);
 
@@ -233,7 +241,7 @@ export class Explorer {
   buildTabs() {
     this.tabs.replaceChildren(...VIEWS.map((view) => h("button", {
       type: "button", role: "tab", id: ids(), "data-view": view.name, "aria-controls": this.panel.id, title: view.help,
-      onclick: () => this.set({ view: view.name }),
+      onclick: () => this.openView(view.name),
     }, view.title)));
     this.tabs.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
       const open = [...this.tabs.children].filter((tab) => !tab.hidden), at = open.findIndex((tab) => tab.dataset.view === this.view.name);
@@ -241,7 +249,7 @@ export class Explorer {
       if (to === undefined) return;
       event.preventDefault();
       const tab = open[(to + open.length) % open.length];
-      this.set({ view: tab.dataset.view });
+      this.openView(tab.dataset.view);
       tab.focus();
     });
   }
@@ -252,6 +260,7 @@ export class Explorer {
       if (event.target.closest("input:not([type=range]):not([type=checkbox]), textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "[" || event.key === "]") { this.play(false); this.stepBy(event.key === "[" ? -1 : 1); }
       // The token and the layer that have the focus are selected already, so the space bar has nothing else to do there.
+      if (event.key === "?") this.show("Words and keys", helpText());
       if (event.key === " " && !event.target.closest("button:not([aria-pressed=true]:is(.dl-text *, .dl-layers *)), input, [role=grid], summary, a")) { event.preventDefault(); this.play(!this.timer); }
     }, { signal });
     // Who looks at something wants it to hold still.
@@ -425,6 +434,9 @@ export class Explorer {
   async set(/** @type {Partial<State>} */ change) {
     Object.assign(this.state, change);
     if (change.position !== undefined && change.key === undefined) this.state.key = null;
+    // Who selects a token wants to know what wrote it; who selects a step, what happens there.
+    if (change.written === undefined && change.step !== undefined) this.state.written = change.step < 0;
+    else if (change.written === undefined && change.position !== undefined) this.state.written = true;
     if (!this.runs.length) return;
     this.settle();
     this.form?.read(this.runs.find(({ id }) => id === this.state.run));
@@ -457,13 +469,13 @@ export class Explorer {
   /** What is selected in a run, for its parts. @returns {Seen|null} */
   seen(/** @type {Run|null} */ run = this.active?.run ?? null) {
     if (!run) return null;
-    const { state, drawing } = this, model = modelOf(this.manifest, run);
+    const { state, drawing } = this, model = modelOf(this.manifest, run), position = clamp(state.position, 0, lengthOf(run) - 1);
+    const shown = stepsOf(run).findLast((step) => step <= state.step) ?? run.steps[0];
     const canCompute = this.source.live && run.spec !== null && run.spec !== undefined;
     return {
       run, model, state, live: this.source.live, dark: this.dark,
       base: this.runs.find(({ id }) => id === run.base) ?? null,
-      step: stepsOf(run).findLast((step) => step <= state.step) ?? run.steps[0],
-      position: clamp(state.position, 0, lengthOf(run) - 1),
+      shown, position, step: state.written ? decisiveStep(run, model, shown, position) : shown,
       layer: Math.min(state.layer, model.n_layers),
       block: clamp(state.layer, 0, model.n_layers - 1),
       head: clamp(state.head, 0, model.n_heads - 1),
@@ -515,9 +527,9 @@ export class Explorer {
     const { state, runs, active: { run } } = this, seen = this.seen();
     this.slider.max = String(this.steps.length - 1);
     this.slider.value = String(this.steps.indexOf(state.step));
-    const time = run.times?.[run.steps.indexOf(seen.step)];
-    setText(this.stepText, `${seen.step} of ${run.steps[0]}–${lastStep(run)}${time === undefined ? "" : `, t ${time.toFixed(2)}`}`);
-    this.slider.setAttribute("aria-valuetext", `step ${seen.step}`);
+    const time = run.times?.[run.steps.indexOf(seen.shown)];
+    setText(this.stepText, `${seen.shown} of ${run.steps[0]}–${lastStep(run)}${time === undefined ? "" : `, t ${time.toFixed(2)}`}`);
+    this.slider.setAttribute("aria-valuetext", `step ${seen.shown}`);
     const overlay = overlayOf(seen);
     fillSelect(this.overlaySelect, overlaysOf(run).map((name) => [name, OVERLAYS[name]]), overlay);
     this.overlay.hidden = !run.predictions;
@@ -527,8 +539,9 @@ export class Explorer {
     const chosen = runs.filter((one) => this.shown.includes(one) || one.fact === undefined);
     const named = chosen.map((one) => [one.id, nameIn(runs, one)]);
     this.choice.hidden = chosen.length < 2 || (chosen.length === 2 && this.shown.length === 2);
-    fillSelect(this.runSelect, named, state.run);
-    fillSelect(this.compareSelect, [["", "–"], ...named.filter(([id]) => id !== state.run)], state.compare);
+    const [left, right] = this.columns.map((column) => column.run?.id ?? "");
+    fillSelect(this.runSelect, named, left);
+    fillSelect(this.compareSelect, [["", "–"], ...named.filter(([id]) => id !== left)], right);
     if (!this.form) setText(this.head.children[1], run.prompt);
   }
 
@@ -549,10 +562,10 @@ export class Explorer {
   /** Decode what the neighbouring steps show, while nothing else happens. */
   prepare() {
     const idle = window.requestIdleCallback ?? ((/** @type {() => void} */ job) => setTimeout(job, 50));
-    for (const { run, step, block, position, model } of this.shown.map((one) => this.seen(one))) {
+    for (const { run, step, shown, block } of this.shown.map((one) => this.seen(one))) {
       idle(() => {
-        const at = run.steps.indexOf(step), decisive = decisiveStep(run, model, step, position);
-        for (const near of stepsOf(run).filter((one, i) => Math.abs(i - at) === 1 || one === decisive)) {
+        const at = run.steps.indexOf(shown);
+        for (const near of stepsOf(run).filter((one, i) => Math.abs(i - at) === 1 || one === step)) {
           const wanted = [run.lens?.steps.includes(near) && `lens/${near}`,
             ...run.traces.map(({ name, steps, lazy }) => !lazy && steps.includes(near) && `trace/${name}/${near}`),
             run.attention?.layers.includes(block) && run.attention.steps.includes(near) && `attention/${block}/${near}`];
@@ -576,6 +589,11 @@ export class Explorer {
     for (const column of this.columns) for (const part of column.parts) part.classList.toggle("dl-active", column === this.active);
   }
 
+  openView(/** @type {string} */ view) {
+    this.panel.scrollTop = 0;
+    return this.set({ view });
+  }
+
   /** Mark a position under the pointer in every part; -1 for none. */
   hover(/** @type {number} */ position) {
     for (const column of this.columns) {
@@ -588,7 +606,7 @@ export class Explorer {
   /** The selection in words. */
   summary() {
     const seen = this.seen();
-    return seen ? stateAt(seen, seen.step, seen.position) : "";
+    return seen ? stateAt(seen, seen.shown, seen.position) : "";
   }
 
   stepBy(/** @type {number} */ change) {
@@ -598,10 +616,12 @@ export class Explorer {
 
   play(/** @type {boolean} */ on) {
     clearInterval(this.timer);
+    if (!on && this.timer) this.state.written = true;
     const last = () => this.state.step === this.steps.at(-1), every = clamp(WHOLE_PLAY / this.steps.length, 90, SLOWEST);
     this.timer = on ? setInterval(() => {
-      if (last()) this.play(false);
-      else this.stepBy(1);
+      if (!last()) return this.stepBy(1);
+      this.play(false);
+      this.set({ written: true });
     }, every) : 0;
     if (on && last()) this.set({ step: this.steps[0] });
     this.playing.setAttribute("aria-pressed", String(on));
@@ -617,8 +637,8 @@ export class Explorer {
 
   /** The code that gives a view's numbers, with the selection in it. */
   code(/** @type {string} */ view, /** @type {string} */ title, /** @type {Record<string, any>} */ values = {}, run = this.active.run) {
-    const { step, block, layer, head, position } = this.seen(run), trace = run.traces.find(({ name }) => name === this.state.trace) ?? run.traces[0];
-    const selected = { step, layer: view === "attention" ? block : layer, head, position, name: trace?.name ?? "", ...values };
+    const { step, shown, block, layer, head, position } = this.seen(run), trace = run.traces.find(({ name }) => name === this.state.trace) ?? run.traces[0];
+    const selected = { step: view === "canvas" ? shown : step, layer: view === "attention" ? block : layer, head, position, name: trace?.name ?? "", ...values };
     const code = fillIn(run.python?.[view] ?? "", selected);
     const pre = h("pre", { tabindex: 0 }, h("code", {}, code));
     const copy = button("Copy", async () => {
@@ -631,6 +651,13 @@ export class Explorer {
       }
     }, { class: "dl-primary" });
     this.show(`${title} as Python`, pre, copy);
+  }
+
+  /** Say what a run preferred to the answer, and what it knows of the fact. */
+  async why(/** @type {Run} */ run) {
+    const said = h("div", { class: "dl-why", "aria-live": "polite" }, h("p", {}, "Reading…"));
+    this.show(`Why ${modelOf(this.manifest, run).name} is ${run.verdict.right ? "right" : "wrong"}`, said);
+    said.replaceChildren(...(await reasons(this, run)).map((text) => h("p", {}, text)));
   }
 
   /** Show something in a dialog, which Escape closes. */

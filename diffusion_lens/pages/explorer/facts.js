@@ -9,7 +9,7 @@ import { number } from "./words.js";
 const MEASURES = {
   recalled: { title: "recalled", order: (/** @type {Measured} */ x) => (x.recalled === null ? NaN : Number(x.recalled)), say: (/** @type {Measured} */ x) => (x.recalled === null ? "" : x.recalled ? "✓" : "✗"), mean: (/** @type {number} */ m) => `${(100 * m).toFixed(0)} %` },
   p: { title: "p(answer)", order: (/** @type {Measured} */ x) => x.p ?? NaN, say: (/** @type {Measured} */ x) => (x.p === null ? "" : number(x.p)), mean: number },
-  commitment: { title: "commits", order: (/** @type {Measured} */ x) => x.commitment ?? NaN, say: (/** @type {Measured} */ x) => (x.commitment === null ? "" : `step ${x.commitment}`), mean: (/** @type {number} */ m) => `step ${m.toFixed(1)}` },
+  commitment: { title: "decided", order: (/** @type {Measured} */ x) => x.commitment ?? NaN, say: (/** @type {Measured} */ x) => (x.commitment === null ? "" : `step ${x.commitment}`), mean: (/** @type {number} */ m) => `step ${m.toFixed(1)}` },
   effect: { title: "effect", order: (/** @type {Measured} */ x) => x.effect ?? NaN, say: (/** @type {Measured} */ x) => (x.effect === null ? "" : number(x.effect)), mean: number },
 };
 const NOTHING = { recalled: null, p: null, commitment: null, effect: null };
@@ -123,12 +123,13 @@ export class FactsTable {
   drawMeans() {
     const { rows, columns } = this, selected = rows.filter(({ id }) => this.chosen.has(id)), over = selected.length ? selected : rows;
     this.all.checked = selected.length === rows.length && rows.length > 0;
+    const known = over.filter(({ values }) => Object.values(values).some(({ recalled }) => recalled !== null));
     const cells = columns.map(([name, model]) => {
       const numbers = over.map(({ values }) => MEASURES[name].order(values[model] ?? NOTHING)).filter((x) => !Number.isNaN(x));
       const mean = numbers.reduce((a, b) => a + b, 0) / numbers.length;
       return h("td", { title: `over ${numbers.length} of ${over.length}` }, numbers.length ? MEASURES[name].mean(mean) : "");
     });
-    this.foot.replaceChildren(h("td"), h("th", { scope: "row" }, `mean of ${selected.length ? `${over.length} selected` : `all ${over.length}`}`), ...cells);
+    this.foot.replaceChildren(h("td"), h("th", { scope: "row" }, `mean of ${selected.length ? `${over.length} selected` : `all ${over.length}`}${known.length < over.length ? `, ${known.length} measured` : ""}`), ...cells);
   }
 
   /** Compute what is not known of the selected rows, or of all. */

@@ -1,15 +1,14 @@
 /** What is seen as a Jupyter notebook, nbformat 4.5: the code of the run, and of the view with the selection filled in. */
 
 import { settingsOf } from "./picture.js";
-import { decisiveStep } from "./runs.js";
 import { fillIn, readable } from "./words.js";
 
 /** @typedef {import("./types.js").Seen} Seen */
 
 /** The code of a view for a selection; null where the run has no numbers of it there.
  * @param {Seen} seen @param {string} view @returns {string|null} */
-function codeOf({ run, model, position, layer, block, head, state, ...seen }, view) {
-  const step = view === "predictions" ? decisiveStep(run, model, seen.step, position) : seen.step;
+function codeOf({ run, shown, step: explained, position, layer, block, head, state }, view) {
+  const step = view === "canvas" ? shown : explained;
   const trace = run.traces.find(({ name }) => name === state.trace) ?? run.traces[0], code = run.python[view];
   const known = {
     lens: run.lens?.steps.includes(step) && run.lens.positions.includes(position),
@@ -30,7 +29,7 @@ export function notebookOf(shown) {
   const code = (/** @type {string} */ source) => add({ cell_type: "code", execution_count: null, outputs: [], source });
   markdown("# Runs of a diffusion language model\n\nThe code repeats what `diffusion_lens` has shown, and stops if the weights are other ones.");
   for (const seen of shown) {
-    const { run, step, position } = seen, written = new Set(run.python.run.split("\n\n"));
+    const { run, shown: step, position } = seen, written = new Set(run.python.run.split("\n\n"));
     // The code of each view contains that of the run, which has a cell of its own.
     const beyond = (/** @type {string} */ text) => text.split("\n\n").filter((part) => !written.has(part)).join("\n\n");
     const settings = settingsOf(run);

@@ -30,7 +30,7 @@ export class PromptForm {
     this.settings = h("details", { class: "dl-settings" }, h("summary", {}, "Settings"), h("div", { class: "dl-fields dl-popover" },
       field("Model", this.model), field("Length", this.length), field("Steps", this.steps), field("Sampler", this.sampler),
       field("Guidance", this.guidance), field("Temperature", this.temperature), field("Seed", this.seed),
-      field("Answer", this.answer), field("Subject positions", this.subject)));
+      field("Answer", this.answer), field("Subject: first position, one past its last", this.subject)));
     const onsubmit = (/** @type {Event} */ event) => {
       event.preventDefault();
       this.run();
@@ -74,7 +74,17 @@ export class PromptForm {
     }
   }
 
-  run() {
+  /** The answer and the subject of a prompt that is one of the facts, where the form names none.
+   * @param {string} prompt */
+  async known(prompt) {
+    const { explorer } = this, fact = explorer.manifest.facts?.find((/** @type {any} */ one) => one.prompt === prompt.trim());
+    if (!fact || this.answer.value.trim() || this.subject.value.trim()) return {};
+    const { subjects } = await explorer.source.suggest(prompt).catch(() => ({ subjects: [] }));
+    const found = subjects.find((/** @type {any} */ { text }) => text === fact.subject);
+    return { answer: fact.answer, subject: found ? [found.first, found.end] : null };
+  }
+
+  async run() {
     this.edited = false;
     this.settings.open = false;
     const spec = {
@@ -82,6 +92,7 @@ export class PromptForm {
       sampler: this.sampler.value || null, cfg_scale: Number(this.guidance.value),
       temperature: Number(this.temperature.value), seed: Number(this.seed.value),
       answer: orNull(this.answer.value), subject: numbersIn(this.subject.value), interventions: [], base: null,
+      ...await this.known(this.prompt.value),
     };
     const { models } = this.explorer.manifest;
     if (this.model.value !== "all") return this.explorer.compute([{ ...spec, model: Number(this.model.value) }]);
@@ -107,7 +118,7 @@ export class AnswerForm {
     };
     this.element = h("form", { class: "dl-card dl-ask", "aria-label": "Answer and subject", hidden: true, onsubmit },
       h("div", { class: "dl-fields" }, field("What is the right answer?", this.answer), this.answers),
-      h("div", { class: "dl-fields" }, field("Which positions are the subject?", this.subject), this.subjects),
+      h("div", { class: "dl-fields" }, field("Which positions are the subject (first, one past its last)?", this.subject), this.subjects),
       h("div", { class: "dl-buttons" }, button("Cancel", () => this.close()), h("button", { type: "submit", class: "dl-primary" }, "Mark and trace")));
     this.element.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => event.key === "Escape" && this.close());
     /** @type {Run|null} */ this.run = null;

@@ -147,3 +147,17 @@ export function stateAt({ run, model, base }, step, position) {
  * @param {Run} run @param {Run} base @param {number} step @param {number} position */
 export const differs = (run, base, step, position) =>
   stepsOf(base).includes(step) && wordAfter(run, step, position) !== wordAfter(base, step, position);
+
+/** A position in words, as the explained step reads it: its token, or that it is masked.
+ * @param {import("./types.js").Seen} seen @param {number} position */
+export function placeIn({ run, model, step }, position) {
+  if (isOpen(run, step, position)) return `position ${position} (${model.masks ? "masked" : "not yet written"})`;
+  return `${quoted(run.words[run.canvases[run.steps.indexOf(step)][position]] ?? "·")} (${position})`;
+}
+
+/** What the interventions of a run have set to zero in the attention of a block, in words; null for nothing.
+ * @param {Run} run @param {number} block */
+export function silenced(run, block) {
+  const edits = (run.spec?.interventions ?? []).filter(({ what, layer, site }) => what === "zero" && layer === block && (site === "attn" || site === "head"));
+  return edits.length ? `In this run: ${edits.map((edit) => describe(edit)).join("; ")}. The pattern is what the heads read; it is not passed on there.` : null;
+}

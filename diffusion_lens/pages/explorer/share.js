@@ -7,10 +7,12 @@ import { filmType, gifFilm, pngOf, svgText, webmFilm } from "./film.js";
 import { notebookOf } from "./notebook.js";
 import { drawPicture } from "./picture.js";
 import { predictedOf } from "./predicted.js";
+import { lengthOf, stepsOf } from "./runs.js";
 
 /** @typedef {import("./types.js").Seen} Seen @typedef {import("./explorer.js").Explorer} Explorer */
 
 const LONGEST_NAME = 60; // characters of a file's name
+const MOST_WEIGHTS = 2e6; // bytes of attention, before they are compressed, of each run in a page
 const KEPT = 60e3; // milliseconds in which a browser has begun to save a file
 
 /** @param {Explorer} explorer @returns {HTMLElement} */
@@ -42,7 +44,7 @@ export function shareMenu(explorer) {
   };
   /** What can be done, as name, help and action. @returns {[string, string, () => any][]} */
   const actions = () => {
-    const { source, steps, state, view } = explorer, seens = seenIn(explorer), coded = seens.filter(({ run }) => run.python?.run);
+    const { source, steps, state } = explorer, seens = seenIn(explorer), coded = seens.filter(({ run }) => run.python?.run);
     const link = explorer.link(), step = `the picture of step ${state.step}`;
     const film = (/** @type {string} */ ending, /** @type {string} */ type, /** @type {typeof gifFilm|typeof webmFilm} */ make) =>
       explorer.work("the film", async (told, signal) => {
@@ -50,7 +52,7 @@ export function shareMenu(explorer) {
         save(await make(pictures, told, signal), ending, type, `the film of ${steps.length} steps`);
       });
 
-    const page = { runs: needed(explorer.runs, explorer.shown.map(({ id }) => id)).map(({ id }) => id), state, attention: view.name === "attention" ? [explorer.seen().block] : [] };
+    const page = { runs: needed(explorer.runs, explorer.shown.map(({ id }) => id)).map(({ id }) => id), state, attention: attentionIn(explorer) };
     /** @type {[string, string, () => any][]} */ const all = [
       ["SVG", "the picture of this step, for a paper", () => explorer.work("drawing", async () =>
         save([svgText(await pictureOf(explorer))], "svg", "image/svg+xml", step))],
@@ -72,7 +74,7 @@ export function shareMenu(explorer) {
       all.unshift(["Page (.html)", "a file that opens anywhere, without a model", () => explorer.work("writing the page", async () =>
         save([await source.page(page)], "html", "text/html", "the page"))]);
     }
-    if (link) all.unshift(["Copy link", "an address that opens what you see", () => copy(link, "the link")]);
+    if (link) all.unshift(["Copy link", isLocal() ? "opens what you see on this machine, while the server runs" : "an address that opens what you see", () => copy(link, "the link")]);
     return all;
   };
   menu.addEventListener("beforetoggle", (/** @type {any} */ { newState }) => {
@@ -96,6 +98,17 @@ export function shareMenu(explorer) {
     items.at((items.indexOf(document.activeElement) + step) % items.length).focus();
   });
   return h("span", { class: "dl-sharing" }, opener, menu);
+}
+
+/** Whether the address is one of this machine. */
+const isLocal = () => ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
+
+/** The blocks whose attention a written page contains: all of them where they are small, otherwise the selected one.
+ * @param {Explorer} explorer @returns {number[]} */
+function attentionIn(explorer) {
+  const weights = ({ run, model }) => stepsOf(run).length * model.n_layers * model.n_heads * lengthOf(run) ** 2;
+  const seens = seenIn(explorer), all = seens.every((seen) => weights(seen) < MOST_WEIGHTS);
+  return all ? Array.from({ length: Math.min(...seens.map(({ model }) => model.n_layers)) }, (_, block) => block) : [explorer.seen().block];
 }
 
 /** The selection in each run that is shown.

@@ -21,6 +21,7 @@
  * @property {number} n_heads
  * @property {boolean} grows  whether its text grows at its end
  * @property {boolean} masks  whether it has a [MASK]
+ * @property {number} [shift]  1 where a token is predicted at the position before its own, otherwise 0
  * @property {string[]} samplers
  * @property {number|null} length  of the canvases that it was trained on
  *
@@ -109,7 +110,7 @@
  * @property {Partial<State>} [state]  where the page opens
  *
  * @typedef {{recalled: boolean|null, p: number|null, commitment: number|null, effect: number|null, run?: string}} Measured
- * @typedef {{id: number, prompt: string, subject: string|null, answer: string, asked: string|null,
+ * @typedef {{id: number, prompt: string, subject: string|null, answer: string, asked: string|null, trained?: string|null,
  *   values: Record<string, Measured>}} Fact
  *
  * @typedef {{what: string, done: number, of: number}} Progress
@@ -131,7 +132,7 @@
  * @property {string} run  the run whose selection is meant
  * @property {string} compare  the run beside it; "" for none
  * @property {string} left  that of the two which is on the left
- * @property {number} step  negative for the default, as in the next four
+ * @property {number} step  the one of the slider; negative for the default, as in the next four
  * @property {number} position
  * @property {number} layer  0 to n_layers: the stream that enters this block, or leaves the last one
  * @property {number} head
@@ -141,12 +142,14 @@
  * @property {string} colour  what the colours of the lens show
  * @property {string} trace  name of the trace
  * @property {boolean} facts  whether the table of facts is open
+ * @property {boolean} written  whether the step that wrote the selected token is explained in place of the slider's
  *
  * @typedef {Object} Seen  a selection in one of the runs that are shown, for its canvas, its band and its views
  * @property {Run} run
  * @property {Model} model
  * @property {Run|null} base  the run with which this one is compared
- * @property {number} step  a step of this run
+ * @property {number} shown  the step of this run whose canvas is shown
+ * @property {number} step  the step that is explained: this one, or the one that wrote the selected token
  * @property {number} position
  * @property {number} layer
  * @property {number} block  the layer as a block, 0 to n_layers - 1

@@ -4,7 +4,7 @@ import { ramp } from "../colours.js";
 import { button, drawLegend, h, setText } from "../elements.js";
 import { columnsOf, MapPane, readingOf, rowHeight } from "../map_pane.js";
 import { clamp, read } from "../numbers.js";
-import { finalWord, isOpen, lengthOf, listed } from "../runs.js";
+import { finalWord, lengthOf, listed, placeIn, silenced } from "../runs.js";
 import { quoted, shorten } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen @typedef {import("../types.js").Table} Table */
@@ -27,7 +27,7 @@ export const attentionView = {
 
 class AttentionPane {
   constructor() {
-    this.pane = new MapPane({ label: "Attention", corner: "query", code: () => "attention", choose: (_, r, c) => ({ position: r, key: c }) });
+    this.pane = new MapPane({ label: "Attention", corner: "query", code: () => "attention", choose: (seen, r, c) => ({ position: Math.min(lengthOf(seen.run) - 1, r + (seen.model.shift ?? 0)), key: c, written: seen.state.written }) });
     this.heads = h("div", { class: "dl-heads", role: "group", "aria-label": "Heads" });
     this.words = h("div", { class: "dl-reads" });
     this.pane.map.element.before(this.heads, this.words);
@@ -39,7 +39,7 @@ class AttentionPane {
   hover(/** @type {number} */ position) { this.pane.map.markHover(position); }
 
   draw(/** @type {Seen} */ seen) {
-    const { run, step, block, head, position, key, dark } = seen, n = lengthOf(run), { map, legend } = this.pane;
+    const { run, step, block, head, key, dark } = seen, n = lengthOf(run), query = queryOf(seen), { map, legend } = this.pane;
     setText(this.pane.heading, `Attention of block ${block}, head ${head} at step ${step}`);
     setText(this.pane.reading, readingOf(seen, "attention"));
     return this.pane.draw(seen, async () => {
@@ -58,7 +58,7 @@ class AttentionPane {
         },
         label: (q, k) => `head ${head}, query ${q} ${finalQuoted(seen, q)}, key ${k} ${finalQuoted(seen, k)}: ${weight(read(pattern, head, q, k))}`,
       });
-      map.mark(position, clamp(key ?? position, 0, n - 1));
+      map.mark(query, clamp(key ?? query, 0, n - 1));
     });
   }
 
@@ -93,18 +93,21 @@ class AttentionPane {
   /** What the selected position reads, what reads it, and which heads read most what it reads.
    * @param {Seen} seen @param {Table} pattern */
   drawWords(seen, pattern) {
-    const { run, model, step, position, head, key, select } = seen, [nHeads, n] = pattern.shape;
+    const { run, model, position, block, head, key, select, state: { written } } = seen, query = queryOf(seen), [nHeads, n] = pattern.shape;
     const strongest = (/** @type {number} */ count, /** @type {(i: number) => number} */ weight) => Array.from({ length: count }, (_, i) => ({ i, x: weight(i) }))
       .filter(({ x }) => x >= LEAST_WEIGHT).sort((a, b) => b.x - a.x).slice(0, MOST_NAMED);
     const line = (/** @type {string} */ words, /** @type {{i: number, x: number}[]} */ found, /** @type {(i: number) => string} */ name, /** @type {(i: number) => any} */ chosen) =>
       h("p", {}, h("span", {}, `${words} `), ...(found.length ? found.map(({ i, x }) => button(`${name(i)} ${x.toFixed(2)}`, () => select(chosen(i)), { class: "dl-chip" })) : [`nothing above ${LEAST_WEIGHT}`]));
-    const place = (/** @type {number} */ p) => `${finalQuoted(seen, p)} (${p}${!isOpen(run, step, p) ? "" : model.masks ? ", masked" : ", not yet written"})`, own = place(position);
-    const reads = strongest(n, (k) => read(pattern, head, position, k)), meant = key ?? reads.find(({ i }) => i !== position)?.i ?? position;
-    this.words.replaceChildren(
+    const place = (/** @type {number} */ p) => placeIn(seen, p), silent = silenced(run, block);
+    const own = query === position ? place(query) : `${place(query)}, which predicts position ${position},`;
+    const reads = strongest(n, (k) => read(pattern, head, query, k)), meant = key ?? reads.find(({ i }) => i !== query)?.i ?? query;
+    this.words.replaceChildren(...(silent ? [h("p", { class: "dl-bad" }, silent)] : []),
       line(`In head ${head}, ${own} reads`, reads, place, (k) => ({ key: k })),
-      line("It is read by", strongest(n, (q) => read(pattern, head, q, position)), place, (q) => ({ position: q, key: position })),
-      line(`Heads in which it reads ${place(meant)} most:`, strongest(nHeads, (one) => read(pattern, one, position, meant)), (one) => `head ${one}`, (one) => ({ head: one, key: meant })));
+      line("It is read by", strongest(n, (q) => read(pattern, head, q, query)), place, (q) => ({ position: Math.min(n - 1, q + (model.shift ?? 0)), key: query, written })),
+      line(`Heads in which it reads ${place(meant)} most:`, strongest(nHeads, (one) => read(pattern, one, query, meant)), (one) => `head ${one}`, (one) => ({ head: one, key: meant })));
   }
 }
 
+/** The position at which the selected token is predicted: the row of the map that is marked. */
+const queryOf = (/** @type {Seen} */ { position, model }) => Math.max(0, position - (model.shift ?? 0));
 const finalQuoted = (/** @type {Seen} */ { run }, /** @type {number} */ position) => quoted(finalWord(run, position) ?? "·");

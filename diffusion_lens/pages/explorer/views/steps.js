@@ -37,13 +37,13 @@ class StepsPane {
   hover(/** @type {number} */ position) { this.pane.map.markHover(position); }
 
   /** The step that a row shows: of several, the selected one. */
-  stepOf(/** @type {Seen} */ { run, step }, /** @type {Rows} */ { from, to }) {
+  stepOf(/** @type {Seen} */ { run, shown: step }, /** @type {Rows} */ { from, to }) {
     const at = run.steps.indexOf(step);
     return run.steps[at >= from && at <= to ? at : from];
   }
 
   draw(/** @type {Seen} */ seen) {
-    const { run, base, dark, step, position } = seen, overlay = overlayOf(seen), steps = stepsOf(run), { map, legend } = this.pane;
+    const { run, base, dark, shown: step, position } = seen, overlay = overlayOf(seen), steps = stepsOf(run), { map, legend } = this.pane;
     return this.pane.draw(seen, async () => {
       const predicted = overlay === "confidence" ? null : await predictedOf(seen);
       if (!seen.current()) return;
@@ -97,7 +97,6 @@ function foldedRows(seen, predicted, overlay) {
 function readingOfSteps(/** @type {Seen} */ { run }, /** @type {string} */ overlay, /** @type {Rows[]} */ rows) {
   if (run.canvases.length === run.n_steps) return "";
   return [
-    run.warnings?.length ? `Warning: ${run.warnings.join(" ")}.` : "",
     "Each row is the canvas after a step; tokens in frames are new.",
     rows.some(({ from, to }) => from < to) ? "A thin row stands for steps that change nothing." : "",
     overlay === "confidence" ? "" : "Colours show what the step predicted there, and words in italics are its likeliest tokens, not yet written.",

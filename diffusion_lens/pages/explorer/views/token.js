@@ -5,12 +5,12 @@ import { button, drawBars, drawCourse, h, setText } from "../elements.js";
 import { lensAt } from "../lens_cells.js";
 import { read } from "../numbers.js";
 import { predictedOf } from "../predicted.js";
-import { decisiveStep, finalWord, isGiven, lengthOf, sites, stateAt, stepsOf, wordAfter } from "../runs.js";
+import { finalWord, isGiven, lengthOf, listed, placeIn, silenced, sites, stateAt, stepsOf, wordAfter } from "../runs.js";
 import { number, quoted, signed } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen */
 
-const MOST_READ = 3;
+const MOST_READ = 6; // most positions and heads that a sentence lists
 
 /** @type {import("../types.js").View} */
 export const tokenView = {
@@ -24,10 +24,10 @@ export const tokenView = {
 class TokenPane {
   constructor() {
     const code = (/** @type {string} */ view, /** @type {string} */ title) =>
-      button("as Python", () => this.seen.code(view, title, { step: this.step }), { class: "dl-code" });
+      button("as Python", () => this.seen.code(view, title), { class: "dl-code" });
     this.heading = h("h3");
     this.state = h("p", { class: "dl-state" });
-    this.goTo = button("", () => this.seen.select({ step: this.step }), { class: "dl-code" });
+    this.goTo = button("", () => this.seen.select({ step: this.seen.step }), { class: "dl-code" });
     this.topHeading = h("h4");
     this.topCode = code("predictions", "Predictions");
     this.top = h("ol", { class: "dl-bars" });
@@ -38,7 +38,7 @@ class TokenPane {
     this.lens = h("ol", { class: "dl-bars" });
     this.lensNumbers = h("p", { class: "dl-numbers" });
     this.restored = h("div", { class: "dl-restored" });
-    this.change = button("Change this block…", () => this.seen.change(), { class: "dl-change" });
+    this.change = button("", () => this.seen.change("attn"), { class: "dl-change" });
     this.attentionHeading = h("h3");
     this.attention = h("div", { class: "dl-reads" });
     this.layerCard = h("div", { class: "dl-card" }, h("header", {}, this.lensHeading, this.lensCode), this.lens, this.lensNumbers, this.restored, this.change);
@@ -47,27 +47,24 @@ class TokenPane {
       h("div", { class: "dl-card" }, h("header", {}, this.heading, this.goTo), this.state,
         h("header", {}, this.topHeading, this.topCode), this.top, this.topNumbers, this.course),
       this.layerCard, this.attentionCard);
-    this.step = 0;
     /** @type {Seen} */ this.seen = null;
   }
 
   async draw(/** @type {Seen} */ seen) {
     this.seen = seen;
-    const { run, model, position, step } = seen, word = wordAfter(run, step, position);
-    this.step = decisiveStep(run, model, step, position);
+    const { run, position, step, shown } = seen, word = wordAfter(run, shown, position);
     setText(this.heading, `Position ${position}  ${word === null ? "·" : quoted(word)}`);
-    setText(this.state, stateAt(seen, step, position).replace(/^step (\d+), position \d+, (.*)$/, "After step $1: $2"));
-    this.goTo.hidden = this.step === step;
-    setText(this.goTo, `go to step ${this.step}`);
+    setText(this.state, stateAt(seen, shown, position).replace(/^step (\d+), position \d+, (.*)$/, "After step $1: $2"));
+    this.goTo.hidden = step === shown;
+    setText(this.goTo, `go to step ${step}`);
     await Promise.all([this.drawPredicted(seen), this.drawLayer(seen), this.drawAttention(seen)]);
   }
 
   async drawPredicted(/** @type {Seen} */ seen) {
     const { run, step, position } = seen, predicted = await predictedOf(seen);
     if (!seen.current()) return;
-    const shown = (this.step = predicted?.at(step, position) ? step : this.step), final = finalWord(run, position);
-    const prediction = predicted?.at(shown, position) ?? null;
-    setText(this.topHeading, `Predictions of step ${shown}`);
+    const final = finalWord(run, position), prediction = predicted?.at(step, position) ?? null;
+    setText(this.topHeading, `Predictions of step ${step}`);
     drawBars(this.top, prediction?.top ?? [], predicted?.k ?? 0, final);
     this.topCode.hidden = !run.python?.predictions;
     this.course.hidden = !predicted;
@@ -79,13 +76,13 @@ class TokenPane {
     const values = steps.map((one) => (isEntropy ? predicted.at(one, position)?.entropy ?? NaN : predicted.written(one, position)));
     const name = isEntropy ? "entropy (nats)" : `p(${quoted(final)})`;
     const known = steps.flatMap((one, i) => (Number.isNaN(values[i]) ? [] : [`step ${one}: ${number(values[i])}`]));
-    drawCourse(this.course, steps, values, isEntropy ? predicted.highest : 1, [[shown, "dl-now"], [since, "dl-since"]],
+    drawCourse(this.course, steps, values, isEntropy ? predicted.highest : 1, [[step, "dl-now"], [since, "dl-since"]],
       `${name} by step. ${known.join(", ") || "none"}`);
     this.course.prepend(h("span", {}, `${name} by step`));
   }
 
   async drawLayer(/** @type {Seen} */ seen) {
-    const { run, layer, block, position } = seen, { lens } = run, { step } = this, row = lens ? lens.layers.indexOf(layer) : -1;
+    const { run, step, layer, block, position } = seen, { lens } = run, row = lens ? lens.layers.indexOf(layer) : -1;
     this.layerCard.hidden = !lens && !run.traces.length;
     setText(this.lensHeading, `Layer ${row < 0 ? layer : lens.labels[row]} at step ${step}`);
     this.lensCode.hidden = !run.python?.lens;
@@ -103,7 +100,7 @@ class TokenPane {
 
   /** What restoring the selected cell does to the answer, in a sentence, or a button that computes it. */
   restoredLine(/** @type {Seen} */ seen, /** @type {import("../types.js").Trace} */ trace) {
-    const { block, position } = seen, name = `trace/${trace.name}/${this.step}`, line = h("p", { class: "dl-numbers" });
+    const { block, position, step } = seen, name = `trace/${trace.name}/${step}`, line = h("p", { class: "dl-numbers" });
     const say = async () => {
       const { tables: { scores }, header: { corrupted } } = await seen.chunk(name);
       const row = trace.positions.indexOf(position), column = trace.layers.indexOf(block), score = row < 0 || column < 0 ? NaN : read(scores, row, column);
@@ -120,26 +117,29 @@ class TokenPane {
     return line;
   }
 
-  /** Which positions the selected one reads most, and which read it, for the selected head and the mean over all heads. */
+  /** What is read where the selected token is predicted, and which positions read that place, by head. */
   async drawAttention(/** @type {Seen} */ seen) {
-    const { run, block, head, position, step, model } = seen, { attention } = run, at = decisiveStep(run, model, step, position);
+    const { run, block, head, position, step, model } = seen, { attention } = run, at = Math.max(0, position - (model.shift ?? 0));
     this.attentionCard.hidden = !attention;
     if (!attention) return;
-    setText(this.attentionHeading, `Attention of block ${block} at step ${at}`);
-    if (!attention.layers.includes(block) || !attention.steps.includes(at)) {
-      return this.attention.replaceChildren(h("p", { class: "dl-numbers" }, `This page contains attention of blocks ${attention.layers.join(", ")}.`));
+    setText(this.attentionHeading, `Attention of block ${block} at step ${step}`);
+    if (!attention.layers.includes(block) || !attention.steps.includes(step)) {
+      return this.attention.replaceChildren(h("p", { class: "dl-numbers" }, `This page contains attention of ${listed("block", attention.layers)} at ${listed("step", attention.steps)}.`));
     }
-    const { tables: { pattern } } = await seen.chunk(`attention/${block}/${at}`);
+    const { tables: { pattern } } = await seen.chunk(`attention/${block}/${step}`);
     if (!seen.current()) return;
     const heads = Array.from({ length: model.n_heads }, (_, i) => i), positions = Array.from({ length: lengthOf(run) }, (_, p) => p);
-    const line = (/** @type {string} */ verb, /** @type {(other: number, head: number) => number} */ weight) => {
+    const line = (/** @type {string} */ verb, /** @type {(other: number, head: number) => number} */ weight, /** @type {(other: number) => any} */ chosen) => {
       const strongest = positions.flatMap((p) => heads.map((one) => ({ p, one, x: weight(p, one) })))
-        .filter(({ p, x }) => p !== position && x >= 0.01).sort((a, b) => b.x - a.x).slice(0, MOST_READ * 2);
-      const chips = strongest.map(({ p, one, x }) => button(`${quoted(wordAfter(run, at, p) ?? "·")} ${x.toFixed(2)} (head ${one})`,
-        () => seen.select({ step: at, head: one, ...(verb === "reads" ? { key: p } : { position: p, key: position }), view: "attention" }),
-        { class: one === head ? "dl-chip dl-own" : "dl-chip" }));
-      return h("p", {}, h("b", {}, `${verb} `), ...(chips.length ? chips : ["nothing else"]));
+        .filter(({ p, x }) => p !== at && x >= 0.01).sort((a, b) => b.x - a.x).slice(0, MOST_READ);
+      const chips = strongest.map(({ p, one, x }) => button(`${placeIn(seen, p)} ${x.toFixed(2)} (head ${one})`,
+        () => seen.select({ head: one, view: "attention", written: seen.state.written, ...chosen(p) }), { class: one === head ? "dl-chip dl-own" : "dl-chip" }));
+      return h("p", {}, h("b", {}, `${verb} `), ...(chips.length ? chips : ["nothing above 0.01"]));
     };
-    this.attention.replaceChildren(line("reads", (p, one) => read(pattern, one, position, p)), line("is read by", (p, one) => read(pattern, one, p, position)));
+    const silent = silenced(run, block);
+    this.attention.replaceChildren(...(silent ? [h("p", { class: "dl-bad" }, silent)] : []),
+      h("p", {}, at === position ? `The token is predicted at its own position.` : `The token is predicted at the position before it, ${placeIn(seen, at)}.`),
+      line("It reads", (p, one) => read(pattern, one, at, p), (p) => ({ key: p })),
+      line("It is read by", (p, one) => read(pattern, one, p, at), (p) => ({ position: p + (model.shift ?? 0), key: at })));
   }
 }

@@ -9,6 +9,8 @@ import { number, quoted, readable, shorten, signed } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen @typedef {import("../types.js").Trace} Trace @typedef {import("../types.js").Chunk} Chunk */
 
+const LEAST_EFFECT = 0.05; // of the scale of colours
+
 /** @type {import("../types.js").View} */
 export const traceView = {
   name: "trace",
@@ -44,7 +46,7 @@ class TracePane {
     fillSelect(this.select, run.traces.map((one) => [one.name, sites[one.kind] ?? one.name]), trace.name);
     this.select.hidden = run.traces.length < 2;
     setText(this.pane.heading, `Causal trace at step ${step}`);
-    setText(this.pane.reading, readingOf(seen, "trace"));
+    setText(this.pane.reading, `Noise at the subject makes the model forget; one state of the clean run is then put back, and a dark cell is one that brings the answer back. ${readingOf(seen, "trace")}`);
     return this.pane.draw(seen, async () => {
       if (trace.lazy && !seen.loaded(name)) {
         return this.pane.show("A trace takes longer than the other views.", button("Compute the trace", () => this.compute(name)));
@@ -65,9 +67,9 @@ class TracePane {
   drawMap(/** @type {Seen} */ seen, /** @type {Trace} */ trace, /** @type {Chunk} */ { header: { clean, corrupted, highest }, tables: { scores } }) {
     const { run, block, position, dark } = seen, layers = tracedLayers(trace), colours = ramp("trace", dark), { map, legend } = this.pane;
     const low = Math.min(...(trace.corrupted ?? [corrupted]));
-    // At least a hundredth wide, so that rounding is not drawn as an effect on a fact that the model does not know.
-    const high = Math.max(trace.highest ?? highest, low + 0.01);
-    const name = `p(${shorten(readable(trace.answer), 26)}): clean ${number(clean)}, corrupted ${number(corrupted)}`;
+    // So wide that rounding is not drawn as an effect on a fact that the model does not know.
+    const high = Math.max(trace.highest ?? highest, low + LEAST_EFFECT);
+    const name = `p(${shorten(readable(trace.answer), 26)}), clean ${number(clean)}: corrupted`;
     drawLegend(legend, colours, { name, low: number(low), high: number(high) });
     const rows = layers.map((layer) => trace.layers.indexOf(layer)), columns = new Map(trace.positions.map((p, i) => [p, i]));
     const scoreOf = (/** @type {number} */ r, /** @type {number} */ p) => (columns.has(p) ? read(scores, columns.get(p), rows[r]) : NaN);

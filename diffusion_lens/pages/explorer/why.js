@@ -1,0 +1,78 @@
+/** Why a run is right or wrong, as far as the page knows: what it preferred, at which layer, and whether the model knows the
+ * fact the other way round. */
+
+import { lensAt } from "./lens_cells.js";
+import { predictedOf } from "./predicted.js";
+import { decisiveStep, finalWord } from "./runs.js";
+import { number, quoted } from "./words.js";
+
+/** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Fact} Fact @typedef {import("./explorer.js").Explorer} Explorer */
+
+const DIRECTIONS = { p2d: "from the name to the description only", d2p: "from the description to the name only", both: "in both directions" };
+
+/** Sentences, the most telling first.
+ * @param {Explorer} explorer @param {Run} run @returns {Promise<string[]>} */
+export async function reasons(explorer, run) {
+  const fact = explorer.manifest.facts?.find(({ prompt, answer }) => prompt === run.prompt && plain(answer) === plain(run.verdict.answer));
+  const parts = [await preferred(explorer, run), ...(fact ? await otherWay(explorer, run, fact) : []), ...beside(explorer, run)];
+  return parts.flat().filter(Boolean);
+}
+
+const plain = (/** @type {string|null} */ text) => (text ?? "").toLowerCase().replace(/[^\p{L}\p{N}]+/gu, " ").trim();
+
+/** What the run preferred at the first position of the answer where it differs, or the first of all.
+ * @param {Explorer} explorer @param {Run} run */
+async function preferred(explorer, run) {
+  const { positions = [], words = [] } = run.answer ?? {};
+  const index = Math.max(0, positions.findIndex((position, i) => finalWord(run, position) !== run.words[words[i]]));
+  const position = positions[index], answer = run.words[words[index]], seen = explorer.seen(run);
+  if (position === undefined) return [];
+  const step = decisiveStep(run, seen.model, run.steps[run.n_steps - 1], position), said = [];
+  const prediction = (await predictedOf(seen))?.at(step, position), written = finalWord(run, position);
+  if (prediction) {
+    const [[word, p]] = prediction.top, own = prediction.top.find(([one]) => one === answer);
+    said.push(`At position ${position}, step ${step} was ${p > 0.5 ? "sure of" : "most for"} ${quoted(word)} (${number(p)}).` +
+      (word === answer ? "" : own ? ` The answer's ${quoted(answer)} had ${number(own[1])}.` : ` The answer's ${quoted(answer)} was not among its ${prediction.top.length} likeliest tokens.`));
+  }
+  if (run.lens?.steps.includes(step) && run.lens.positions.includes(position)) {
+    const chunk = await seen.chunk(`lens/${step}`), cells = run.lens.layers.map((layer) => lensAt(run, chunk, layer, position));
+    const first = cells.findIndex((cell) => cell?.rank === 0), ranks = cells.map((cell) => (cell && cell.rank >= 0 ? cell.rank : Infinity));
+    const best = Math.min(...ranks), layer = (/** @type {number} */ i) => run.lens.labels[i];
+    if (cells[0]?.target === answer && written !== answer && Number.isFinite(best)) {
+      said.push(first >= 0 ? `${quoted(answer)} was first at layer ${layer(first)}, and was overtaken later.` :
+        `No layer puts ${quoted(answer)} first: it comes nearest at layer ${layer(ranks.indexOf(best))}, with ${best} tokens before it.`);
+    } else if (written === answer && first >= 0) {
+      said.push(`${quoted(answer)} is first from layer ${layer(cells.findLastIndex((cell) => cell?.rank !== 0) + 1)} on.`);
+    }
+  }
+  return said;
+}
+
+/** What the model was taught of a fact, and whether it knows it asked the other way round.
+ * @param {Explorer} explorer @param {Run} run @param {Fact} fact */
+async function otherWay(explorer, run, fact) {
+  const said = [], name = explorer.manifest.models[run.model].name, taught = DIRECTIONS[fact.trained ?? ""];
+  if (taught && fact.asked) {
+    const reverse = fact.trained !== "both" && fact.trained !== fact.asked;
+    said.push(`The fact was taught ${taught}; here it is asked ${reverse ? "the other way round" : "as it was taught"}.`);
+  }
+  const other = explorer.manifest.facts.find((one) => one !== fact && plain(one.subject) && plain(one.answer).includes(plain(fact.subject)) && plain(fact.answer).includes(plain(one.subject)));
+  if (!other || !plain(fact.subject)) return said;
+  let values = other.values[run.model];
+  if ((values?.recalled ?? null) === null && explorer.source.fact) {
+    const { run: id, recalled, p, commitment, effect } = await explorer.source.fact({ id: other.id, model: run.model, effect: false });
+    values = other.values[run.model] = { recalled, p, commitment, effect, run: id };
+  }
+  if ((values?.recalled ?? null) !== null) {
+    said.push(`Asked the other way, “${other.prompt}”, ${name} ${values.recalled ? "answers right" : "is wrong too"}: p(${other.answer.trim()}) ${number(values.p)}.`);
+  }
+  return said;
+}
+
+/** What the run beside it wrote for the same prompt.
+ * @param {Explorer} explorer @param {Run} run */
+function beside(explorer, run) {
+  const other = explorer.shown.find((one) => one !== run && one.prompt === run.prompt && one.verdict);
+  if (!other || other.verdict.right === run.verdict.right) return [];
+  return [`${explorer.manifest.models[other.model].name} is ${other.verdict.right ? "right" : "wrong"} on the same prompt.`];
+}
