@@ -300,7 +300,9 @@ class Session:
             missing["trace"] = "Give a Fact, or prompt, subject and answer, to see which states carry the answer."
         traced = [live.trace_view(trace["kind"], trace["steps"]) for trace in entry["traces"]]
         chunks |= {name: chunk for view in traced for name, chunk in view.chunks.items()}
-        whole = {"spec": None, "base": base, "attention": patterns, "traces": [view.entry for view in traced]}
+        changes = [one.to_json() for one in spec.interventions]
+        whole = {"spec": None, "changes": changes, "base": base, "attention": patterns}
+        whole["traces"] = [view.entry for view in traced]
         return PageRun({**entry, **whole, "missing": {**entry["missing"], **missing}}, chunks)
 
 

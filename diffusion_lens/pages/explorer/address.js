@@ -47,7 +47,8 @@ export function readAddress(hash) {
     const value = Number.parseInt(given.get(name) ?? "", 10);
     if (value >= 0) state[name] = value;
   }
-  for (const name of ["facts", "written"]) if (given.has(name)) state[name] = given.get(name) === "1";
+  if (given.has("facts")) state.facts = given.get("facts") === "1";
+  if (given.has("written") || "step" in state) state.written = given.get("written") === "1"; // Who names a step means it.
   let specs = [];
   try {
     specs = JSON.parse(fromBase64(given.get("runs") ?? "")) ?? [];

@@ -14,6 +14,7 @@ export const OVERLAYS = {
   confidence: "confidence when revealed", entropy: "entropy (nats)", probability: "p(likeliest)",
   margin: "p(first) − p(second)", commitment: "commitment",
 };
+const RING = 6; // pixels around the selected token: its frame, and that of the focus
 export const COMMITTED = 0.45; // colour of what is decided, on the scale from 0 to 1
 
 /** What the colours of the canvas can show of a run.
@@ -142,7 +143,7 @@ export class RunCanvas {
   keepInView(/** @type {HTMLElement|undefined} */ token) {
     if (!token) return;
     const { text } = this, above = token.offsetTop - text.scrollTop, below = above + token.offsetHeight - text.clientHeight;
-    if (above < 0) text.scrollTop += above - 4;
-    else if (below > 0) text.scrollTop += below + 4;
+    if (above < RING) text.scrollTop += above - RING;
+    else if (below > -RING) text.scrollTop += below + RING;
   }
 }

@@ -1,7 +1,7 @@
 /** Interventions: the sentences of a run, the drawer in which one more is written, and the run that follows from them. */
 
 import { button, fillSelect, h, setText } from "./elements.js";
-import { describe, lastStep, nameIn } from "./runs.js";
+import { describe, interventionsOf, lastStep, nameIn } from "./runs.js";
 
 /** @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Intervention} Intervention @typedef {import("./types.js").Run} Run */
 
@@ -9,12 +9,12 @@ import { describe, lastStep, nameIn } from "./runs.js";
  * @param {Seen} seen */
 export const forcedStep = ({ run, shown }) => Math.min(shown + 1, lastStep(run));
 
-/** The interventions of a run as sentences, each with a button that undoes it.
+/** The interventions of a run as sentences, each with a button that undoes it where a run can be computed.
  * @param {any} explorer @param {Run} run */
 export function sentences(explorer, run) {
-  return (run.spec?.interventions ?? []).map((edit, i) => {
+  return interventionsOf(run).map((edit, i) => {
     const text = describe(edit, explorer.runs);
-    return h("span", { class: "dl-edit" }, text, button("×", () => explorer.undo(run, i), { "aria-label": `Undo: ${text}` }));
+    return h("span", { class: "dl-edit" }, text, run.spec && button("×", () => explorer.undo(run, i), { "aria-label": `Undo: ${text}` }));
   });
 }
 

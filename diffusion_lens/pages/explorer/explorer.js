@@ -96,7 +96,7 @@ class Column {
 
   async draw(/** @type {Seen} */ seen) {
     const { run } = seen, { explorer } = this, { verdict } = run;
-    setText(this.name, run.spec ? seen.model.name : run.label); // Its prompt and its interventions stand beside it.
+    setText(this.name, run.spec || run.changes ? seen.model.name : run.label); // Its prompt and its interventions stand beside it.
     this.verdict.hidden = !verdict;
     this.verdict.className = `dl-verdict ${verdict?.right ? "dl-good" : "dl-bad"}`;
     setText(this.verdict, !verdict ? "" : verdict.right ? `✓ right: ${verdict.answer.trim()}` : `✗ wrong: the answer is ${verdict.answer.trim()}`);
@@ -170,7 +170,7 @@ export class Explorer {
     if (!this.runs.some((run) => run.id === this.state.run)) this.state.run = first.id;
     if (other && !("run" in opened)) this.state.compare = other.id;
     const plays = !("step" in opened) && !matchMedia("(prefers-reduced-motion: reduce)").matches;
-    await this.set({ step: plays ? 0 : this.state.step });
+    await this.set(plays ? { step: 0 } : {});
     if (plays) this.play(true);
   }
 

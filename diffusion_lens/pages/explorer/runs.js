@@ -41,6 +41,10 @@ export function replaced(run, step, position) {
   return at >= 0 && at < step && wordAfter(run, at, position) !== wordAfter(run, step, position);
 }
 
+/** The change of the state that keeps the explained step when another position is selected in a view of it.
+ * @param {import("./types.js").Seen} seen */
+export const sameStep = ({ step, shown }) => (step === shown ? { written: false } : { step });
+
 /** The step that explains what stands at a position after a step: of a token that stays, the one that wrote it.
  * @param {Run} run @param {import("./types.js").Model} model @param {number} step @param {number} position */
 export function decisiveStep(run, model, step, position) {
@@ -155,9 +159,13 @@ export function placeIn({ run, model, step }, position) {
   return `${quoted(run.words[run.canvases[run.steps.indexOf(step)][position]] ?? "·")} (${position})`;
 }
 
+/** The interventions of a run, which a written page keeps without a spec.
+ * @param {Run} run @returns {Intervention[]} */
+export const interventionsOf = (run) => run.spec?.interventions ?? run.changes ?? [];
+
 /** What the interventions of a run have set to zero in the attention of a block, in words; null for nothing.
  * @param {Run} run @param {number} block */
 export function silenced(run, block) {
-  const edits = (run.spec?.interventions ?? []).filter(({ what, layer, site }) => what === "zero" && layer === block && (site === "attn" || site === "head"));
+  const edits = interventionsOf(run).filter(({ what, layer, site }) => what === "zero" && layer === block && (site === "attn" || site === "head"));
   return edits.length ? `In this run: ${edits.map((edit) => describe(edit)).join("; ")}. The pattern is what the heads read; it is not passed on there.` : null;
 }

@@ -75,6 +75,7 @@
  * @property {string} text
  * @property {Spec|null} spec
  * @property {string|null} base
+ * @property {Intervention[]} [changes]  the interventions of a run without a spec
  * @property {string[]} words
  * @property {number} n_steps
  * @property {number[]} steps

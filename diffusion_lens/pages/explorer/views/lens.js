@@ -6,7 +6,7 @@ import { HeatMap } from "../heat_map.js";
 import { lensAt, lensText } from "../lens_cells.js";
 import { columnsOf, MapPane, readingOf, rowHeight } from "../map_pane.js";
 import { read, roundUp, wordOf } from "../numbers.js";
-import { listed, targetAt } from "../runs.js";
+import { listed, sameStep, targetAt } from "../runs.js";
 import { readable, signed } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen @typedef {import("../types.js").Run} Run @typedef {import("../types.js").Chunk} Chunk */
@@ -36,7 +36,7 @@ class LensPane {
     this.select = h("select", { onchange: () => this.pane.seen.select({ colour: this.select.value }) });
     this.pane = new MapPane({
       label: "Lens", corner: "layer", code: () => "lens", tools: [field("Lens shows", this.select)],
-      choose: ({ run }, r, c) => ({ layer: layersOf(run)[r], position: c }),
+      choose: (seen, r, c) => ({ layer: layersOf(seen.run)[r], position: c, ...sameStep(seen) }),
     });
     this.overHeading = h("h3");
     this.over = new HeatMap({

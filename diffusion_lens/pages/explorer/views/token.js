@@ -5,7 +5,7 @@ import { button, drawBars, drawCourse, h, setText } from "../elements.js";
 import { lensAt } from "../lens_cells.js";
 import { read } from "../numbers.js";
 import { predictedOf } from "../predicted.js";
-import { finalWord, isGiven, lengthOf, listed, placeIn, silenced, sites, stateAt, stepsOf, wordAfter } from "../runs.js";
+import { finalWord, isGiven, lengthOf, listed, placeIn, sameStep, silenced, sites, stateAt, stepsOf, wordAfter } from "../runs.js";
 import { number, quoted, signed } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen */
@@ -133,13 +133,13 @@ class TokenPane {
       const strongest = positions.flatMap((p) => heads.map((one) => ({ p, one, x: weight(p, one) })))
         .filter(({ p, x }) => p !== at && x >= 0.01).sort((a, b) => b.x - a.x).slice(0, MOST_READ);
       const chips = strongest.map(({ p, one, x }) => button(`${placeIn(seen, p)} ${x.toFixed(2)} (head ${one})`,
-        () => seen.select({ head: one, view: "attention", written: seen.state.written, ...chosen(p) }), { class: one === head ? "dl-chip dl-own" : "dl-chip" }));
+        () => seen.select({ head: one, view: "attention", ...chosen(p) }), { class: one === head ? "dl-chip dl-own" : "dl-chip" }));
       return h("p", {}, h("b", {}, `${verb} `), ...(chips.length ? chips : ["nothing above 0.01"]));
     };
     const silent = silenced(run, block);
     this.attention.replaceChildren(...(silent ? [h("p", { class: "dl-bad" }, silent)] : []),
       h("p", {}, at === position ? `The token is predicted at its own position.` : `The token is predicted at the position before it, ${placeIn(seen, at)}.`),
       line("It reads", (p, one) => read(pattern, one, at, p), (p) => ({ key: p })),
-      line("It is read by", (p, one) => read(pattern, one, p, at), (p) => ({ position: p + (model.shift ?? 0), key: at })));
+      line("It is read by", (p, one) => read(pattern, one, p, at), (p) => ({ position: p + (model.shift ?? 0), key: at, ...sameStep(seen) })));
   }
 }

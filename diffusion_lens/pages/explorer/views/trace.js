@@ -4,7 +4,7 @@ import { ramp } from "../colours.js";
 import { button, drawLegend, fillSelect, h, setText } from "../elements.js";
 import { columnsOf, MapPane, readingOf, rowHeight } from "../map_pane.js";
 import { clamp, read } from "../numbers.js";
-import { finalWord, listed, sites } from "../runs.js";
+import { finalWord, listed, sameStep, sites } from "../runs.js";
 import { number, quoted, readable, shorten, signed } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen @typedef {import("../types.js").Trace} Trace @typedef {import("../types.js").Chunk} Chunk */
@@ -34,7 +34,7 @@ class TracePane {
     this.select = h("select", { "aria-label": "Restored states", onchange: () => this.pane.seen.select({ trace: this.select.value }) });
     this.pane = new MapPane({
       label: "Causal trace", corner: "layer", code: () => "trace", tools: [this.select],
-      choose: (seen, r, c) => ({ layer: tracedLayers(shownTrace(seen))[r], position: c }),
+      choose: (seen, r, c) => ({ layer: tracedLayers(shownTrace(seen))[r], position: c, ...sameStep(seen) }),
     });
     this.element = this.pane.element;
   }
