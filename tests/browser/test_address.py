@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from explorer_walk import apply, ask, drawer, labels, prompt_box, select, settings, settled, slider, step_to
+from page_reader import PageFile
 from playwright.sync_api import expect
 
 Open = Callable[..., Any]
@@ -146,5 +147,8 @@ def test_a_written_page_opens_at_the_same_place(opened: Open, pair: str, tmp_pat
     after = other.evaluate(SEEN)
     for part in ("texts", "selected", "step", "active"):
         assert after[part] == before[part]
-    assert "block 2 MLP set to zero" in after["runs"][1]
+    assert after["runs"] == [text.removesuffix("×") for text in before["runs"]]  # the change too; there is no undoing
+    manifest = PageFile(path.read_text(encoding="utf-8")).manifest
+    layers = [list(range(model["n_layers"])) for model in manifest["models"]]
+    assert [run["attention"]["layers"] for run in manifest["runs"][:2]] == layers
     expect(other.get_by_role("tab", selected=True)).to_have_text("Lens")

@@ -50,6 +50,17 @@ HIDDEN = """async ([positions, steps]) => {
             if (isOutside) hidden.push(`${when}: ${name} is outside`);
             else if (!part.contains(at)) hidden.push(`${when}: ${name} is covered by ${at?.outerHTML.slice(0, 80)}`);
         }
+        document.querySelectorAll(".dl-text").forEach((text, i) => {
+            const token = text.querySelector("[aria-pressed=true]"), box = text.getBoundingClientRect();
+            const shadows = getComputedStyle(token).boxShadow.matchAll(/([\\d.]+)px(?=,|$)/g);
+            const ring = Math.max(...[...shadows].map(([, spread]) => Number(spread)));
+            const { left, right, top, bottom } = token.getBoundingClientRect();
+            const inside = { left: box.left + text.clientLeft, top: box.top + text.clientTop };
+            const room = [left - inside.left, inside.left + text.clientWidth - right, top - inside.top,
+                inside.top + text.clientHeight - bottom];
+            if (!(ring >= 3)) hidden.push(`${when}: the token of run ${i} has a frame of ${ring} pixels`);
+            if (Math.min(...room) < ring) hidden.push(`${when}: the frame of run ${i} is cut: ${room}`);
+        });
         if (!parts["layer of run 0"]) hidden.push(`${when}: no layer is seen`);
         const { top, bottom } = document.querySelector("[role=tabpanel]").getBoundingClientRect();
         if (Math.min(bottom, innerHeight) - top < 60) hidden.push(`${when}: the view has ${bottom - top} pixels`);

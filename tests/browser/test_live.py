@@ -25,6 +25,7 @@ from playwright.sync_api import expect
 
 Open = Callable[..., Any]
 PROMPT = "Tilda Drusser is the"
+SUBJECT = "Subject: first position, one past its last"
 
 
 @pytest.fixture(scope="module")
@@ -250,10 +251,10 @@ def test_errors_of_the_library_are_alerts_above_the_runs(opened: Open, address: 
     page.locator("form.dl-form").evaluate("(form) => (form.noValidate = true)")
     for values, message in (
         (
-            {"Answer": " nobody knows <b>this</b>", "Subject positions": "3, 900"},
+            {"Answer": " nobody knows <b>this</b>", SUBJECT: "3, 900"},
             "does not know 'nobody', 'knows', '<b>this</b>'",
         ),
-        ({"Answer": "", "Subject positions": "", "Steps": 0}, "steps=0"),
+        ({"Answer": "", SUBJECT: "", "Steps": 0}, "steps=0"),
         ({"Steps": 5, "Guidance": "1e300"}, "cfg_scale"),
     ):
         settings(page, **values)

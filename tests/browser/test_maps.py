@@ -141,7 +141,7 @@ def test_attention_in_words_names_the_strongest(opened: Open, run: Any) -> None:
     for texts, weights in ((reads, pattern[1, 4]), (is_read, pattern[1, :, 4])):
         strongest = weights.topk(len(texts))
         for text, place, weight in zip(texts, strongest.indices.tolist(), strongest.values.tolist(), strict=True):
-            assert re.search(rf"\({place}(, masked)?\) ", text)
+            assert re.search(rf"(position {place} \(masked\)|\({place}\)) ", text)
             assert float(text.split()[-1]) == pytest.approx(weight, abs=0.008)
     key = int(pattern[1, 4].topk(2).indices[0 if pattern[1, 4].argmax() != 4 else 1])
     weights = pattern[:, 4, key]

@@ -38,7 +38,10 @@ def test_cells_say_what_the_step_predicted(opened: Open, predictions: Any) -> No
     page.get_by_label("Colours show").select_option("entropy")
     page.wait_for_selector(chromium.DRAWN)
     assert "canvas=entropy" in page.url
-    assert page.locator(".dl-map-pane .dl-legend span").all_inner_texts()[::2] == ["entropy (nats)", "0"]
+    assert page.locator(".dl-map-pane .dl-legend span").all_inner_texts()[::2] == [
+        "entropy (nats); italics: not yet written",
+        "0",
+    ]
     for (step, pos), (label, kind, text) in cells(page).items():
         numbers = re.search(r"; predicted “(.*)” (\S+), margin (\S+), entropy (\S+) nats", label)
         assert (numbers is not None) == bool(predictions.masked[step, 0, pos]) == ("plain" not in kind)
@@ -101,7 +104,7 @@ def test_a_masked_cell_shows_its_tokens_and_their_course(opened: Open, run: Any,
 
 def test_a_written_token_has_the_predictions_of_its_step(opened: Open, run: Any, predictions: Any) -> None:
     pos = int(run.trajectory.revealed_at[0].eq(0).nonzero()[0])
-    page = opened("mdm", fragment=f"#view=token&step=4&position={pos}")
+    page = opened("mdm", fragment=f"#view=token&step=4&position={pos}&written=1")
     card = page.locator(".dl-token .dl-card").first
     expect(card.locator("h4")).to_have_text("Predictions of step 0")
     card.get_by_role("button", name="as Python").click()

@@ -83,14 +83,14 @@ def test_a_run_that_is_chosen_shows_its_own_prompt(opened: Open, single: str) ->
     page = opened(single)
     first = prompt_box(page).input_value()
     settings(page)
-    subject = page.get_by_label("Subject positions").input_value()
+    subject = page.get_by_label("Subject: first position").input_value()
     assert subject
     ask(page, PROMPTS[0])
     page.get_by_label("Run", exact=True).select_option(label=f"tiny-mdm 1: {first}")
     settled(page)
     expect(prompt_box(page)).to_have_value(first)
     settings(page)
-    expect(page.get_by_label("Subject positions")).to_have_value(subject)
+    expect(page.get_by_label("Subject: first position")).to_have_value(subject)
 
 
 def test_what_is_typed_while_a_run_computes_is_kept(opened: Open, single: str) -> None:
@@ -134,7 +134,7 @@ def test_a_new_prompt_is_asked_for_its_answer_and_subject(opened: Open, pair: st
     chip.click()
     expect(form.get_by_label("What is the right answer?")).to_have_value(answer)
     form.get_by_role("button", name="Tilda Drusser", exact=True).click()
-    expect(form.get_by_label("Which positions are the subject?")).to_have_value("0, 2")
+    expect(form.get_by_label("Which positions are the subject")).to_have_value("0, 2")
     form.get_by_role("button", name="Mark and trace").click()
     settled(page)
     expect(form).to_be_hidden()
