@@ -113,7 +113,8 @@ def test_a_page_of_traced_steps_only(opened: Open, run: Any, tmp_path: Any) -> N
 @pytest.mark.parametrize("view", ["lens", "trace", "attention"])
 def test_a_view_says_which_canvas_it_reads(opened: Open, view: str) -> None:
     text = opened("mdm", fragment=f"#view={view}&step=2").locator(f".dl-{view} .dl-reading").inner_text()
-    assert text == f"The {view} at step 2 reads the canvas before it, where the columns in italics are not yet written."
+    said = f"The {view} at step 2 reads the canvas before it, where the columns in italics are not yet written."
+    assert text.endswith(said)
 
 
 def test_an_unknown_choice_in_the_address_is_the_default(opened: Open) -> None:

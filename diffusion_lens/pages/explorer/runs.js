@@ -28,6 +28,10 @@ export const wordAfter = (run, step, position) => run.words[run.canvases[canvasA
  * @param {Run} run @param {number} step @param {number} position */
 export const isOpen = (run, step, position) => run.canvases[run.steps.indexOf(step)]?.[position] < 0;
 
+/** Whether a text that grows has come to a position before the explained step; what lies after its end reads nothing.
+ * @param {import("./types.js").Seen} seen @param {number} position */
+export const isReached = ({ run, model, step }, position) => !model.grows || !isOpen(run, step, position);
+
 /** Whether the token at a position came with the prompt, and was not masked again.
  * @param {Run} run @param {number} position */
 export const isGiven = (run, position) => run.given[position] && !((run.revealed_at?.[position] ?? -1) >= 0);

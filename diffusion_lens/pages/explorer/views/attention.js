@@ -4,7 +4,7 @@ import { ramp } from "../colours.js";
 import { button, drawLegend, h, setText } from "../elements.js";
 import { columnsOf, MapPane, readingOf, rowHeight } from "../map_pane.js";
 import { clamp, read } from "../numbers.js";
-import { finalWord, lengthOf, listed, placeIn, sameStep, silenced } from "../runs.js";
+import { finalWord, isReached, lengthOf, listed, placeIn, sameStep, silenced } from "../runs.js";
 import { quoted, shorten } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen @typedef {import("../types.js").Table} Table */
@@ -103,7 +103,7 @@ class AttentionPane {
     const reads = strongest(n, (k) => read(pattern, head, query, k)), meant = key ?? reads.find(({ i }) => i !== query)?.i ?? query;
     this.words.replaceChildren(...(silent ? [h("p", { class: "dl-bad" }, silent)] : []),
       line(`In head ${head}, ${own} reads`, reads, place, (k) => ({ key: k })),
-      line("It is read by", strongest(n, (q) => read(pattern, head, q, query)), place, (q) => ({ position: Math.min(n - 1, q + (model.shift ?? 0)), key: query, ...sameStep(seen) })),
+      line("It is read by", strongest(n, (q) => (isReached(seen, q) ? read(pattern, head, q, query) : 0)), place, (q) => ({ position: Math.min(n - 1, q + (model.shift ?? 0)), key: query, ...sameStep(seen) })),
       line(`Heads in which it reads ${place(meant)} most:`, strongest(nHeads, (one) => read(pattern, one, query, meant)), (one) => `head ${one}`, (one) => ({ head: one, key: meant })));
   }
 }

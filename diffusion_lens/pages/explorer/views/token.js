@@ -5,7 +5,7 @@ import { button, drawBars, drawCourse, h, setText } from "../elements.js";
 import { lensAt } from "../lens_cells.js";
 import { read } from "../numbers.js";
 import { predictedOf } from "../predicted.js";
-import { finalWord, isGiven, lengthOf, listed, placeIn, sameStep, silenced, sites, stateAt, stepsOf, wordAfter } from "../runs.js";
+import { finalWord, isGiven, isReached, lengthOf, listed, placeIn, sameStep, silenced, sites, stateAt, stepsOf, wordAfter } from "../runs.js";
 import { number, quoted, signed } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen */
@@ -128,7 +128,7 @@ class TokenPane {
     }
     const { tables: { pattern } } = await seen.chunk(`attention/${block}/${step}`);
     if (!seen.current()) return;
-    const heads = Array.from({ length: model.n_heads }, (_, i) => i), positions = Array.from({ length: lengthOf(run) }, (_, p) => p);
+    const heads = Array.from({ length: model.n_heads }, (_, i) => i), positions = Array.from({ length: lengthOf(run) }, (_, p) => p).filter((p) => isReached(seen, p));
     const line = (/** @type {string} */ verb, /** @type {(other: number, head: number) => number} */ weight, /** @type {(other: number) => any} */ chosen) => {
       const strongest = positions.flatMap((p) => heads.map((one) => ({ p, one, x: weight(p, one) })))
         .filter(({ p, x }) => p !== at && x >= 0.01).sort((a, b) => b.x - a.x).slice(0, MOST_READ);
