@@ -13,7 +13,8 @@ from playwright.sync_api import expect
 
 Open = Callable[..., Any]
 BLOCK, TOLERANCE = 3, 6e-4  # numbers have three decimals
-PLAINLY = "() => [...document.querySelectorAll('.dl-layers-name, .dl-panel h3, .dl-panel h4')].map((x) => x.innerText)"
+SAID = """() => [...document.querySelectorAll(".dl-layers-name, .dl-panel h3, .dl-panel h4")]
+    .filter((one) => one.checkVisibility()).map((one) => one.textContent)"""
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +90,13 @@ def test_a_selected_token_is_explained_by_the_step_that_wrote_it(opened: Open) -
     step_to(page, last - 1)
     check_band(page, run, last - 1, position, wrote=False)
     check_views(page, run, last - 1, position)
-    by_slider, said = page.url, page.evaluate(PLAINLY)
-    assert opened(by_slider).evaluate(PLAINLY) == said
+    by_slider, said = page.url, page.evaluate(SAID)
+    assert opened(by_slider).evaluate(SAID) == said
     page.locator("[data-view=token]").click()
     select(page, position)  # also where it is selected already
     check_band(page, run, wrote, position, wrote=True)
-    said = page.evaluate(PLAINLY)
-    assert opened(page.url).evaluate(PLAINLY) == said
+    said = page.evaluate(SAID)
+    assert opened(page.url).evaluate(SAID) == said
     page.get_by_role("button", name=f"go to step {wrote}").click()
     settled(page)
     check_band(page, run, wrote, position, wrote=False)

@@ -10,7 +10,7 @@ from explorer_walk import final_words, prompt_box, settled, words
 from playwright.sync_api import expect
 
 Open = Callable[..., Any]
-MEASURES = ("recalled", "p(answer)", "commits")
+MEASURES = ("recalled", "p(answer)", "decided")
 NAMES = ("tiny-mdm", "tiny-ar")
 
 

@@ -92,12 +92,14 @@ export class PromptForm {
       sampler: this.sampler.value || null, cfg_scale: Number(this.guidance.value),
       temperature: Number(this.temperature.value), seed: Number(this.seed.value),
       answer: orNull(this.answer.value), subject: numbersIn(this.subject.value), interventions: [], base: null,
-      ...await this.known(this.prompt.value),
     };
-    const { models } = this.explorer.manifest;
-    if (this.model.value !== "all") return this.explorer.compute([{ ...spec, model: Number(this.model.value) }]);
+    const { explorer } = this, { models } = explorer.manifest, asked = this.model.value;
+    const known = await explorer.work("reading the prompt", () => this.known(spec.prompt));
+    if (!known) return;
+    Object.assign(spec, known);
+    if (asked !== "all") return explorer.compute([{ ...spec, model: Number(asked) }]);
     // Models side by side may be of different kinds: where a setting does not fit, a model takes its own.
-    return this.explorer.compute(models.map((/** @type {any} */ { samplers, masks }, /** @type {number} */ model) => ({
+    return explorer.compute(models.map((/** @type {any} */ { samplers, masks }, /** @type {number} */ model) => ({
       ...spec, model, sampler: samplers.includes(spec.sampler) ? spec.sampler : null, cfg_scale: masks ? spec.cfg_scale : 0,
     })));
   }
