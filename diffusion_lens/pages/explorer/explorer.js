@@ -657,7 +657,8 @@ export class Explorer {
   async why(/** @type {Run} */ run) {
     const said = h("div", { class: "dl-why", "aria-live": "polite" }, h("p", {}, "Reading…"));
     this.show(`Why ${modelOf(this.manifest, run).name} is ${run.verdict.right ? "right" : "wrong"}`, said);
-    said.replaceChildren(...(await reasons(this, run)).map((text) => h("p", {}, text)));
+    const texts = await reasons(this, run).catch((error) => [`This could not be read: ${error.message}`]);
+    said.replaceChildren(...texts.map((text) => h("p", {}, text)));
   }
 
   /** Show something in a dialog, which Escape closes. */
