@@ -24,7 +24,7 @@ from diffusion_lens.explorer.as_python import TOP_K, TRACE_SCORES, lens_call, qu
 from diffusion_lens.explorer.learned import EXPERTS, WEIGHTS, conditioning_view, layers_of_experts
 from diffusion_lens.explorer.page_of_run import canvas_entry
 from diffusion_lens.explorer.plan import Plan, check_position, require_reached
-from diffusion_lens.explorer.spec import Spec
+from diffusion_lens.explorer.spec import FORCE, Spec
 from diffusion_lens.explorer.verdict import verdict_of, written_by
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.names import FwdHooks, loop_hook
@@ -316,6 +316,7 @@ def _described(plan: Plan, run: Trajectory, words: Words, asked: Asked) -> dict[
         "prompt": spec.prompt,
         "spec": spec.to_json(),
         "base": spec.base,
+        "forced": [[one.step, one.position] for one in spec.interventions if one.what == FORCE and one.token],
         "words": words.texts,
         "answer": answer,
         "lens": {

@@ -4,7 +4,7 @@ import { paint, ramp } from "./colours.js";
 import { h, setText } from "./elements.js";
 import { lensAt, lensText } from "./lens_cells.js";
 import { clamp } from "./numbers.js";
-import { listed } from "./runs.js";
+import { branchOf, listed } from "./runs.js";
 import { number, quoted, readable } from "./words.js";
 
 /** @typedef {import("./types.js").Seen} Seen */
@@ -33,7 +33,7 @@ export class LayerBand {
     this.seen = seen;
     const missing = !lens ? run.missing.lens ?? "There is no lens." : !lens.steps.includes(step) ? `The lens was read at ${listed("step", lens.steps)}.`
       : !lens.positions.includes(position) ? "The lens reads nothing at this position." : null;
-    setText(this.heading, `${model.name}: layers at step ${step}${step === seen.shown ? "" : ", which wrote it"}`);
+    setText(this.heading, `${model.name}: layers at step ${step}${branchOf(run)}${step === seen.shown ? "" : ", which wrote it"}`);
     this.cells.hidden = missing !== null;
     if (missing) return setText(this.reading, missing);
     const chunk = await seen.chunk(`lens/${step}`);

@@ -4,7 +4,7 @@ import { paint, ramp } from "./colours.js";
 import { drawLegend, h, setText } from "./elements.js";
 import { clamp } from "./numbers.js";
 import { predictedOf, predictedText } from "./predicted.js";
-import { differs, isGiven, isText, lengthOf, replaced, stateAt, wordAfter } from "./runs.js";
+import { differs, isForced, isGiven, isRight, isText, lengthOf, replaced, stateAt, wordAfter } from "./runs.js";
 import { readable } from "./words.js";
 
 /** @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Run} Run */
@@ -38,7 +38,7 @@ export function canvasCell(seen, predicted, overlay, step, position) {
   const guess = prediction !== null && word === null, committed = at !== null && step >= at;
   const value = overlay === "commitment" ? (committed ? COMMITTED : prediction ? 0 : NaN)
     : predicted ? (!prediction ? NaN : overlay === "entropy" ? 1 - prediction.entropy / predicted.highest : prediction[overlay])
-      : word === null || given || replaced(run, step, position) ? 0 : run.confidence?.[position] ?? 0.25;
+      : word === null || given || isForced(run, position) || replaced(run, step, position) ? 0 : run.confidence?.[position] ?? 0.25;
   const kinds = Object.entries({
     masked: word === null, given, new: run.revealed_at?.[position] === step, diff: base !== null && differs(run, base, step, position),
     guess, plain: Number.isNaN(value), commits: overlay === "commitment" && step === at,
@@ -54,13 +54,6 @@ export function drawOverlayLegend(/** @type {HTMLElement} */ box, /** @type {str
   const [low, high] = overlay === "entropy" ? [`${predicted?.highest}`, "0"] : overlay === "commitment" ? ["open", "committed"] : ["0", "1"];
   const stops = overlay === "commitment" ? [0, 0, COMMITTED, COMMITTED] : undefined;
   drawLegend(box, ramp("canvas", dark), { name: overlay === "confidence" ? "confidence" : `${OVERLAYS[overlay]}; italics: not yet written`, low, high }, stops);
-}
-
-/** Whether the text at a position is the answer's there; null where no answer is known for it.
- * @param {Run} run @param {number} step @param {number} position */
-export function isRight(run, step, position) {
-  const at = run.answer?.positions.indexOf(position) ?? -1, word = wordAfter(run, step, position);
-  return at < 0 || word === null ? null : word === run.words[run.answer.words[at]];
 }
 
 /** The tokens of a run as buttons, in lines. */

@@ -4,7 +4,7 @@ import { LayerBand } from "./band.js";
 import { RunCanvas } from "./canvas.js";
 import { sentences } from "./changes.js";
 import { button, h, setText } from "./elements.js";
-import { decisiveStep, differenceInWords, differences, listed } from "./runs.js";
+import { decisiveStep, differenceInWords, differences, listed, verdictAt } from "./runs.js";
 
 /** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Pane} Pane */
 /** @typedef {import("./explorer.js").Explorer} Explorer */
@@ -77,10 +77,11 @@ export class Column {
   async draw(/** @type {Seen} */ seen) {
     const { run } = seen, { explorer } = this, { verdict } = run;
     setText(this.name, run.spec || run.changes ? seen.model.name : run.label); // Its prompt and its interventions stand beside it.
+    const decided = verdictAt(run, seen.shown), answer = verdict?.answer.trim();
     this.verdict.hidden = !verdict;
-    this.verdict.className = `dl-verdict ${verdict?.right ? "dl-good" : "dl-bad"}`;
-    setText(this.verdict, !verdict ? "" : verdict.right ? `✓ right: ${verdict.answer.trim()}` : `✗ wrong: the answer is ${verdict.answer.trim()}`);
-    this.why.hidden = !verdict;
+    this.verdict.className = `dl-verdict ${!decided ? "dl-open" : decided.right ? "dl-good" : "dl-bad"}`;
+    setText(this.verdict, !verdict ? "" : !decided ? `The answer is ${answer}` : decided.right ? `✓ right: ${answer}` : `✗ wrong: the answer is ${answer}`);
+    this.why.hidden = !decided;
     this.warnings.hidden = !run.warnings?.length;
     setText(this.warnings, run.warnings?.join(" ") ?? "");
     this.ask.hidden = Boolean(verdict) || !seen.ask;

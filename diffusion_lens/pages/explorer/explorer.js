@@ -367,6 +367,12 @@ export class Explorer {
     if (!VIEWS.some(({ name }) => name === state.view)) state.view = VIEWS[0].name;
   }
 
+  /** The run on the left, for one on the right of the same model and prompt: they are compared. @returns {Run|null} */
+  twin(/** @type {Run} */ run) {
+    const [left, right] = this.shown;
+    return right === run && left.model === run.model && left.prompt === run.prompt && left.base !== run.id ? left : null;
+  }
+
   /** What is selected in a run, for its parts. @returns {Seen|null} */
   seen(/** @type {Run|null} */ run = this.active?.run ?? null) {
     if (!run) return null;
@@ -375,7 +381,7 @@ export class Explorer {
     const canCompute = this.source.live && run.spec !== null && run.spec !== undefined;
     return {
       run, model, state, live: this.source.live, dark: this.dark,
-      base: this.runs.find(({ id }) => id === run.base) ?? null,
+      base: this.runs.find(({ id }) => id === run.base) ?? this.twin(run),
       shown, position, step: state.written ? decisiveStep(run, model, shown, position) : shown,
       layer: Math.min(state.layer, model.n_layers),
       block: clamp(state.layer, 0, model.n_layers - 1),

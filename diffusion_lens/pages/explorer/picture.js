@@ -1,8 +1,8 @@
 /** What is seen of one or two runs as a picture: an SVG that needs nothing else, for a slide, a paper or a film. */
 
-import { COMMITTED, OVERLAYS, canvasCell, isRight, overlayOf } from "./canvas.js";
+import { COMMITTED, OVERLAYS, canvasCell, overlayOf } from "./canvas.js";
 import { paint, ramp } from "./colours.js";
-import { canvasAt, finalWord, isText, lastStep, lengthOf, stepsOf } from "./runs.js";
+import { finalWord, isRight, isText, lastStep, lengthOf, stepsOf, verdictAt } from "./runs.js";
 import { readable, shorten } from "./words.js";
 
 /** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Paint} Paint
@@ -138,15 +138,6 @@ function drawToken(run, { x, y, width, position, word, guess, kinds, colour, rig
     }));
   }
   return token;
-}
-
-/** The verdict on a run, once its answer is written as it is in the end.
- * @param {Run} run @param {number} step */
-function verdictAt(run, step) {
-  const { answer, verdict } = run, now = canvasAt(run, step);
-  if (!verdict) return null;
-  const decided = answer ? answer.positions.every((position) => run.canvases[now][position] === run.canvases.at(-1)[position]) : step === lastStep(run);
-  return decided ? verdict : null;
 }
 
 /** One run, from its own left upper corner.

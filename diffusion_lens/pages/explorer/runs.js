@@ -53,8 +53,12 @@ export const sameStep = ({ step, shown }) => (step === shown ? { written: false 
  * @param {Run} run @param {import("./types.js").Model} model @param {number} step @param {number} position */
 export function decisiveStep(run, model, step, position) {
   const at = run.revealed_at?.[position] ?? -1, stays = model.masks || model.grows;
-  return stays && at >= 0 && at < step && !isOpen(run, step, position) ? at : step;
+  return stays && at >= 0 && at < step && !isOpen(run, step, position) && !isForced(run, position) ? at : step;
 }
+
+/** Whether the token that stands at a position was written by an intervention, not by the model.
+ * @param {Run} run @param {number} position */
+export const isForced = (run, position) => (run.forced ?? []).some(([step, at]) => at === position && step === run.revealed_at?.[position]);
 
 /** Whether a position is part of the text: no padding, and not after the end token.
  * @param {Run} run @param {number} position */
@@ -69,15 +73,18 @@ export function targetAt(run, position) {
   return at >= 0 ? run.words[run.answer.words[at]] : finalWord(run, position);
 }
 
-/** Where two runs differ: positions of the final canvas, with the first step, and steps whose canvases differ.
+/** Where two runs differ: positions of the final canvas, with the step since which they do, and steps whose canvases
+ * differ. Text after an end token is none.
  * @param {Run} run @param {Run} base */
 export function differences(run, base) {
   const steps = stepsOf(run).filter((step) => stepsOf(base).includes(step));
   const positions = Array.from({ length: Math.max(lengthOf(run), lengthOf(base)) }, (_, position) => position);
-  const differ = (step, position) => wordAfter(run, step, position) !== wordAfter(base, step, position);
-  const tokens = positions.filter((position) => finalWord(run, position) !== finalWord(base, position)).map((position) => ({
-    position, was: finalWord(base, position), is: finalWord(run, position), step: steps.find((step) => differ(step, position)) ?? lastStep(run),
-  }));
+  const differ = (/** @type {number} */ step, /** @type {number} */ position) => wordAfter(run, step, position) !== wordAfter(base, step, position);
+  const textOf = (/** @type {Run} */ one, /** @type {number} */ position) => (isText(one, position) ? finalWord(one, position) : "");
+  const tokens = positions.map((position) => ({
+    position, was: textOf(base, position), is: textOf(run, position),
+    step: steps[steps.findLastIndex((step) => !differ(step, position)) + 1] ?? lastStep(run),
+  })).filter(({ was, is }) => was !== is);
   return { tokens, steps: steps.filter((step) => positions.some((position) => differ(step, position))) };
 }
 
@@ -86,12 +93,11 @@ export function differences(run, base) {
 export function differenceInWords(run, base) {
   const stretches = [];
   for (const token of differences(run, base).tokens) {
-    if (!isText(run, token.position) && !isText(base, token.position)) continue;
     const last = stretches.at(-1);
     if (last && last.at(-1).position === token.position - 1) last.push(token);
     else stretches.push([token]);
   }
-  const text = (words) => words.map((word) => (word === null ? "·" : readable(word))).join(" ");
+  const text = (/** @type {(string|null)[]} */ words) => words.map((word) => (word === null ? "·" : readable(word))).join(" ").trim() || "nothing";
   return stretches.map((tokens) => {
     const step = Math.min(...tokens.map((token) => token.step));
     const [was, is] = [tokens.map((token) => token.was), tokens.map((token) => token.is)].map(text);
@@ -145,6 +151,7 @@ export function stateAt({ run, model, base }, step, position) {
   const said = `${start}${quoted(word)}`, at = run.revealed_at?.[position];
   if (isGiven(run, position)) return `${said}, given${changed}`;
   if (at === undefined) return `${said}${changed}`;
+  if (isForced(run, position) && at <= step) return `${said}, written by an intervention before step ${at}${changed}`;
   if (replaced(run, step, position)) return `${said}, set by an intervention in place of the token of step ${at}${changed}`;
   if (at < 0 || at > step) return `${said}, not yet final${changed}`;
   const confidence = run.confidence ? ` with confidence ${number(run.confidence[position])}` : "";
@@ -173,3 +180,37 @@ export function silenced(run, block) {
   const edits = interventionsOf(run).filter(({ what, layer, site }) => what === "zero" && layer === block && (site === "attn" || site === "head"));
   return edits.length ? `In this run: ${edits.map((edit) => describe(edit)).join("; ")}. The pattern is what the heads read; it is not passed on there.` : null;
 }
+
+/** The verdict on a run, once its answer is written as it is in the end.
+ * @param {Run} run @param {number} step */
+export function verdictAt(run, step) {
+  const { answer, verdict } = run, now = canvasAt(run, step);
+  if (!verdict) return null;
+  const decided = answer ? answer.positions.every((position) => run.canvases[now][position] === run.canvases.at(-1)[position]) : step === lastStep(run);
+  return decided ? verdict : null;
+}
+
+/** @type {WeakMap<Run, Map<number, number>>} */ const ANSWERED = new WeakMap();
+
+/** The word of the answer that belongs to each position: where the answer stands in the text, otherwise where it is asked.
+ * @param {Run} run @returns {Map<number, number>} */
+function answerIn(run) {
+  if (!ANSWERED.has(run)) {
+    const { positions = [], words = [] } = run.answer ?? {}, final = run.canvases.at(-1);
+    const isAsked = positions.every((position, i) => final[position] === words[i]);
+    const starts = final.map((_, i) => i).filter((i) => words.length && words.every((word, k) => final[i + k] === word));
+    const start = run.verdict?.right && !isAsked ? starts.find((i) => !isGiven(run, i)) : undefined;
+    ANSWERED.set(run, new Map(words.map((word, i) => [start === undefined ? positions[i] : start + i, word])));
+  }
+  return ANSWERED.get(run);
+}
+
+/** Whether the text at a position is the answer's there; null where no answer is known for it.
+ * @param {Run} run @param {number} step @param {number} position */
+export function isRight(run, step, position) {
+  const wanted = answerIn(run).get(position), word = wordAfter(run, step, position);
+  return wanted === undefined || word === null ? null : word === run.words[wanted];
+}
+
+/** What the first screen reads of a guided run. @param {Run} run */
+export const branchOf = (run) => (run.guided ? ", conditional branch" : "");

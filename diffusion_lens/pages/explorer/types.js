@@ -91,6 +91,7 @@
  * @property {{right: boolean, wrote: string, answer: string}|null} [verdict]
  * @property {boolean} [guided]
  * @property {string[]} [warnings]
+ * @property {number[][]} [forced]  step and position of each token that an intervention has written
  * @property {number} [fact]  the fact of the table to which it belongs
  * @property {{k: number, steps: number[], committed: number[]|null}|null} predictions
  * @property {{labels: string[], layers: number[], positions: number[], steps: number[], k: number, targets: number[]}|null} lens

@@ -5,7 +5,7 @@ import { button, drawBars, drawCourse, h, setText } from "../elements.js";
 import { lensAt } from "../lens_cells.js";
 import { read } from "../numbers.js";
 import { predictedOf } from "../predicted.js";
-import { finalWord, isGiven, isReached, lengthOf, listed, placeIn, sameStep, silenced, sites, stateAt, stepsOf, wordAfter } from "../runs.js";
+import { branchOf, finalWord, isGiven, isReached, lengthOf, listed, placeIn, sameStep, silenced, sites, stateAt, stepsOf, wordAfter } from "../runs.js";
 import { number, quoted, signed } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen */
@@ -84,7 +84,7 @@ class TokenPane {
   async drawLayer(/** @type {Seen} */ seen) {
     const { run, step, layer, block, position } = seen, { lens } = run, row = lens ? lens.layers.indexOf(layer) : -1;
     this.layerCard.hidden = !lens && !run.traces.length;
-    setText(this.lensHeading, `Layer ${row < 0 ? layer : lens.labels[row]} at step ${step}`);
+    setText(this.lensHeading, `Layer ${row < 0 ? layer : lens.labels[row]} at step ${step}${branchOf(run)}`);
     this.lensCode.hidden = !run.python?.lens;
     this.change.hidden = !seen.change || !run.spec;
     setText(this.change, `Change block ${block}…`);
@@ -100,12 +100,12 @@ class TokenPane {
 
   /** What restoring the selected cell does to the answer, in a sentence, or a button that computes it. */
   restoredLine(/** @type {Seen} */ seen, /** @type {import("../types.js").Trace} */ trace) {
-    const { block, position, step } = seen, name = `trace/${trace.name}/${step}`, line = h("p", { class: "dl-numbers" });
+    const { block, position, step, model } = seen, at = Math.max(0, position - (model.shift ?? 0)), name = `trace/${trace.name}/${step}`, line = h("p", { class: "dl-numbers" });
     const say = async () => {
       const { tables: { scores }, header: { corrupted } } = await seen.chunk(name);
-      const row = trace.positions.indexOf(position), column = trace.layers.indexOf(block), score = row < 0 || column < 0 ? NaN : read(scores, row, column);
+      const row = trace.positions.indexOf(at), column = trace.layers.indexOf(block), score = row < 0 || column < 0 ? NaN : read(scores, row, column);
       setText(line, Number.isNaN(score) ? `The ${sites[trace.kind]} was not restored here.` :
-        `Restoring the ${sites[trace.kind]} of block ${block} here: p(answer) ${number(score)}, effect ${signed(score - corrupted)}.`);
+        `Restoring the ${sites[trace.kind]} of block ${block} ${at === position ? "here" : `at position ${at}, where the token is predicted`}: p(answer) ${number(score)}, effect ${signed(score - corrupted)}.`);
     };
     if (!trace.lazy || seen.loaded(name)) say().catch((error) => setText(line, error.message));
     else {
@@ -122,7 +122,7 @@ class TokenPane {
     const { run, block, head, position, step, model } = seen, { attention } = run, at = Math.max(0, position - (model.shift ?? 0));
     this.attentionCard.hidden = !attention;
     if (!attention) return;
-    setText(this.attentionHeading, `Attention of block ${block} at step ${step}`);
+    setText(this.attentionHeading, `Attention of block ${block} at step ${step}${branchOf(run)}`);
     if (!attention.layers.includes(block) || !attention.steps.includes(step)) {
       return this.attention.replaceChildren(h("p", { class: "dl-numbers" }, `This page contains attention of ${listed("block", attention.layers)} at ${listed("step", attention.steps)}.`));
     }
