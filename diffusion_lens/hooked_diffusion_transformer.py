@@ -426,8 +426,9 @@ class HookedDiffusionTransformer(DiffusionTransformer):
         clear_contexts: bool = False,
     ) -> Iterator[Any]:
         """As in TransformerLens; inside, no other thread may use the model."""
-        none = [hooks is None or (isinstance(hooks, tuple | list) and not hooks) for hooks in (fwd_hooks, bwd_hooks)]
-        forward, backward = ([] if none[i] else hook_pairs(hooks) for i, hooks in enumerate((fwd_hooks, bwd_hooks)))
+        # A tensor has no truth value, and is refused by `hook_pairs`.
+        forward = hook_pairs(fwd_hooks) if isinstance(fwd_hooks, Tensor) or fwd_hooks else []
+        backward = hook_pairs(bwd_hooks) if isinstance(bwd_hooks, Tensor) or bwd_hooks else []
         for flag, value in (("reset_hooks_end", reset_hooks_end), ("clear_contexts", clear_contexts)):
             if not isinstance(value, bool):
                 check_bool(flag, value)
