@@ -2,16 +2,17 @@
 
 The values of a fact on a model are
 
-    recalled     whether the answer is contained in what the run writes after the prompt, up to the end token
+    recalled     whether what the run writes after the prompt, up to the end token, has the answer as whole words
                  (`explorer.verdict`)
     p            probability of the answer on the first canvas of the run, on which all of it is masked: the product of
                  its tokens' probabilities, as in a trace; on a causal model by the chain rule
-    commitment   step from which the last position of the answer keeps the token that is finally written
-                 (`analysis.commitment`); `None` if it keeps none
+    commitment   step from which every position of the answer keeps the token that is finally written: the largest of
+                 their steps (`analysis.commitment`); `None` if one of them keeps none
     effect       p less the mean of p over samples with noise at the subject: the total effect of a causal trace
 
-They are those of a run with the settings of the session's facts. Saved results of a study fill in what they contain:
-`Recall` whether a fact is recalled, at the largest number of steps, and `AverageEffect` p and the effect.
+They are those of a run with the settings of the session's facts. Saved results of a study fill in what they contain
+until the fact is measured: `Recall` whether a fact is recalled, at the largest number of steps and by its own score
+"contained", and `AverageEffect` p and the effect. `studied` names the values that come from a result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,7 +112,7 @@ class FactsTable:
             effect: Whether to corrupt the subject, too; a fact without a subject has no effect.
         """
         assert live.asked.query is not None
-        committed = live.entry["predictions"]["committed"][live.asked.query.answer_positions[-1]]
+        committed = [live.entry["predictions"]["committed"][at] for at in live.asked.query.answer_positions]
         clean, corrupted = live.answer_probabilities(effect)
         self._keep(
             index,
@@ -120,7 +121,7 @@ class FactsTable:
             error=None,
             recalled=live.entry["verdict"]["right"],
             p=clean,
-            commitment=committed if committed >= 0 else None,
+            commitment=max(committed) if min(committed) >= 0 else None,
             **({} if corrupted is None else {"effect": clean - corrupted}),
         )
         return self.values(index, model)

@@ -7,7 +7,7 @@ import torch
 from page_reader import PageFile, unpack
 
 from diffusion_lens import Fact
-from diffusion_lens.analysis import average_indirect_effect, causal_trace, commitment, trace_trajectory
+from diffusion_lens.analysis import average_indirect_effect, causal_trace, trace_trajectory
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.explorer import Session, Spec, explore
@@ -55,12 +55,35 @@ def test_probability_and_effect_are_those_of_a_trace(tiny, session):
         assert session.manifest["facts"][index]["values"]["0"]["effect"] == whole["effect"]
 
 
-def test_commitment_is_that_of_the_last_position_of_the_answer(tiny, session):
-    fact = FACTS[1]
-    run = tiny.denoise(fact.prompt, predictions=2, **SETTINGS)
-    last = len(tiny.encode(fact.prompt + fact.answer)) - 1
-    committed = int(commitment(run).committed_at[0, last])
-    assert session.fact({"id": 1})["commitment"] == (committed if committed >= 0 else None)
+def decided_at(run, answer):
+    """The step from which on no position of the answer has another likeliest token than the written one."""
+    decided = []
+    for position in answer:
+        kept = None
+        for row, step in reversed(list(enumerate(run.recorded.steps))):
+            if run.recorded.masked[row, 0, position]:
+                if run.recorded.tokens[row, 0, position, 0] != run.tokens[0, position]:
+                    break
+                kept = step
+        if kept is None:
+            return None
+        decided.append(kept)
+    return max(decided)
+
+
+@pytest.mark.filterwarnings("ignore:the canvas has 20 positions")
+def test_a_fact_is_decided_when_all_of_its_answer_is(tiny):
+    # At this temperature, on a canvas longer than those of the training, the model changes its mind.
+    settings = dict(length=20, steps=8, temperature=1.0)
+    session = Session([tiny], facts=FACTS, settings=settings)
+    decided, of_the_last = [], []
+    for fact in FACTS:
+        run, start = tiny.denoise(fact.prompt, predictions=2, **settings), len(tiny.encode(fact.prompt))
+        answer = range(start, len(tiny.encode(fact.prompt + fact.answer)))
+        decided.append(decided_at(run, answer))
+        of_the_last.append(decided_at(run, answer[-1:]))
+    assert [session.fact({"id": index})["commitment"] for index in range(len(FACTS))] == decided
+    assert decided != of_the_last
 
 
 def test_a_fact_opens_as_a_run(session):
