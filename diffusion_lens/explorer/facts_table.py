@@ -2,16 +2,17 @@
 
 The values of a fact on a model are
 
-    recalled     whether the answer is contained in what the run writes after the prompt, up to the end token
+    recalled     whether what the run writes after the prompt, up to the end token, has the answer as whole words
                  (`explorer.verdict`)
     p            probability of the answer on the first canvas of the run, on which all of it is masked: the product of
                  its tokens' probabilities, as in a trace; on a causal model by the chain rule
-    commitment   step from which the last position of the answer keeps the token that is finally written
-                 (`analysis.commitment`); `None` if it keeps none
+    commitment   step from which every position of the answer keeps the token that is finally written: the largest of
+                 their steps (`analysis.commitment`); `None` if one of them keeps none
     effect       p less the mean of p over samples with noise at the subject: the total effect of a causal trace
 
-They are those of a run with the settings of the session's facts. Saved results of a study fill in what they contain:
-`Recall` whether a fact is recalled, at the largest number of steps, and `AverageEffect` p and the effect.
+They are those of a run with the settings of the session's facts. Saved results of a study fill in what they contain, which is
+not measured again: `Recall` whether a fact is recalled, at the largest number of steps and by its own score
+"contained", and `AverageEffect` p and the effect. `studied` names the values that come from a result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,8 +81,8 @@ class FactsTable:
         ]
 
     def values(self, index: int, model: int) -> dict[str, Any]:
-        """The values of a fact on a model, the id of its run, and why there is none."""
-        return {**dict.fromkeys((*VALUES, "run", "error")), **self._values.get((index, model), {})}
+        """The values of a fact on a model, the id of its run, why there is none, and which come from a result."""
+        return {**dict.fromkeys((*VALUES, "run", "error")), "studied": [], **self._values.get((index, model), {})}
 
     def computed(self) -> list[tuple[int, int]]:
         """Index of each fact, and of the model, of which there is a run."""
@@ -104,26 +105,27 @@ class FactsTable:
         """Keep the reason why there are no values of a fact on a model."""
         self._keep(index, model, error=str(error))
 
-    def measure(self, index: int, model: int, live: LiveRun, effect: bool) -> dict[str, Any]:
-        """The values of a run of a fact, which the table keeps.
+    def lacks(self, index: int, model: int, effect: bool) -> bool:
+        """Whether a value of a fact is not known: those of its run, or with `effect` that of its subject, if any."""
+        values = self.values(index, model)
+        return values["run"] is None or (effect and bool(self.facts[index].subject) and values["effect"] is None)
+
+    def measure(self, index: int, model: int, live: LiveRun, effect: bool) -> None:
+        """Keep what is not known yet of the values of a fact's run.
 
         Args:
             effect: Whether to corrupt the subject, too; a fact without a subject has no effect.
         """
         assert live.asked.query is not None
-        committed = live.entry["predictions"]["committed"][live.asked.query.answer_positions[-1]]
-        clean, corrupted = live.answer_probabilities(effect)
-        self._keep(
-            index,
-            model,
-            run=live.plan.spec.id,
-            error=None,
-            recalled=live.entry["verdict"]["right"],
-            p=clean,
-            commitment=committed if committed >= 0 else None,
-            **({} if corrupted is None else {"effect": clean - corrupted}),
-        )
-        return self.values(index, model)
+        known = self.values(index, model)
+        committed = [live.entry["predictions"]["committed"][at] for at in live.asked.query.answer_positions]
+        values: dict[str, Any] = {"commitment": max(committed) if min(committed) >= 0 else None}
+        if known["recalled"] is None:
+            values["recalled"] = live.entry["verdict"]["right"]
+        p = values["p"] = live.answer_probability() if known["p"] is None else known["p"]
+        if effect and known["effect"] is None and live.plan.spec.subject is not None:
+            values["effect"] = p - live.answer_probability(corrupted=True)
+        self._keep(index, model, run=live.plan.spec.id, error=None, **values)
 
     def _keep(self, index: int, model: int, **values: Any) -> None:
         kept = {name: None if isinstance(x, float) and isnan(x) else x for name, x in values.items()}
@@ -154,10 +156,12 @@ class FactsTable:
                 continue
             found, index = found + 1, by_question[question]
             if isinstance(result, Recall):
-                self._keep(index, model, recalled=bool(result.contained[row, most]))
+                read = {"recalled": bool(result.contained[row, most])}
             else:
-                clean, corrupted = result.clean[row].item(), result.corrupted[row].item()
-                self._keep(index, model, p=clean, effect=clean - corrupted)
+                clean = result.clean[row].item()
+                read = {"p": clean, "effect": clean - result.corrupted[row].item()}
+            studied = sorted({*self.values(index, model)["studied"], *read})
+            self._keep(index, model, studied=studied, **read)
         if not found:
             raise ValueError(
                 f"results= contains a {type(result).__name__} without any of the {len(self.facts)} facts of the table "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from diffusion_lens.analysis import commitment, logit_lens, trace_trajectory
+from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
 from diffusion_lens.analysis.engine.inputs import Inputs
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
@@ -243,29 +244,22 @@ class LiveRun:
         return views.view_of_trace(trace, kind, str(self.plan.spec.answer).strip())
 
     @torch.no_grad()
-    def answer_probabilities(self, corrupt: bool) -> tuple[float, float | None]:
-        """Probability of the answer on the first canvas of the run, and its mean over samples with noise at the
-        subject, as a trace of that step reads them.
+    def answer_probability(self, corrupted: bool = False) -> float:
+        """Probability of the answer on the first canvas of the run, as a trace of that step reads it, by one pass.
 
         Args:
-            corrupt: Whether to compute the second; it is also `None` without a subject.
+            corrupted: Whether to read the mean over samples with noise at the subject, which the spec then has.
         """
         model, query, first = self.plan.model, self.asked.query, self.trajectory.first_step
         if query is None:
             raise ValueError("the run has no answer, so there is no probability of it: give answer=")
         with self._reading(), model.hooks(fwd_hooks=self.plan.network_hooks):
-            if corrupt and self.plan.spec.subject is not None:
-                cell = {"layers": [0], "positions": [query.subject[1] - 1]}
-                trace = trace_trajectory(
-                    model, query, steps=[first], trajectory=self.trajectory, samples=SAMPLES, **cell
-                )
-                return trace.clean.item(), trace.corrupted.item()
-            run = TracedTrajectory.of(model, query, self.trajectory)
-            canvas = run.canvas(first)[None]
-            answer = run.answer(first, canvas)
-            with model.clock.at(run.state(first, canvas)):
-                read = answer.probabilities(model(run.seen(canvas), logits_at=answer.rows), 1)
-            return read.prod().item(), None
+            run, noise = TracedTrajectory.of(model, query, self.trajectory), TraceSettings(samples=SAMPLES)
+            canvases = run.canvas(first).expand(noise.rows if corrupted else 1, -1)
+            answer, hooks = run.answer(first, canvases), noise.hooks(model, query) if corrupted else []
+            with model.clock.at(run.state(first, canvases)), model.hooks(fwd_hooks=hooks):
+                read = answer.probabilities(model(run.seen(canvases), logits_at=answer.rows), len(canvases))
+            return read.prod(dim=2).mean().item()
 
 
 def predicting(

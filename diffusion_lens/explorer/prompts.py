@@ -21,6 +21,17 @@ def first_specs(models: Sequence[HookedDiffusionTransformer], prompt: str | Fact
     return [spec_on(models, index, prompt, settings) for index in range(len(models))]
 
 
+def greedy_spec(
+    models: Sequence[HookedDiffusionTransformer], index: int, prompt: str, settings: Mapping[str, Any]
+) -> Spec:
+    """The greedy run of any prompt on one of several models, on a canvas of the length in `settings`, or of the
+    training, if the prompt leaves room there."""
+    model = models[index]
+    n_given, length = len(model.encode(prompt)), settings.get("length") or model.cfg.trained_length
+    fits = length is not None and n_given < length
+    return spec_on(models, index, prompt, {"length": length if fits else n_given + NEW_TOKENS})
+
+
 def spec_on(
     models: Sequence[HookedDiffusionTransformer], index: int, prompt: str | Fact, settings: Mapping[str, Any]
 ) -> Spec:

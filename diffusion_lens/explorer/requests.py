@@ -12,6 +12,7 @@ from diffusion_lens.settings import Settings, at_least, check_bool, setting
 LONGEST_PROMPT = 2**16  # characters
 LARGEST_STATE = 2**16  # bytes of JSON
 MOST_PAGE_RUNS = 64
+MOST_PAGE_FACTS = 256
 
 
 def _prompt(name: str, value: Any) -> str:
@@ -34,6 +35,17 @@ def _layers(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise TypeError(f"{name}={value!r:.60} is no list of layers")
     return tuple(sorted({at_least(0, name, layer) for layer in value}))
+
+
+def _facts(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{name}={value!r:.60} is no list of facts")
+    if len(value) > MOST_PAGE_FACTS:
+        raise ValueError(
+            f"{len(value):,} facts are measured or selected, and a page contains at most {MOST_PAGE_FACTS} of them: "
+            "select fewer rows of the table of facts, or close it"
+        )
+    return tuple(sorted({at_least(0, name, fact) for fact in value}))
 
 
 def check_state(name: str, value: Any) -> dict[str, Any] | None:
@@ -73,9 +85,6 @@ class SuggestionRequest(Settings):
     """Subjects and answers for a prompt."""
 
     prompt: str = setting(MISSING, "Text of the prompt.", _prompt)
-    model: int | None = setting(
-        None, "Index of the model whose tokens count; `None` for the first.", partial(at_least, 0)
-    )
 
     @classmethod
     def of(cls, given: Any) -> "SuggestionRequest":
@@ -93,6 +102,7 @@ class PageRequest(Settings):
         None, "What the page shows at first, as its front end writes it.", check_state
     )
     attention: tuple[int, ...] = setting((), "Layers whose attention patterns the page contains.", _layers)
+    facts: tuple[int, ...] = setting((), "Index of each fact that the page contains.", _facts)
 
     @classmethod
     def of(cls, given: Any) -> "PageRequest":

@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 from diffusion_lens.explorer.requests import PageRequest, SuggestionRequest
 from diffusion_lens.explorer.session import Session
 from diffusion_lens.explorer.turns import RequestCancelledError
-from diffusion_lens.pages.page import LARGEST_PAGE, document, require_size
+from diffusion_lens.pages.page import document
 
 LARGEST_REQUEST = 2**20
 SECONDS = 10.0  # in which a request has to be sent
@@ -211,16 +211,11 @@ def app(session: Session, token: str, hosts: Hosts) -> Any:
 
     async def suggest(request: Request) -> Response:
         asked = SuggestionRequest.of(await sent(request))
-        return JSONResponse(await computed(request, session.suggest, asked.prompt, asked.model))
+        return JSONResponse(await computed(request, session.suggest, asked.prompt))
 
     async def whole_page(request: Request) -> Response:
         asked = PageRequest.of(await sent(request))
-
-        def written(cancelled: Callable[[], bool]) -> str:
-            page = session.page(asked.runs, asked.attention, asked.state, cancelled)
-            return require_size(page, page.html(), LARGEST_PAGE)
-
-        return HTMLResponse(await computed(request, written))
+        return HTMLResponse(await computed(request, session.page_to_send, asked))
 
     return Starlette(
         routes=[

@@ -13,15 +13,15 @@ from diffusion_lens.explorer.facts_table import FactsTable
 from diffusion_lens.explorer.live_run import LiveRun
 from diffusion_lens.explorer.memory import Memory
 from diffusion_lens.explorer.plan import Plan, settings_of
-from diffusion_lens.explorer.prompts import spec_on
-from diffusion_lens.explorer.requests import FactRequest, SuggestionRequest, check_state
+from diffusion_lens.explorer.prompts import greedy_spec
+from diffusion_lens.explorer.requests import FactRequest, PageRequest, SuggestionRequest, check_state
 from diffusion_lens.explorer.spec import Intervention, Spec
 from diffusion_lens.explorer.suggestions import answers_of, subjects_of
 from diffusion_lens.explorer.turns import Cancelled, Turns, never
 from diffusion_lens.explorer.verdict import written_by
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.pages.page import FORMAT, Page, PageRun
+from diffusion_lens.pages.page import FORMAT, LARGEST_PAGE, Page, PageRun
 from diffusion_lens.records.identity import describe_hooks
 from diffusion_lens.settings import pick_indices
 
@@ -146,7 +146,7 @@ class Session:
 
     def fact(self, given: Mapping[str, Any], cancelled: Cancelled = never) -> dict[str, Any]:
         """The values of a fact of the table on one model, {"id", "model", "run", "spec", "recalled", "p", "commitment",
-        "effect", "error"}; `spec` gives the run.
+        "effect", "error", "studied"}; `spec` gives the run. What is known is not computed again.
 
         Args:
             given: {"id", "model", "effect"}: index of the fact and of the model, and whether to compute the effect of
@@ -159,29 +159,28 @@ class Session:
         asked = FactRequest.of(given)
         with self._turns.turn(cancelled), watching(partial(self._turns.at, "tracing")):
             spec = self.table.spec(asked.id, asked.model)
-            values = self.table.measure(asked.id, asked.model, self._live(spec), asked.effect)
+            if self.table.lacks(asked.id, asked.model, asked.effect):
+                self.table.measure(asked.id, asked.model, self._live(spec), asked.effect)
+            values = self.table.values(asked.id, asked.model)
             return {"id": asked.id, "model": asked.model, "spec": spec.to_json(), **values}
 
-    def suggest(self, prompt: str, model: int | None = None, cancelled: Cancelled = never) -> dict[str, Any]:
+    def suggest(self, prompt: str, cancelled: Cancelled = never) -> dict[str, Any]:
         """Subjects and answers for a prompt: names of the session's facts and capitalised words, and answers of facts
-        and what each model writes (`explorer.suggestions`).
-
-        Args:
-            model: Index of the model by whose tokens the subjects are placed; by default the first.
+        and what each model wrote (`explorer.suggestions`). A model that cannot be asked suggests nothing.
 
         Returns:
-            {"subjects": [{"text", "first", "end", "why"}, ...], "answers": [{"text", "why"}, ...]}, where first and end
-            are the position of a subject's first token and one past its last.
+            {"subjects": [{"text", "spans", "why"}, ...], "answers": [{"text", "why"}, ...]}, where spans are the
+            position of a subject's first token and one past its last, by the index of each model as text.
         """
-        asked = SuggestionRequest.of({"prompt": prompt, "model": model})
+        SuggestionRequest.of({"prompt": prompt})
         with self._turns.turn(cancelled):
-            one = self._model(Spec(model=asked.model or 0))
-            written = []
-            for index, each in enumerate(self.models):
-                live = self._live(spec_on(self.models, index, prompt, {"length": self.table.settings.get("length")}))
-                written.append((each.cfg.name_and_mode, written_by(each, live.trajectory)[1]))
+            written = [
+                (model.cfg.name_and_mode, written_by(model, live.trajectory)[1])
+                for index, model in enumerate(self.models)
+                for live in self._written_for(index, prompt)
+            ]
             return {
-                "subjects": subjects_of(one, prompt, self.table.facts),
+                "subjects": subjects_of(self.models, prompt, self.table.facts),
                 "answers": answers_of(prompt, self.table.facts, written),
             }
 
@@ -191,17 +190,20 @@ class Session:
         attention: Sequence[int] = (),
         state: Mapping[str, Any] | None = None,
         cancelled: Cancelled = never,
+        *,
+        facts: Sequence[int] | None = None,
     ) -> Page:
-        """Runs as a page that contains all their numbers, and the runs of the facts whose values are known.
+        """Runs as a page that contains all their numbers, and facts with those of their runs whose values are known.
 
         Of a fact's run, the page contains the canvas and the predictions.
 
         Args:
+            facts: Index of each fact in the page's table; by default all of them.
             attention: Layers whose attention patterns the page contains, at every step.
             state: What the page shows at first, as its front end writes it.
 
         Raises:
-            KeyError: There is no such run.
+            KeyError: There is no such run or fact.
             ValueError, TypeError: There is no such layer, or the state is no plain data.
         """
         state = check_state("state", state)
@@ -209,12 +211,34 @@ class Session:
             pick_indices("attention", attention or [0], model.cfg.n_layers)
         with self._turns.turn(cancelled), watching(partial(self._turns.at, "tracing")):
             runs = [self._whole(run_id, attention, run_ids) for run_id in run_ids]
+            entries = self.table.entries()
+            chosen = range(len(entries)) if facts is None else sorted(set(facts))
+            if chosen and chosen[-1] >= len(entries):
+                raise KeyError(f"there is no fact {chosen[-1]}: the table has {len(entries)}, counted from 0")
             for index, model_index in self.table.computed():
+                if index not in chosen:
+                    continue
                 live = self._live(self.table.spec(index, model_index))
                 if live.plan.spec.id not in run_ids:
                     runs.append(of_fact(live, index))
             models = [model_info(model) for model in self.models]
-            return Page(self.title, models, runs, facts=self.table.entries(), state=state)
+            return Page(self.title, models, runs, facts=[entries[index] for index in chosen], state=state)
+
+    def page_to_send(self, asked: PageRequest, cancelled: Cancelled = never) -> str:
+        """A page that a browser asks for, as HTML.
+
+        Raises:
+            KeyError, ValueError, TypeError: As in `page`, or the page is larger than `LARGEST_PAGE`.
+        """
+        page = self.page(asked.runs, asked.attention, asked.state, cancelled, facts=asked.facts)
+        text = page.html()
+        if (size := len(text.encode())) > LARGEST_PAGE:
+            rows = "select fewer rows of the table of facts, or close it" if asked.facts else "show one run, not two"
+            raise ValueError(
+                f"the page would have {size / 2**20:.0f} MB, and a page has at most {LARGEST_PAGE / 2**20:.0f}: {rows}, "
+                "or take a shorter text or fewer steps"
+            )
+        return text
 
     def _drop(self) -> None:
         """Forget the oldest specs beyond `max_runs`, but none from which another run takes activations."""
@@ -233,6 +257,17 @@ class Session:
                 f"{f'the newest are {near}' if near else 'it has none'}"
             )
         return self._specs[run_id]
+
+    def _written_for(self, index: int, prompt: str) -> list[LiveRun]:
+        """The runs without interventions that a model has of a prompt, the newest first; if there is none a greedy one,
+        unless the model refuses the prompt."""
+        specs = [one for one in self._specs.values() if (one.model, one.prompt, one.interventions) == (index, prompt, ())]
+        if kept := [live for spec in reversed(specs) if (live := self._memory.kept(spec.id)) is not None]:
+            return kept
+        try:
+            return [self._live(specs[-1] if specs else greedy_spec(self.models, index, prompt, self.table.settings))]
+        except (ValueError, TypeError):
+            return []
 
     def _entry(self, spec: Spec) -> dict[str, Any]:
         """The manifest's entry of a run."""

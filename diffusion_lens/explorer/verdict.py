@@ -1,10 +1,13 @@
 """Where the text of a run ends, what the run wrote up to there, and whether that is the answer.
 
-An answer counts as right where it is contained in the text after the prompt, ignoring case and outer spaces: SMDM's
-accuracy, by which `evaluation.recall_by_steps` scores. The text is read up to its first end token, which is what a page
-shows; `recall_by_steps` also reads what a diffusion model writes behind it.
+An answer counts as right where the text after the prompt has it as whole words, ignoring case and outer spaces: " Ann"
+is not right in "Annabel Lee". The score "contained" of `evaluation.recall_by_steps`, SMDM's accuracy, takes any part of
+the text, so that it counts "Annabel" too. The text is read up to its first end token, which is what a page shows;
+`recall_by_steps` also reads what a diffusion model writes behind it.
 """
 
+import re
+import unicodedata
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,7 +15,6 @@ import torch
 
 from diffusion_lens.denoising.generate import end_tokens
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.evaluation.scores import contained
 from diffusion_lens.model.text import to_completion
 from diffusion_lens.model.transformer import DiffusionTransformer
 
@@ -24,7 +26,23 @@ END_TEXTS = frozenset(
 
 def verdict_of(answer: str | None, wrote: str) -> dict[str, Any] | None:
     """The manifest's entry of a verdict, {"right", "wrote", "answer"}; `None` without an answer."""
-    return None if answer is None else {"right": contained(answer, wrote), "wrote": wrote, "answer": answer}
+    return None if answer is None else {"right": has_words(answer, wrote), "wrote": wrote, "answer": answer}
+
+
+def has_words(answer: str, wrote: str) -> bool:
+    """Whether a text has an answer as whole words, ignoring case and outer spaces.
+
+    No letter, digit or underscore continues a word of the answer on either side. Scripts of wide characters, such as
+    Chinese, put no spaces between words, so there the answer may stand anywhere.
+    """
+    plain, text = answer.strip().lower(), wrote.lower()
+    before, after = r"(?<!\w)" if _ends_word(plain[:1]) else "", r"(?!\w)" if _ends_word(plain[-1:]) else ""
+    return re.search(f"{before}{re.escape(plain)}{after}", text) is not None
+
+
+def _ends_word(char: str) -> bool:
+    """Whether a letter at the edge of an answer must be the edge of a word."""
+    return re.match(r"\w", char) is not None and unicodedata.east_asian_width(char) != "W"
 
 
 def written_by(model: DiffusionTransformer, run: Trajectory, row: int = 0) -> tuple[int | None, str]:

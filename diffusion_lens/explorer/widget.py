@@ -5,9 +5,9 @@ The module in the browser sends messages {id, ask, ...}:
     ask       also                         answer
     run       spec                         {id, ok: true, run}
     fact      fact: its id, model, effect  {id, ok: true, fact}
-    suggest   prompt, model                {id, ok: true, suggestions: {subjects, answers}}
+    suggest   prompt                       {id, ok: true, suggestions: {subjects, answers}}
     chunk     run, name                    {id, ok: true}, with the chunk as a buffer
-    page      runs, state, attention       {id, ok: true}, with the HTML as a buffer
+    page      runs, state, attention, facts {id, ok: true}, with the HTML as a buffer
     cancel    of: the id of a message      {id, ok: true}; the message `of` is answered with `cancelled`
 
 Work is done in a thread, one message after the other, so that a message that cancels is read meanwhile. While one is
@@ -32,7 +32,6 @@ from diffusion_lens.explorer.requests import PageRequest, SuggestionRequest
 from diffusion_lens.explorer.session import Session
 from diffusion_lens.explorer.turns import Cancelled, RequestCancelledError, never
 from diffusion_lens.pages.modules import explorer_files
-from diffusion_lens.pages.page import LARGEST_PAGE, require_size
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 LARGEST_KEPT = 4 * 2**20  # bytes
@@ -205,13 +204,11 @@ def answer(session: Session, message: Any, send: Send, cancelled: Cancelled = ne
             said = {"fact": session.fact({"id": entries.pop("fact", None), **entries}, cancelled)}, []
         elif ask == "suggest":
             prompt = SuggestionRequest.of(entries)
-            said = {"suggestions": session.suggest(prompt.prompt, prompt.model, cancelled)}, []
+            said = {"suggestions": session.suggest(prompt.prompt, cancelled)}, []
         elif ask == "chunk":
             said = {}, [session.chunk(str(asked.get("run")), str(asked.get("name")), cancelled)]
         elif ask == "page":
-            wanted = PageRequest.of(entries)
-            page = session.page(wanted.runs, wanted.attention, wanted.state, cancelled)
-            said = {}, [require_size(page, page.html(), LARGEST_PAGE).encode()]
+            said = {}, [session.page_to_send(PageRequest.of(entries), cancelled).encode()]
         else:
             raise ValueError(f"ask={ask!r:.60}; it must be one of {', '.join(map(repr, (*ASKS, 'cancel')))}")
     except RequestCancelledError as error:

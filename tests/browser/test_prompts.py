@@ -131,7 +131,7 @@ def test_a_new_prompt_is_asked_for_its_answer_and_subject(opened: Open, pair: st
     runs = [model.denoise(prompt, steps=5) for model in models]
     answer = " " + runs[0].text[0].removeprefix(prompt).partition("<eos>")[0].strip()
     chip = form.get_by_role("button", name=answer.strip(), exact=True)
-    assert "tiny-mdm writes this" in chip.get_attribute("title")
+    assert "tiny-mdm wrote this" in chip.get_attribute("title")
     chip.click()
     expect(form.get_by_label("What is the right answer?")).to_have_value(answer)
     form.get_by_role("button", name="Tilda Drusser", exact=True).click()

@@ -7,15 +7,16 @@ import torch
 from page_reader import PageFile, unpack
 
 from diffusion_lens import Fact
-from diffusion_lens.analysis import average_indirect_effect, causal_trace, commitment, trace_trajectory
+from diffusion_lens.analysis import average_indirect_effect, causal_trace, trace_trajectory
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.explorer import Session, Spec, explore
+from diffusion_lens.explorer.requests import PageRequest
 
 LENGTH = toy_facts.SENTENCE_LENGTH
 FACTS = toy_facts.load().facts()[::67]
 SETTINGS = dict(length=LENGTH, steps=4)
-NOTHING = dict.fromkeys(("recalled", "p", "commitment", "effect", "run", "error"))
+NOTHING = {**dict.fromkeys(("recalled", "p", "commitment", "effect", "run", "error")), "studied": []}
 on_mdm = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 
 
@@ -55,12 +56,86 @@ def test_probability_and_effect_are_those_of_a_trace(tiny, session):
         assert session.manifest["facts"][index]["values"]["0"]["effect"] == whole["effect"]
 
 
-def test_commitment_is_that_of_the_last_position_of_the_answer(tiny, session):
-    fact = FACTS[1]
-    run = tiny.denoise(fact.prompt, predictions=2, **SETTINGS)
-    last = len(tiny.encode(fact.prompt + fact.answer)) - 1
-    committed = int(commitment(run).committed_at[0, last])
-    assert session.fact({"id": 1})["commitment"] == (committed if committed >= 0 else None)
+def decided_at(run, answer):
+    """The step from which on no position of the answer has another likeliest token than the written one."""
+    decided = []
+    for position in answer:
+        kept = None
+        for row, step in reversed(list(enumerate(run.recorded.steps))):
+            if run.recorded.masked[row, 0, position]:
+                if run.recorded.tokens[row, 0, position, 0] != run.tokens[0, position]:
+                    break
+                kept = step
+        if kept is None:
+            return None
+        decided.append(kept)
+    return max(decided)
+
+
+@pytest.mark.filterwarnings("ignore:the canvas has 20 positions")
+def test_a_fact_is_decided_when_all_of_its_answer_is(tiny):
+    # At this temperature, on a canvas longer than those of the training, the model changes its mind.
+    settings = dict(length=20, steps=8, temperature=1.0)
+    session = Session([tiny], facts=FACTS, settings=settings)
+    decided, of_the_last = [], []
+    for fact in FACTS:
+        run, start = tiny.denoise(fact.prompt, predictions=2, **settings), len(tiny.encode(fact.prompt))
+        answer = range(start, len(tiny.encode(fact.prompt + fact.answer)))
+        decided.append(decided_at(run, answer))
+        of_the_last.append(decided_at(run, answer[-1:]))
+    assert [session.fact({"id": index})["commitment"] for index in range(len(FACTS))] == decided
+    assert decided != of_the_last
+
+
+def test_what_a_study_lacks_is_measured(tiny):
+    recall = recall_by_steps(tiny, FACTS[:2], steps=[1], length=LENGTH, cfg_scale=0.0)
+    plain, studied = (Session([tiny], facts=FACTS[:2], settings=SETTINGS, results=each) for each in ([], [recall]))
+    studied.table._values[0, 0]["recalled"] = not studied.table._values[0, 0]["recalled"]
+    told, (own, known) = studied.manifest["facts"][0]["values"]["0"], (
+        session.fact({"id": 0, "effect": True}) for session in (plain, studied)
+    )
+    assert known.pop("recalled") is told["recalled"] is not own.pop("recalled")
+    assert (known.pop("studied"), own.pop("studied")) == (["recalled"], [])
+    assert known == own
+    assert None not in known.values() or known["error"] is None
+
+
+def test_a_fact_is_measured_by_as_few_passes_as_possible(tiny, monkeypatch):
+    session, rows = Session([tiny], facts=FACTS[:1], settings=SETTINGS), []
+    session.run(session.table.spec(0, 0))
+    forward = type(tiny).forward
+    monkeypatch.setattr(type(tiny), "forward", lambda self, x, *a, **k: rows.append(len(x)) or forward(self, x, *a, **k))
+    for effect, passes in ((False, [1]), (False, []), (True, [10]), (True, []), (False, [])):
+        rows.clear()
+        session.fact({"id": 0, "effect": effect})
+        assert rows == passes
+
+
+@on_mdm
+def test_a_page_contains_the_facts_that_are_asked_for(tiny):
+    session = Session([tiny], facts=FACTS[:3], settings=SETTINGS)
+    shown, *others = (session.fact({"id": index}) for index in range(3))
+    session.run(shown["spec"])
+    for facts, ids, runs in (((), [], []), ((2, 0), [0, 2], [others[1]["run"]])):
+        text = session.page_to_send(PageRequest((shown["run"],), facts=facts))
+        manifest = PageFile(text).manifest
+        assert [entry["id"] for entry in manifest["facts"]] == ids
+        assert [run["id"] for run in manifest["runs"]] == [shown["run"], *runs]
+    with pytest.raises(KeyError, match="no fact 3"):
+        session.page_to_send(PageRequest((shown["run"],), facts=(3,)))
+
+
+@on_mdm
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_a_page_that_is_too_large_says_what_to_do_in_the_browser(tiny, monkeypatch):
+    session = Session([tiny], facts=FACTS[:2], settings=SETTINGS)
+    run = session.run(session.fact({"id": 0})["spec"])["id"]
+    with pytest.raises(ValueError, match="257 facts are measured or selected.* at most 256 .*select fewer rows"):
+        PageRequest.of({"runs": [run], "facts": list(range(257))})
+    monkeypatch.setattr("diffusion_lens.explorer.session.LARGEST_PAGE", 1000)
+    for facts, said in (((0,), "select fewer rows of the table of facts, or close it"), ((), "show one run, not two")):
+        with pytest.raises(ValueError, match=f"the page would have 0 MB.*: {said}"):
+            session.page_to_send(PageRequest((run,), facts=facts))
 
 
 def test_a_fact_opens_as_a_run(session):
@@ -102,6 +177,7 @@ def test_a_study_fills_in_what_it_contains(tiny):
         row = average.ids.index(fact.id)
         assert entry["values"]["0"]["effect"] == pytest.approx(float(average.clean[row] - average.corrupted[row]))
     assert entries[3]["values"]["0"]["effect"] is None
+    assert [entry["values"]["0"]["studied"] for entry in entries[2:4]] == [["effect", "p", "recalled"], ["recalled"]]
 
     with pytest.raises(ValueError, match="without any of the 1 facts"):
         Session([tiny], facts=[Fact("a", "a", " b")], results=[recall])

@@ -6,7 +6,7 @@ from diffusion_lens import Fact, HookedDiffusionTransformer
 from diffusion_lens.analysis import trace_trajectory
 from diffusion_lens.denoising import Trajectory
 from diffusion_lens.explorer import Session
-from diffusion_lens.explorer.verdict import recorded_by, written_by
+from diffusion_lens.explorer.verdict import recorded_by, verdict_of, written_by
 
 PROMPT, RIGHT, WRONG = "the sailor of Kaurgate is", " Plerrick Baupling.", " Mondall Rorrick."
 
@@ -46,6 +46,25 @@ def test_a_run_is_right_where_its_text_contains_the_answer(model, run):
         assert entry["end"] == run.str_canvases()[-1].index("<eos>")
     assert run.explore().manifest["runs"][0]["verdict"] is None
     assert Session([model]).run({"prompt": PROMPT, "length": 16})["verdict"] is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "wrote", "right"),
+    [
+        (" Ann", "Annabel Lee", False),
+        (" Rome", "Jerome", False),
+        (" 4", "42", False),
+        (" Ann", "it was ANN's, not Annabel's", True),
+        (" Ann", "Annabel, or Ann", True),
+        (" Ann Lee.", "ann lee.", True),
+        (" (Ann)", "so(ann)", True),
+        (" C++", "in C++", True),
+        ("巴黎", "首都是巴黎的", True),
+        (" René", "Renée", False),
+    ],
+)
+def test_an_answer_is_right_as_whole_words(answer, wrote, right):
+    assert verdict_of(answer, wrote)["right"] is right
 
 
 @pytest.mark.parametrize(("answer", "right"), [(RIGHT, True), (WRONG, False)])

@@ -11,7 +11,7 @@ import { OVERLAYS, drawOverlayLegend, overlayOf, overlaysOf } from "./canvas.js"
 import { ChangesDrawer } from "./changes.js";
 import { Column } from "./column.js";
 import { button, field, fillSelect, h, ids, setText } from "./elements.js";
-import { FactsTable } from "./facts.js";
+import { FactsTable, measuredIn } from "./facts.js";
 import { helpText } from "./help.js";
 import { clamp, decodeChunk } from "./numbers.js";
 import { predictedOf } from "./predicted.js";
@@ -257,6 +257,7 @@ export class Explorer {
     this.working = is;
     this.root.classList.toggle("dl-computing", is);
     if (this.form) this.form.go.disabled = is;
+    this.facts.draw();
     this.drawer.draw(this.seen());
   }
 
@@ -312,23 +313,31 @@ export class Explorer {
 
   /** Show the runs of a fact on all models; those that are not there are computed. */
   async openFact(/** @type {import("./types.js").Fact} */ fact) {
-    const { models } = this.manifest, known = models.map((_, model) => this.runs.find((run) => run.model === model && run.base === null &&
-      run.prompt === fact.prompt && (run.id === fact.values[model]?.run || run.spec?.answer === fact.answer)));
+    const { models } = this.manifest, known = models.map((_, model) => this.runs.find(({ id }) => id === fact.values[model]?.run));
     if (known.every(Boolean) || !this.source.fact) {
       const [first, second] = known.filter(Boolean);
       if (first) return this.set({ run: first.id, compare: second?.id ?? "", step: -1, position: -1 });
       return this.say("This page does not contain the run of this fact.");
     }
+    if (this.working) return this.say("The explorer is computing: wait until it has finished, or cancel it, and choose the fact again.");
+    /** @type {string[]} */ const errors = [];
     const specs = await this.work("computing the fact", async (told, signal) => {
       const came = [];
       for (const [model] of models.entries()) {
-        const { run, spec, ...measured } = await this.source.fact({ id: fact.id, model, effect: false }, told, signal);
-        fact.values[model] = { ...fact.values[model], ...measured, effect: measured.effect ?? fact.values[model]?.effect ?? null, run };
-        came.push(spec);
+        try {
+          const answer = await this.source.fact({ id: fact.id, model, effect: false }, told, signal);
+          this.facts.take(fact, model, measuredIn(answer));
+          came.push(answer.spec);
+        } catch (error) {
+          if (signal.aborted || error.gone) throw error;
+          this.facts.take(fact, model, { error: error.message });
+          errors.push(error.message);
+        }
       }
       return came;
     });
-    if (specs) await this.compute(specs);
+    if (specs?.length) await this.compute(specs);
+    if (errors.length) this.fail(errors.join(" "));
   }
 
   /** Change the state and draw. */

@@ -1,6 +1,6 @@
 /** The table of facts beside the canvas: sorted by what was measured, a click opens a row, averages over the selection. */
 
-import { button, h } from "./elements.js";
+import { button, h, setText } from "./elements.js";
 import { number } from "./words.js";
 
 /** @typedef {import("./types.js").Fact} Fact @typedef {import("./types.js").Measured} Measured */
@@ -13,6 +13,9 @@ const MEASURES = {
   effect: { title: "effect", order: (/** @type {Measured} */ x) => x.effect ?? NaN, say: (/** @type {Measured} */ x) => (x.effect === null ? "" : number(x.effect)), mean: number },
 };
 const NOTHING = { recalled: null, p: null, commitment: null, effect: null };
+const valuesOf = (/** @type {Fact} */ fact, /** @type {number} */ model) => /** @type {Measured} */ (fact.values[model] ?? NOTHING);
+
+/** @typedef {{element: HTMLTableRowElement, box: HTMLInputElement, title: HTMLButtonElement}} Row  its cells are those of the element */
 
 /** Names without what all of them begin with, up to a mark between words: "site-mdm" and "site-ar" are "mdm" and "ar".
  * @param {string[]} names */
@@ -30,15 +33,21 @@ export class FactsTable {
     this.explorer = explorer;
     /** @type {{key: string, down: boolean}} */ this.sorted = { key: "", down: true };
     /** @type {Set<number>} */ this.chosen = new Set();
-    this.filter = h("input", { type: "search", "aria-label": "Filter", placeholder: "Filter", oninput: () => this.draw() });
+    /** @type {Map<number, Row>} */ this.drawn = new Map(); // by id of the fact
+    /** @type {Fact[]} */ this.shown = [];
+    /** @type {Set<string>} */ this.opened = new Set(); // prompts of the runs that are shown
+    this.isArranged = false;
+    this.filter = h("input", { type: "search", "aria-label": "Filter", placeholder: "Filter", oninput: () => this.arrange() });
     this.all = h("input", { type: "checkbox", "aria-label": "Select all rows", onchange: () => {
-      this.chosen = new Set(this.all.checked ? this.rows.map(({ id }) => id) : []);
-      this.draw();
+      this.chosen = new Set(this.all.checked ? this.shown.map(({ id }) => id) : []);
+      for (const [id, { box }] of this.drawn) box.checked = this.chosen.has(id);
+      this.drawMeans();
     } });
-    this.groups = h("tr");
-    this.head = h("tr");
+    this.groups = h("tr", {}, h("td", { colspan: 2 }));
+    this.head = h("tr", {}, h("td", {}, this.all), h("th", { scope: "col" }, "prompt → answer"));
     this.body = h("tbody");
-    this.foot = h("tr");
+    this.mean = h("th", { scope: "row" });
+    this.foot = h("tr", {}, h("td"), this.mean);
     this.compute = button("Measure", () => this.measure(false));
     this.effects = button("With effects", () => this.measure(true), { title: "Also how far p(answer) falls when the subject is corrupted; this takes longer" });
     const table = h("table", {}, h("thead", {}, this.groups, this.head), this.body, h("tfoot", {}, this.foot));
@@ -55,10 +64,12 @@ export class FactsTable {
 
   /** @returns {Fact[]} */
   get facts() { return this.explorer.manifest.facts ?? []; }
-  /** The columns: each measure of each model. @returns {[string, number][]} */
+  /** @returns {{name: string}[]} */
+  get models() { return this.explorer.manifest.models; }
+  /** The columns: each measure of each model. That of the effect, the last one, is there once an effect is known. @returns {[string, number][]} */
   get columns() {
     const known = Object.keys(MEASURES).filter((name) => name !== "effect" || this.facts.some(({ values }) => Object.values(values).some(({ effect }) => effect !== null)));
-    return known.flatMap((name) => this.explorer.manifest.models.map((/** @type {any} */ _, /** @type {number} */ model) => /** @type {[string, number]} */ ([name, model])));
+    return known.flatMap((name) => this.models.map((_, model) => /** @type {[string, number]} */ ([name, model])));
   }
 
   /** The rows that the filter leaves, in their order. */
@@ -66,7 +77,7 @@ export class FactsTable {
     const wanted = this.filter.value.toLowerCase(), { key, down } = this.sorted;
     const left = this.facts.filter(({ prompt, answer }) => `${prompt}${answer}`.toLowerCase().includes(wanted));
     if (!key) return left;
-    const [name, model] = key.split(" "), value = (/** @type {Fact} */ fact) => MEASURES[name].order(fact.values[model] ?? NOTHING);
+    const [name, model] = key.split(" "), value = (/** @type {Fact} */ fact) => MEASURES[name].order(valuesOf(fact, Number(model)));
     const order = (/** @type {Fact} */ a, /** @type {Fact} */ b) => {
       const [x, y] = [value(a), value(b)];
       if (Number.isNaN(x) || Number.isNaN(y)) return Number(Number.isNaN(x)) - Number(Number.isNaN(y));
@@ -75,77 +86,153 @@ export class FactsTable {
     return left.sort(order);
   }
 
+  /** The facts of a page that is written now: those that are selected, or else measured; none while the table is closed. */
+  get ofPage() {
+    if (!this.explorer.state.facts) return [];
+    const over = this.chosen.size ? this.facts.filter(({ id }) => this.chosen.has(id)) : this.facts.filter(({ values }) => Object.values(values).some(({ run }) => run));
+    return over.map(({ id }) => id);
+  }
+
+  /** Show what the state says. Rows stay as they are: they change where a value does, a filter or an order. */
   draw() {
-    const { explorer } = this, { models } = explorer.manifest, { columns, rows } = this;
+    const { explorer } = this;
     this.element.hidden = !explorer.state.facts || !this.facts.length;
     if (this.element.hidden) return;
     this.compute.hidden = this.effects.hidden = !explorer.source.live;
     this.compute.disabled = this.effects.disabled = explorer.working;
-    const name = (/** @type {Element} */ one) => one.ariaLabel ?? one.textContent, focused = this.element.contains(document.activeElement) ? document.activeElement : null;
-    const sort = (/** @type {string} */ key) => {
-      this.sorted = { key, down: this.sorted.key === key ? !this.sorted.down : true };
-      this.draw();
-    };
-    const names = withoutPrefix(models.map((/** @type {any} */ { name }) => name));
-    const measures = [...new Set(columns.map(([name]) => name))];
-    this.groups.hidden = models.length < 2;
-    this.groups.replaceChildren(h("td", { colspan: 2 }), ...measures.map((name) => h("th", { scope: "colgroup", colspan: models.length }, MEASURES[name].title)));
-    this.head.replaceChildren(h("td", {}, this.all), h("th", { scope: "col" }, "prompt → answer"), ...columns.map(([name, model]) => {
-      const key = `${name} ${model}`, is = this.sorted.key === key, arrow = is ? (this.sorted.down ? " ↓" : " ↑") : "";
-      const text = models.length > 1 ? names[model] : MEASURES[name].title;
-      return h("th", { scope: "col", "aria-sort": is ? (this.sorted.down ? "descending" : "ascending") : "none" },
-        button(`${text}${arrow}`, () => sort(key), { "aria-label": `Sort by ${MEASURES[name].title}, ${models[model].name}` }));
-    }));
-    const shown = explorer.shown.map((/** @type {any} */ { prompt }) => prompt);
-    this.body.replaceChildren(...rows.map((fact) => {
+    if (!this.isArranged) this.arrange();
+    const before = this.opened;
+    this.opened = new Set(explorer.shown.map((/** @type {any} */ { prompt }) => prompt));
+    if (before.size === this.opened.size && [...before].every((prompt) => this.opened.has(prompt))) return;
+    for (const { id, prompt } of this.facts) if (before.has(prompt) || this.opened.has(prompt)) this.drawn.get(id)?.element.classList.toggle("dl-open", this.opened.has(prompt));
+  }
+
+  /** Put the rows that the filter leaves in order. */
+  arrange() {
+    const focused = /** @type {any} */ (document.activeElement), { columns } = this;
+    this.isArranged = true;
+    this.shown = this.rows;
+    this.drawHead(columns);
+    this.body.replaceChildren(...this.shown.map((fact) => this.rowOf(fact, columns).element));
+    this.drawMeans(columns);
+    if (this.body.contains(focused)) focused.focus({ preventScroll: true });
+  }
+
+  /** The row of a fact, made when it is first needed.
+   * @param {Fact} fact @param {[string, number][]} columns @returns {Row} */
+  rowOf(fact, columns) {
+    if (!this.drawn.has(fact.id)) {
       const box = h("input", { type: "checkbox", "aria-label": `Select ${fact.prompt}`, onchange: () => {
         if (box.checked) this.chosen.add(fact.id);
         else this.chosen.delete(fact.id);
         this.drawMeans();
       } });
       box.checked = this.chosen.has(fact.id);
-      return h("tr", { class: shown.includes(fact.prompt) ? "dl-open" : "" }, h("td", {}, box),
-        h("td", {}, button(`${fact.prompt} → ${fact.answer.trim()}`, () => explorer.openFact(fact), { class: "dl-fact" })),
-        ...columns.map(([name, model]) => {
-          const value = fact.values[model] ?? NOTHING;
-          return h("td", { class: name === "recalled" && value.recalled !== null ? (value.recalled ? "dl-good" : "dl-bad") : "" }, MEASURES[name].say(value));
-        }));
-    }));
-    this.drawMeans();
-    // The rows are new ones, also that which has the focus.
-    if (focused && !focused.isConnected) {
-      /** @type {HTMLElement[]} */ const alike = [...this.element.querySelectorAll("button, input")].filter((one) => name(one) === name(focused));
-      alike[0]?.focus({ preventScroll: true });
+      const title = button(`${fact.prompt} → ${fact.answer.trim()}`, () => this.explorer.openFact(fact), { class: "dl-fact" });
+      const element = h("tr", { class: this.opened.has(fact.prompt) ? "dl-open" : "" }, h("td", {}, box), h("td", {}, title));
+      this.drawn.set(fact.id, { element, box, title });
+      this.fill(fact, columns);
     }
+    return this.drawn.get(fact.id);
+  }
+
+  /** Write the values of a fact into its row.
+   * @param {Fact} fact @param {[string, number][]} columns */
+  fill(fact, columns) {
+    const { element, title } = this.drawn.get(fact.id), errors = this.models.flatMap(({ name }, model) => (valuesOf(fact, model).error ? [`${name}: ${valuesOf(fact, model).error}`] : []));
+    setHint(title, errors.join("\n"));
+    while (element.cells.length < columns.length + 2) element.insertCell();
+    columns.forEach(([name, model], i) => {
+      const value = valuesOf(fact, model), cell = element.cells[i + 2], isError = name === "recalled" && Boolean(value.error), isStudied = value.studied?.includes(name);
+      setText(cell, isError ? "⚠" : MEASURES[name].say(value));
+      cell.className = name !== "recalled" || value.recalled === null ? "" : value.recalled ? "dl-good" : "dl-bad";
+      setHint(cell, isError ? value.error : isStudied ? "from a saved result" : "");
+    });
+  }
+
+  /** Take over what was measured of a fact on a model, or why it was not.
+   * @param {Fact} fact @param {number} model @param {Partial<Measured>} measured */
+  take(fact, model, measured) {
+    fact.values[model] = { ...valuesOf(fact, model), error: null, ...measured };
+    const { columns } = this;
+    if (!this.isArranged) return;
+    // The first effect makes columns.
+    const isWider = columns.length + 2 > this.head.children.length;
+    if (isWider) this.drawHead(columns);
+    for (const one of isWider ? this.facts : [fact]) if (this.drawn.has(one.id)) this.fill(one, columns);
+    this.drawMeans(columns);
+  }
+
+  /** @param {[string, number][]} columns */
+  drawHead(columns) {
+    const { models } = this, names = withoutPrefix(models.map(({ name }) => name));
+    this.groups.hidden = models.length < 2;
+    columns.forEach(([name, model], i) => {
+      const key = `${name} ${model}`, is = this.sorted.key === key, { title } = MEASURES[name], { length } = this.head.children;
+      if (i + 2 >= length) {
+        if (model === 0) this.groups.append(h("th", { scope: "colgroup", colspan: models.length }, title));
+        const sort = () => {
+          this.sorted = { key, down: this.sorted.key === key ? !this.sorted.down : true };
+          this.arrange();
+        };
+        this.head.append(h("th", { scope: "col" }, button("", sort, { "aria-label": `Sort by ${title}, ${models[model].name}` })));
+        this.foot.append(h("td"));
+      }
+      const cell = this.head.children[i + 2], studied = this.facts.filter((fact) => valuesOf(fact, model).studied?.includes(name)).length;
+      setText(cell.firstChild, `${models.length > 1 ? names[model] : title}${studied ? "*" : ""}${is ? (this.sorted.down ? " ↓" : " ↑") : ""}`);
+      setHint(cell.firstChild, studied ? `* ${studied} of ${this.facts.length} rows come from a saved result, the others from runs of this session` : "");
+      cell.setAttribute("aria-sort", is ? (this.sorted.down ? "descending" : "ascending") : "none");
+    });
   }
 
   /** Averages over the rows that are selected, or over all that are shown. */
-  drawMeans() {
-    const { rows, columns } = this, selected = rows.filter(({ id }) => this.chosen.has(id)), over = selected.length ? selected : rows;
-    this.all.checked = selected.length === rows.length && rows.length > 0;
+  drawMeans(columns = this.columns) {
+    const selected = this.shown.filter(({ id }) => this.chosen.has(id)), over = selected.length ? selected : this.shown;
+    this.all.checked = selected.length === this.shown.length && this.shown.length > 0;
     const known = over.filter(({ values }) => Object.values(values).some(({ recalled }) => recalled !== null));
-    const cells = columns.map(([name, model]) => {
-      const numbers = over.map(({ values }) => MEASURES[name].order(values[model] ?? NOTHING)).filter((x) => !Number.isNaN(x));
-      const mean = numbers.reduce((a, b) => a + b, 0) / numbers.length;
-      return h("td", { title: `over ${numbers.length} of ${over.length}` }, numbers.length ? MEASURES[name].mean(mean) : "");
+    let anyStudied = false;
+    columns.forEach(([name, model], i) => {
+      const numbers = over.map((fact) => MEASURES[name].order(valuesOf(fact, model))).filter((x) => !Number.isNaN(x)), cell = this.foot.children[i + 2];
+      const studied = over.filter((fact) => valuesOf(fact, model).studied?.includes(name)).length;
+      anyStudied ||= studied > 0;
+      setText(cell, numbers.length ? `${MEASURES[name].mean(numbers.reduce((a, b) => a + b, 0) / numbers.length)}${studied ? "*" : ""}` : "");
+      setHint(cell, `over ${numbers.length} of ${over.length}${studied ? `, ${studied} of them from a saved result` : ""}`);
     });
-    this.foot.replaceChildren(h("td"), h("th", { scope: "row" }, `mean of ${selected.length ? `${over.length} selected` : `all ${over.length}`}${known.length < over.length ? `, ${known.length} measured` : ""}`), ...cells);
+    setText(this.mean, `mean of ${selected.length ? `${over.length} selected` : `all ${over.length}`}${known.length < over.length ? `, ${known.length} measured` : ""}${anyStudied ? "; * with rows from a saved result" : ""}`);
   }
 
-  /** Compute what is not known of the selected rows, or of all. */
+  /** Compute what is not known of the selected rows, or of all. A fact that cannot be measured says why in its row. */
   async measure(/** @type {boolean} */ effect) {
-    const { explorer } = this, { models } = explorer.manifest;
-    const over = this.chosen.size ? this.facts.filter(({ id }) => this.chosen.has(id)) : this.rows;
-    const asked = over.flatMap((fact) => models.map((/** @type {any} */ _, /** @type {number} */ model) => ({ fact, model })))
-      .filter(({ fact, model }) => (fact.values[model]?.recalled ?? null) === null || (effect && fact.subject !== null && (fact.values[model]?.effect ?? null) === null));
-    await explorer.work("measuring facts", async (/** @type {any} */ told, /** @type {AbortSignal} */ signal) => {
+    const { explorer } = this, over = this.chosen.size ? this.facts.filter(({ id }) => this.chosen.has(id)) : this.shown;
+    const lacks = (/** @type {Fact} */ fact, /** @type {Measured} */ { run, effect: known }) => !run || (effect && fact.subject !== null && known === null);
+    const asked = over.flatMap((fact) => this.models.map((_, model) => ({ fact, model }))).filter(({ fact, model }) => lacks(fact, valuesOf(fact, model)));
+    if (!asked.length) return explorer.say("All of these facts are measured.");
+    const failed = await explorer.work("measuring facts", async (/** @type {any} */ told, /** @type {AbortSignal} */ signal) => {
+      let errors = 0;
       for (const [i, { fact, model }] of asked.entries()) {
         told({ what: "facts measured", done: i, of: asked.length });
-        const { recalled, p, commitment, effect: fallen, run } = await explorer.source.fact({ id: fact.id, model, effect }, null, signal);
-        fact.values[model] = { recalled, p, commitment, effect: fallen, run };
-        this.draw();
+        try {
+          this.take(fact, model, measuredIn(await explorer.source.fact({ id: fact.id, model, effect }, null, signal)));
+        } catch (error) {
+          if (signal.aborted || error.gone) throw error;
+          errors++;
+          this.take(fact, model, { error: error.message });
+        }
       }
+      return errors;
     });
-    this.draw();
+    this.arrange();
+    if (failed !== null) explorer.say(failed ? `Done; ${failed} of ${asked.length} could not be measured, and their rows (⚠) say why.` : "Done.");
   }
+}
+
+/** The values in an answer of the source. @returns {Partial<Measured>} */
+export const measuredIn = (/** @type {any} */ { recalled, p, commitment, effect, run, error, studied }) => ({ recalled, p, commitment, effect, run, error, studied });
+
+/** A hint under the pointer; none without a text.
+ * @param {any} element @param {string} text */
+function setHint(element, text) {
+  if (element.title === text) return;
+  if (text) element.title = text;
+  else element.removeAttribute("title");
 }

@@ -74,14 +74,14 @@ export class PromptForm {
     }
   }
 
-  /** The answer and the subject of a prompt that is one of the facts, where the form names none.
+  /** The answer and the subject of a prompt that is one of the facts, by model as tokenizers differ, where the form names none.
    * @param {string} prompt */
   async known(prompt) {
     const { explorer } = this, fact = explorer.manifest.facts?.find((/** @type {any} */ one) => one.prompt === prompt.trim());
     if (!fact || this.answer.value.trim() || this.subject.value.trim()) return {};
     const { subjects } = await explorer.source.suggest(prompt).catch(() => ({ subjects: [] }));
     const found = subjects.find((/** @type {any} */ { text }) => text === fact.subject);
-    return { answer: fact.answer, subject: found ? [found.first, found.end] : null };
+    return { answer: fact.answer, spans: found?.spans ?? {} };
   }
 
   async run() {
@@ -96,11 +96,12 @@ export class PromptForm {
     const { explorer } = this, { models } = explorer.manifest, asked = this.model.value;
     const known = await explorer.work("reading the prompt", () => this.known(spec.prompt));
     if (!known) return;
-    Object.assign(spec, known);
-    if (asked !== "all") return explorer.compute([{ ...spec, model: Number(asked) }]);
+    const { answer, spans } = known;
+    const asIn = (/** @type {number} */ model) => ({ ...spec, model, ...(answer ? { answer, subject: spans[model] ?? null } : {}) });
+    if (asked !== "all") return explorer.compute([asIn(Number(asked))]);
     // Models side by side may be of different kinds: where a setting does not fit, a model takes its own.
     return explorer.compute(models.map((/** @type {any} */ { samplers, masks }, /** @type {number} */ model) => ({
-      ...spec, model, sampler: samplers.includes(spec.sampler) ? spec.sampler : null, cfg_scale: masks ? spec.cfg_scale : 0,
+      ...asIn(model), sampler: samplers.includes(spec.sampler) ? spec.sampler : null, cfg_scale: masks ? spec.cfg_scale : 0,
     })));
   }
 }
@@ -124,10 +125,12 @@ export class AnswerForm {
       h("div", { class: "dl-buttons" }, button("Cancel", () => this.close()), h("button", { type: "submit", class: "dl-primary" }, "Mark and trace")));
     this.element.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => event.key === "Escape" && this.close());
     /** @type {Run|null} */ this.run = null;
+    /** @type {Record<string, number[]>} */ this.spans = {}; // of the suggested subject, by model
   }
 
   async open(/** @type {Run} */ run) {
     this.run = run;
+    this.spans = {};
     this.element.hidden = false;
     this.answer.value = run.spec.answer ?? "";
     this.subject.value = run.spec.subject?.join(", ") ?? "";
@@ -135,10 +138,13 @@ export class AnswerForm {
     this.answer.focus({ preventScroll: true });
     const { answers, subjects } = await this.explorer.source.suggest(run.spec.prompt).catch(() => ({ answers: [], subjects: [] }));
     if (this.run !== run) return;
-    const chip = (/** @type {HTMLInputElement} */ input, /** @type {string} */ text, /** @type {string} */ value, /** @type {string} */ why) =>
-      button(text.trim(), () => { input.value = value; }, { title: why, class: "dl-chip" });
-    this.answers.replaceChildren(...answers.map((/** @type {any} */ { text, why }) => chip(this.answer, text, text, why)));
-    this.subjects.replaceChildren(...subjects.map((/** @type {any} */ { text, first, end, why }) => chip(this.subject, text, `${first}, ${end}`, why)));
+    const chip = (/** @type {string} */ text, /** @type {string} */ why, /** @type {() => void} */ use) => button(text.trim(), use, { title: why, class: "dl-chip" });
+    this.answers.replaceChildren(...answers.map((/** @type {any} */ { text, why }) => chip(text, why, () => { this.answer.value = text; })));
+    const placed = subjects.filter((/** @type {any} */ { spans }) => run.model in spans);
+    this.subjects.replaceChildren(...placed.map((/** @type {any} */ { text, spans, why }) => chip(text, why, () => {
+      this.spans = spans;
+      this.subject.value = spans[run.model].join(", ");
+    })));
   }
 
   close() {
@@ -146,12 +152,12 @@ export class AnswerForm {
     this.element.hidden = true;
   }
 
-  /** Run again with answer and subject: every model that shows this prompt. */
+  /** Run again with answer and subject: every model that shows this prompt, a suggested subject where its own tokens are. */
   use() {
-    const { run } = this, { explorer } = this;
-    const known = { answer: orNull(this.answer.value), subject: numbersIn(this.subject.value) };
+    const { run, spans, explorer } = this, answer = orNull(this.answer.value), typed = numbersIn(this.subject.value);
+    const isSuggested = typed !== null && String(typed) === String(spans[run.model]);
     this.close();
     const shown = explorer.shown.filter((/** @type {Run} */ one) => one.spec?.prompt === run.spec.prompt);
-    return explorer.compute(shown.map((/** @type {Run} */ one) => ({ ...one.spec, ...known })));
+    return explorer.compute(shown.map((/** @type {Run} */ one) => ({ ...one.spec, answer, subject: isSuggested ? spans[one.model] ?? null : typed })));
   }
 }

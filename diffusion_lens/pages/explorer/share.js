@@ -52,7 +52,7 @@ export function shareMenu(explorer) {
         save(await make(pictures, told, signal), ending, type, `the film of ${steps.length} steps`);
       });
 
-    const page = { runs: needed(explorer.runs, explorer.shown.map(({ id }) => id)).map(({ id }) => id), state, attention: attentionIn(explorer) };
+    const page = { runs: needed(explorer.runs, explorer.shown.map(({ id }) => id)).map(({ id }) => id), state, attention: attentionIn(explorer), facts: explorer.facts.ofPage };
     /** @type {[string, string, () => any][]} */ const all = [
       ["SVG", "the picture of this step, for a paper", () => explorer.work("drawing", async () =>
         save([svgText(await pictureOf(explorer))], "svg", "image/svg+xml", step))],
@@ -71,7 +71,7 @@ export function shareMenu(explorer) {
     }
     if (!source.page) all.unshift(["Page (.html)", "this file is the page", () => explorer.say("This file is the page: send it as it is.")]);
     else if (source.live) {
-      all.unshift(["Page (.html)", "a file that opens anywhere, without a model", () => explorer.work("writing the page", async () =>
+      all.unshift(["Page (.html)", `a file that opens anywhere, without a model: the runs that are shown${factsInWords(page.facts.length, explorer)}`, () => explorer.work("writing the page", async () =>
         save([await source.page(page)], "html", "text/html", "the page"))]);
     }
     if (link) all.unshift(["Copy link", isLocal() ? "opens what you see on this machine, while the server runs" : "an address that opens what you see", () => copy(link, "the link")]);
@@ -99,6 +99,11 @@ export function shareMenu(explorer) {
   });
   return h("span", { class: "dl-sharing" }, opener, menu);
 }
+
+/** Which facts a page contains.
+ * @param {number} n @param {Explorer} explorer */
+const factsInWords = (n, explorer) =>
+  !explorer.manifest.facts?.length ? "" : explorer.state.facts ? `, and ${n} facts, those that are selected or else measured` : "; open the table of facts to add them";
 
 /** Whether the address is one of this machine. */
 const isLocal = () => ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);

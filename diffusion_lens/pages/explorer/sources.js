@@ -11,6 +11,9 @@ const SILENT = 20_000; // milliseconds after which a kernel that says nothing is
  * @param {string} text @param {boolean} unknown */
 const failed = (text, unknown = false) => Object.assign(new Error(text), { unknown });
 
+/** An error after which no other question is answered. @param {string} text */
+const gone = (text) => Object.assign(failed(text), { gone: true });
+
 /** Data inside the page. @returns {Source} */
 export function fileSource() {
   return {
@@ -31,7 +34,7 @@ export function liveSource() {
   const ask = async (path, options = {}) => {
     const headers = { "X-Token": token, "Content-Type": "application/json" };
     const answer = await fetch(path, { ...options, headers }).catch((error) => {
-      throw error.name === "AbortError" ? error : failed("The server does not answer. Is diffusion-lens explore still running?");
+      throw error.name === "AbortError" ? error : gone("The server does not answer. Is diffusion-lens explore still running?");
     });
     if (answer.ok) return answer;
     const { error } = await answer.json().catch(() => ({}));
@@ -104,7 +107,7 @@ export function widgetSource(model) {
     heard = Date.now();
     const silence = setInterval(() => {
       if (Date.now() - heard < SILENT || !forget(id)) return;
-      reject(failed("The kernel does not answer: it is busy, or gone. Run the cell again."));
+      reject(gone("The kernel does not answer: it is busy, or gone. Run the cell again."));
     }, SILENT / 4);
     waiting.set(id, { resolve, reject, told, silence });
     signal?.addEventListener("abort", () => {

@@ -111,7 +111,8 @@
  * @property {Fact[]} [facts]
  * @property {Partial<State>} [state]  where the page opens
  *
- * @typedef {{recalled: boolean|null, p: number|null, commitment: number|null, effect: number|null, run?: string}} Measured
+ * @typedef {{recalled: boolean|null, p: number|null, commitment: number|null, effect: number|null, run?: string|null,
+ *   error?: string|null, studied?: string[]}} Measured  error: why there are no values; studied: names of those from a saved result
  * @typedef {{id: number, prompt: string, subject: string|null, answer: string, asked: string|null, trained?: string|null,
  *   values: Record<string, Measured>}} Fact
  *
@@ -125,7 +126,7 @@
  * @property {(spec: Spec, told?: Told, signal?: AbortSignal) => Promise<Run>} [run]
  * @property {(asked: {id: number, model: number, effect: boolean}, told?: Told, signal?: AbortSignal) => Promise<any>} [fact]
  * @property {(prompt: string) => Promise<{subjects: any[], answers: any[]}>} [suggest]
- * @property {(asked: {runs: string[], state: any, attention: number[]}) => Promise<ArrayBuffer>} [page]
+ * @property {(asked: {runs: string[], state: any, attention: number[], facts: number[]}) => Promise<ArrayBuffer>} [page]
  * @property {() => any} [state]  what a notebook has kept
  * @property {(state: any) => void} [keep]
  * @property {() => void} [close]

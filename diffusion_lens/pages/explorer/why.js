@@ -1,6 +1,7 @@
 /** Why a run is right or wrong, as far as the page knows: what it preferred, at which layer, and whether the model knows the
  * fact the other way round. */
 
+import { measuredIn } from "./facts.js";
 import { lensAt } from "./lens_cells.js";
 import { predictedOf } from "./predicted.js";
 import { decisiveStep, finalWord } from "./runs.js";
@@ -60,8 +61,8 @@ async function otherWay(explorer, run, fact) {
   if (!other || !plain(fact.subject)) return said;
   let values = other.values[run.model];
   if ((values?.recalled ?? null) === null && explorer.source.fact) {
-    const { run: id, recalled, p, commitment, effect } = await explorer.source.fact({ id: other.id, model: run.model, effect: false });
-    values = other.values[run.model] = { recalled, p, commitment, effect, run: id };
+    explorer.facts.take(other, run.model, measuredIn(await explorer.source.fact({ id: other.id, model: run.model, effect: false })));
+    values = other.values[run.model];
   }
   if ((values?.recalled ?? null) !== null) {
     said.push(`Asked the other way, “${other.prompt}”, ${name} ${values.recalled ? "answers right" : "is wrong too"}: p(${other.answer.trim()}) ${number(values.p)}.`);
