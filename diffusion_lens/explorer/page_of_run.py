@@ -159,7 +159,7 @@ def canvas_entry(trajectory: Trajectory, row: int, words: Words) -> dict[str, An
         "n_steps": trajectory.n_steps,
         "first_step": trajectory.first_step,
         "steps": list(range(trajectory.first_step, trajectory.first_step + trajectory.n_steps + 1)),
-        "times": record["times"],
+        "times": record["times"][trajectory.first_step : trajectory.first_step + trajectory.n_steps + 1],
         "canvases": words.indices(canvases, trajectory.words).tolist(),
         # The step that first reads each position, where blocks are opened one after another.
         "opened_at": (trajectory.first_step + unopened).tolist() if trajectory.blank >= 0 and unopened.any() else None,
