@@ -35,7 +35,7 @@ from diffusion_lens.model.config import reached
 from diffusion_lens.pages import views
 from diffusion_lens.pages.custom_view import CustomView
 from diffusion_lens.pages.modules import view_names
-from diffusion_lens.pages.page import Page, PageRun
+from diffusion_lens.pages.page import SHOWN_OF_HASH, Page, PageRun
 from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.results import shown_model
 
@@ -323,6 +323,7 @@ def _model_info(record: Mapping[str, Any]) -> dict[str, Any]:
         "shift": int(architecture.get("readout") == "shifted"),
         "samplers": [record["sampler"]["name"]],
         "length": None,
+        "weights": record["weights_sha256"][:SHOWN_OF_HASH] if record.get("weights_sha256") else None,
     }
 
 

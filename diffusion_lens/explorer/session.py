@@ -21,8 +21,8 @@ from diffusion_lens.explorer.turns import Cancelled, Turns, never
 from diffusion_lens.explorer.verdict import written_by
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.pages.page import FORMAT, Page, PageRun
-from diffusion_lens.records.identity import describe_hooks
+from diffusion_lens.pages.page import FORMAT, SHOWN_OF_HASH, Page, PageRun
+from diffusion_lens.records.identity import describe_hooks, weights_sha256
 from diffusion_lens.settings import pick_indices
 
 LARGEST_MEMORY = 2**30
@@ -100,7 +100,7 @@ class Session:
             return {
                 "format": FORMAT,
                 "title": self.title,
-                "models": [model_info(x) for x in self.models],
+                "models": self._infos(),
                 "runs": [self._entry(spec) for spec in specs],
                 "facts": self.table.entries(),
                 "state": None,
@@ -213,8 +213,7 @@ class Session:
                 live = self._live(self.table.spec(index, model_index))
                 if live.plan.spec.id not in run_ids:
                     runs.append(of_fact(live, index))
-            models = [model_info(model) for model in self.models]
-            return Page(self.title, models, runs, facts=self.table.entries(), state=state)
+            return Page(self.title, self._infos(), runs, facts=self.table.entries(), state=state)
 
     def _drop(self) -> None:
         """Forget the oldest specs beyond `max_runs`, but none from which another run takes activations."""
@@ -233,6 +232,10 @@ class Session:
                 f"{f'the newest are {near}' if near else 'it has none'}"
             )
         return self._specs[run_id]
+
+    def _infos(self) -> list[dict[str, Any]]:
+        """The manifest's entries of the models."""
+        return [model_info(model, self._weights.get(index)) for index, model in enumerate(self.models)]
 
     def _entry(self, spec: Spec) -> dict[str, Any]:
         """The manifest's entry of a run."""
@@ -315,8 +318,8 @@ def of_fact(live: LiveRun, fact: int) -> PageRun:
     return PageRun(entry, {"predictions": live.predictions})
 
 
-def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
-    """The manifest's entry of a model."""
+def model_info(model: HookedDiffusionTransformer, weights: str | None = None) -> dict[str, Any]:
+    """The manifest's entry of a model, whose `weights` are hashed unless their SHA-256 is given."""
     cfg = model.cfg
     return {
         "name": cfg.name_and_mode,
@@ -327,4 +330,5 @@ def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
         "shift": int(cfg.readout == "shifted"),
         "samplers": fitting_samplers(cfg),
         "length": cfg.trained_length,
+        "weights": (weights or weights_sha256(model))[:SHOWN_OF_HASH],
     }
