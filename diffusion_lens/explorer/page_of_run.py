@@ -35,7 +35,7 @@ from diffusion_lens.model.config import reached
 from diffusion_lens.pages import views
 from diffusion_lens.pages.custom_view import CustomView
 from diffusion_lens.pages.modules import view_names
-from diffusion_lens.pages.page import Page, PageRun
+from diffusion_lens.pages.page import SHOWN_OF_HASH, Page, PageRun
 from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.results import shown_model
 
@@ -159,7 +159,7 @@ def canvas_entry(trajectory: Trajectory, row: int, words: Words) -> dict[str, An
         "n_steps": trajectory.n_steps,
         "first_step": trajectory.first_step,
         "steps": list(range(trajectory.first_step, trajectory.first_step + trajectory.n_steps + 1)),
-        "times": record["times"],
+        "times": record["times"][trajectory.first_step : trajectory.first_step + trajectory.n_steps + 1],
         "canvases": words.indices(canvases, trajectory.words).tolist(),
         # The step that first reads each position, where blocks are opened one after another.
         "opened_at": (trajectory.first_step + unopened).tolist() if trajectory.blank >= 0 and unopened.any() else None,
@@ -323,6 +323,7 @@ def _model_info(record: Mapping[str, Any]) -> dict[str, Any]:
         "shift": int(architecture.get("readout") == "shifted"),
         "samplers": [record["sampler"]["name"]],
         "length": None,
+        "weights": record["weights_sha256"][:SHOWN_OF_HASH] if record.get("weights_sha256") else None,
     }
 
 

@@ -21,8 +21,8 @@ from diffusion_lens.explorer.turns import Cancelled, Turns, never
 from diffusion_lens.explorer.verdict import written_by
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.pages.page import FORMAT, LARGEST_PAGE, Page, PageRun
-from diffusion_lens.records.identity import describe_hooks
+from diffusion_lens.pages.page import FORMAT, LARGEST_PAGE, SHOWN_OF_HASH, Page, PageRun
+from diffusion_lens.records.identity import describe_hooks, weights_sha256
 from diffusion_lens.settings import pick_indices
 
 LARGEST_MEMORY = 2**30
@@ -100,7 +100,7 @@ class Session:
             return {
                 "format": FORMAT,
                 "title": self.title,
-                "models": [model_info(x) for x in self.models],
+                "models": self._infos(),
                 "runs": [self._entry(spec) for spec in specs],
                 "facts": self.table.entries(),
                 "state": None,
@@ -221,8 +221,7 @@ class Session:
                 live = self._live(self.table.spec(index, model_index))
                 if live.plan.spec.id not in run_ids:
                     runs.append(of_fact(live, index))
-            models = [model_info(model) for model in self.models]
-            return Page(self.title, models, runs, facts=[entries[index] for index in chosen], state=state)
+            return Page(self.title, self._infos(), runs, facts=[entries[index] for index in chosen], state=state)
 
     def page_to_send(self, asked: PageRequest, cancelled: Cancelled = never) -> str:
         """A page that a browser asks for, as HTML.
@@ -261,13 +260,19 @@ class Session:
     def _written_for(self, index: int, prompt: str) -> list[LiveRun]:
         """The runs without interventions that a model has of a prompt, the newest first; if there is none a greedy one,
         unless the model refuses the prompt."""
-        specs = [one for one in self._specs.values() if (one.model, one.prompt, one.interventions) == (index, prompt, ())]
+        specs = [
+            one for one in self._specs.values() if (one.model, one.prompt, one.interventions) == (index, prompt, ())
+        ]
         if kept := [live for spec in reversed(specs) if (live := self._memory.kept(spec.id)) is not None]:
             return kept
         try:
             return [self._live(specs[-1] if specs else greedy_spec(self.models, index, prompt, self.table.settings))]
         except (ValueError, TypeError):
             return []
+
+    def _infos(self) -> list[dict[str, Any]]:
+        """The manifest's entries of the models."""
+        return [model_info(model, self._weights.get(index)) for index, model in enumerate(self.models)]
 
     def _entry(self, spec: Spec) -> dict[str, Any]:
         """The manifest's entry of a run."""
@@ -350,8 +355,8 @@ def of_fact(live: LiveRun, fact: int) -> PageRun:
     return PageRun(entry, {"predictions": live.predictions})
 
 
-def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
-    """The manifest's entry of a model."""
+def model_info(model: HookedDiffusionTransformer, weights: str | None = None) -> dict[str, Any]:
+    """The manifest's entry of a model, whose `weights` are hashed unless their SHA-256 is given."""
     cfg = model.cfg
     return {
         "name": cfg.name_and_mode,
@@ -362,4 +367,5 @@ def model_info(model: HookedDiffusionTransformer) -> dict[str, Any]:
         "shift": int(cfg.readout == "shifted"),
         "samplers": fitting_samplers(cfg),
         "length": cfg.trained_length,
+        "weights": (weights or weights_sha256(model))[:SHOWN_OF_HASH],
     }

@@ -17,9 +17,7 @@ _ARTICLES = ("the", "a", "an")
 _WORD = re.compile(r"[^\W\d_][\w'’-]*")
 
 
-def subjects_of(
-    models: Sequence[DiffusionTransformer], prompt: str, facts: Sequence[Fact]
-) -> list[dict[str, Any]]:
+def subjects_of(models: Sequence[DiffusionTransformer], prompt: str, facts: Sequence[Fact]) -> list[dict[str, Any]]:
     """Subjects that occur in a prompt, each as {"text", "spans", "why"}: its text, by the index of each model its first
     token's position on that model's canvas and one past its last, and where it comes from. A model whose tokenizer does
     not know the prompt has no span."""

@@ -11,7 +11,8 @@ The module in the browser sends messages {id, ask, ...}:
     cancel    of: the id of a message      {id, ok: true}; the message `of` is answered with `cancelled`
 
 Work is done in a thread, one message after the other, so that a message that cancels is read meanwhile. While one is
-worked on, {id, progress: {what, done, of}} is sent at most ten times a second. An error is {id, ok: false, error}, with
+worked on, {id, progress: {what, done, of}} is sent at most ten times a second, and {id, alive: true} every few seconds,
+which tells a long step from a kernel that has gone. An error is {id, ok: false, error}, with
 unknown: true where there is no such run, chunk or fact, and cancelled: true where the message was cancelled.
 
 Hooks of the explorer are attached to the model while it computes, so a cell that is run meanwhile waits until it has
@@ -25,7 +26,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from threading import Event, Timer
+from threading import Event, Thread, Timer
 from typing import Any
 
 from diffusion_lens.explorer.requests import PageRequest, SuggestionRequest
@@ -36,6 +37,7 @@ from diffusion_lens.pages.modules import explorer_files
 Send = Callable[[dict[str, Any], list[bytes]], None]
 LARGEST_KEPT = 4 * 2**20  # bytes
 _MOMENT = 0.1  # seconds between two messages with progress
+_ALIVE = 5.0  # seconds between two signs of life; the browser gives up after four of them without one
 _QUIET = 1.0  # seconds without a change after which the notebook takes it over
 SHOWN = ("run", "compare", "step")  # entries of the state on which it depends what the notebook keeps
 ASKS = ("run", "fact", "suggest", "chunk", "page")
@@ -185,7 +187,19 @@ class Work:
                 self.send({"id": number, "progress": progress}, [])
             return unwanted.is_set()
 
-        answer(self.session, asked, self.send, cancelled)
+        done = Event()
+
+        def tell() -> None:
+            while not done.wait(_ALIVE):
+                self.send({"id": number, "alive": True}, [])
+
+        alive = Thread(target=tell, daemon=True)
+        alive.start()
+        try:
+            answer(self.session, asked, self.send, cancelled)
+        finally:
+            done.set()
+            alive.join()
         self._unwanted.pop(_key(number), None)
         if asked.get("ask") in ("run", "fact", "chunk"):
             self.soon()

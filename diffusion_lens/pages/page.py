@@ -18,6 +18,7 @@ from weight_conversion import renamed_when_whole
 
 FORMAT = 1
 LARGEST_PAGE = 16 * 2**20  # bytes
+SHOWN_OF_HASH = 12  # characters of the SHA-256 of weights by which a link knows its model
 _HEIGHT = 640  # pixels of the frame in a notebook
 # Nothing is fetched and no form is sent, whatever the tokens contain. Scripts and styles are in the file itself.
 POLICY = (

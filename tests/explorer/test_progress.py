@@ -57,7 +57,7 @@ class Shown:
 
     def answers(self):
         assert self.widget.work.wait(60.0)
-        return {content["id"]: (content, buffers) for content, buffers in self.sent if "progress" not in content}
+        return {content["id"]: (content, buffers) for content, buffers in self.sent if "ok" in content}
 
 
 def test_a_widget_cancels_what_it_computes(tiny, monkeypatch):
@@ -80,6 +80,18 @@ def test_a_widget_cancels_what_it_computes(tiny, monkeypatch):
     assert told[0] == {"what": "denoising", "done": told[0]["done"], "of": 4096}
     assert len(told) <= 10 * (time.monotonic() - begun) + 1
     assert tiny.list_hooks() == {}
+
+
+def test_a_widget_says_that_it_lives_while_a_step_takes_long(tiny, monkeypatch):
+    monkeypatch.setattr("diffusion_lens.explorer.widget._ALIVE", 0.05)
+    shown, embed = Shown(tiny, monkeypatch), tiny.embed.forward
+    monkeypatch.setattr(tiny.embed, "forward", lambda *x: time.sleep(0.5) or embed(*x))
+    shown.tell(id=1, ask="run", spec={**SPEC, "steps": 1, "seed": 5})
+    assert shown.answers()[1][0]["ok"]
+    assert {"id": 1, "alive": True} in [content for content, _ in shown.sent]
+    n_sent = len(shown.sent)
+    time.sleep(0.2)
+    assert not any("alive" in content for content, _ in shown.sent[n_sent:])
 
 
 def test_a_widget_computes_in_a_thread_as_the_session_does(tiny, monkeypatch):
@@ -163,4 +175,4 @@ def test_cells_wait_for_the_work_of_a_widget(tiny, monkeypatch):
     shown.tell(id=1, ask="run", spec={**SPEC, "steps": 40})
     finish()
     assert name == "pre_execute"
-    assert [content["ok"] for content, _ in shown.sent if "progress" not in content] == [True]
+    assert [content["ok"] for content, _ in shown.sent if "ok" in content] == [True]

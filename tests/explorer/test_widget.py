@@ -25,7 +25,7 @@ def test_messages_are_answered(tiny, monkeypatch):
         sent.clear()
         shown._handle_custom_msg(message, [])
         assert shown.work.wait(20.0)
-        ((content, buffers),) = [one for one in sent if "progress" not in one[0]]
+        ((content, buffers),) = [one for one in sent if "ok" in one[0]]
         return content, buffers
 
     content, (chunk,) = ask(id=7, ask="chunk", run=run["id"], name="lens/1")

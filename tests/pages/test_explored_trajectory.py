@@ -213,6 +213,7 @@ def test_code_of_other_settings_repeats_the_run(tiny, tmp_path):
     again, _ = ran(as_selected(page.run()["python"]["canvas"], step=3), tiny)
     assert again["canvas"].tolist() == run.canvases[4, 1].tolist()
     assert page.run()["steps"] == [2, 3, 4]
+    assert page.run()["times"] == pytest.approx([0.5, 0.25, 0.0], abs=1e-4)
 
 
 @pytest.mark.parametrize("tiny", ["tiny-ar"], indirect=True)

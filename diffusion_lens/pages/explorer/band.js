@@ -9,6 +9,10 @@ import { number, quoted, readable } from "./words.js";
 
 /** @typedef {import("./types.js").Seen} Seen */
 
+/** The layer of a lens that is nearest to the selected one.
+ * @param {number[]} layers @param {number} layer */
+const nearest = (layers, layer) => layers.reduce((best, one) => (Math.abs(one - layer) < Math.abs(best - layer) ? one : best), layers[0]);
+
 export class LayerBand {
   constructor() {
     /** @type {Seen|null} */ this.seen = null;
@@ -20,7 +24,7 @@ export class LayerBand {
       const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
       if (move === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
       event.preventDefault();
-      const layers = this.layers, at = clamp(layers.indexOf(this.seen.layer) + move, 0, layers.length - 1);
+      const layers = this.layers, at = clamp(layers.indexOf(nearest(layers, this.seen.layer)) + move, 0, layers.length - 1);
       this.seen.select({ layer: layers[at] });
       this.cells.children[at].focus();
     });
@@ -29,14 +33,14 @@ export class LayerBand {
   get layers() { return this.seen.run.lens?.layers ?? []; }
 
   async draw(/** @type {Seen} */ seen) {
-    const { run, model, step, position, layer, dark } = seen, { lens } = run, last = lens?.layers.length - 1;
+    const { run, model, step, position, dark } = seen, { lens } = run, last = lens?.layers.length - 1;
     this.seen = seen;
     const missing = !lens ? run.missing.lens ?? "There is no lens." : !lens.steps.includes(step) ? `The lens was read at ${listed("step", lens.steps)}.`
       : !lens.positions.includes(position) ? "The lens reads nothing at this position." : null;
     setText(this.heading, `${model.name}: layers at step ${step}${branchOf(run)}${step === seen.shown ? "" : ", which wrote it"}`);
     this.cells.hidden = missing !== null;
     if (missing) return setText(this.reading, missing);
-    const chunk = await seen.chunk(`lens/${step}`);
+    const layer = nearest(lens.layers, seen.layer), chunk = await seen.chunk(`lens/${step}`);
     if (!seen.current()) return;
     const cells = lens.layers.map((one) => lensAt(run, chunk, one, position)), isRead = cells.some((cell) => cell !== null);
     this.cells.hidden = !isRead;

@@ -6,14 +6,15 @@
  * it. All that is computed comes from the source.
  */
 
-import { needed, readAddress, written } from "./address.js";
+import { keptOf, mismatch, needed, openedBy, written } from "./address.js";
 import { OVERLAYS, drawOverlayLegend, overlayOf, overlaysOf } from "./canvas.js";
 import { ChangesDrawer } from "./changes.js";
+import { Chunks, prepare } from "./chunks.js";
 import { Column } from "./column.js";
 import { button, field, fillSelect, h, ids, setText } from "./elements.js";
 import { FactsTable, measuredIn } from "./facts.js";
 import { helpText } from "./help.js";
-import { clamp, decodeChunk } from "./numbers.js";
+import { clamp } from "./numbers.js";
 import { predictedOf } from "./predicted.js";
 import { AnswerForm, PromptForm } from "./prompt.js";
 import { decisiveStep, differenceInWords, differences, lastStep, lengthOf, modelOf, nameIn, stateAt, stepsOf } from "./runs.js";
@@ -21,11 +22,18 @@ import { shareMenu } from "./share.js";
 import { VIEWS } from "./views.js";
 import { reasons } from "./why.js";
 import { fillIn } from "./words.js";
+import { Work } from "./work.js";
 
 /** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Spec} Spec @typedef {import("./types.js").State} State */
 /** @typedef {import("./types.js").Seen} Seen @typedef {import("./types.js").Chunk} Chunk @typedef {import("./types.js").Told} Told */
 
 const WHOLE_PLAY = 5000, SLOWEST = 700; // milliseconds for all steps, and at most for one
+const QUICK = 300, PAUSE = 120; // milliseconds between selections that follow quickly, and before a chunk is asked for then
+/** What is selected where nothing says otherwise. @type {State} */
+const START = {
+  run: "", compare: "", left: "", step: -1, position: -1, layer: -1, head: 0, key: null, view: "", colour: "top", canvas: "confidence", trace: "", facts: false,
+  written: true,
+};
 
 /** All of it: the state, what is loaded, and the parts of the page. */
 export class Explorer {
@@ -34,22 +42,22 @@ export class Explorer {
     this.source = source;
     this.hasAddress = hasAddress;
     /** @type {import("./types.js").Manifest} */ this.manifest = null;
-    /** @type {Map<string, Promise<Chunk>>} */ this.chunks = new Map();
-    /** @type {Set<string>} */ this.loaded = new Set();
-    /** @type {State} */
-    this.state = {
-      run: "", compare: "", left: "", step: -1, position: -1, layer: -1, head: 0, key: null, view: "", colour: "top", canvas: "confidence", trace: "", facts: false,
-      written: true,
-    };
+    this.chunks = new Chunks();
+    this.doing = new Work(this);
+    /** @type {State} */ this.state = { ...START };
+    this.kept = ""; // the runs in the newest entry of the history
+    this.openings = 0;
+    this.drawnAt = -Infinity;
+    this.hurried = false;
     /** @type {number[]} */ this.steps = [0];
     this.drawing = 0;
-    this.working = false;
     /** @type {any} */ this.timer = 0;
     this.abort = new AbortController();
     element.classList.add("dl-explorer");
   }
 
   get runs() { return this.manifest.runs; }
+  get working() { return this.doing.present !== null; }
   /** The runs that are shown, in their order on the page. @returns {Run[]} */
   get shown() { return this.columns.map(({ run }) => run).filter(Boolean); }
   get active() { return this.columns.find(({ run }) => run?.id === this.state.run) ?? this.columns[0]; }
@@ -64,30 +72,54 @@ export class Explorer {
       return;
     }
     this.build();
-    const opened = await this.open({ ...this.manifest.state, ...this.source.state?.() });
-    const [first] = this.runs;
+    await this.open();
+  }
+
+  /** Open what was kept, or what the address names; runs that are not there are computed. What neither names is the default. */
+  async open() {
+    const opening = ++this.openings, isFirst = opening === 1, wasShown = this.kept;
+    await this.doing.cancel();
+    if (opening !== this.openings) return;
+    const opened = openedBy({ ...this.manifest.state, ...this.source.state?.() }, this.hasAddress ? location.hash : "");
+    const problem = mismatch(opened.models, this.manifest.models), said = [opened.problem, problem].filter(Boolean);
+    const { state, specs } = problem ? { state: {}, specs: [] } : opened;
+    const lacking = !this.source.run ? [] : specs.filter((spec) => !this.runs.some((run) => JSON.stringify(run.spec) === JSON.stringify(spec)));
+    const done = !lacking.length || await this.work("opening the link", async (told, signal) => {
+      for (const spec of lacking) {
+        try {
+          this.add(await this.source.run(spec, told, signal));
+        } catch (error) {
+          if (signal.aborted) throw error;
+          said.push(`A run of this link could not be computed: ${error.message}`);
+        }
+      }
+      return true;
+    });
+    if (opening !== this.openings) return;
+    if (said.length) this.fail(said.join(" "));
+    this.main.hidden = this.runs.length === 0;
+    const [first] = this.runs, has = (/** @type {string} */ id) => this.runs.some((run) => run.id === id);
     if (!first) return;
-    const other = this.runs.find((run) => run.base === null && run.model !== first.model);
-    if (!this.runs.some((run) => run.id === this.state.run)) this.state.run = first.id;
-    if (other && !("run" in opened)) this.state.compare = other.id;
-    const plays = !("step" in opened) && !matchMedia("(prefers-reduced-motion: reduce)").matches;
+    if (wasShown && (!done || problem)) return this.keep(); // What was shown stays.
+    const { run, compare } = state, other = this.runs.find((one) => one.base === null && one.model !== first.model);
+    const shown = has(run) ? {} : has(compare) ? { run: compare, compare: "" } : { run: first.id, compare: run ? "" : other?.id ?? "" };
+    const known = Object.fromEntries(Object.entries(state).filter(([name]) => name in START));
+    Object.assign(this.state, START, known, shown);
+    this.kept = "";
+    this.forget();
+    const plays = isFirst && !("step" in known) && !matchMedia("(prefers-reduced-motion: reduce)").matches;
     await this.set(plays ? { step: 0 } : {});
     if (plays) this.play(true);
   }
 
-  /** Take over a kept state and the address, and compute the runs that they name. @returns {Promise<Partial<State>>} */
-  async open(/** @type {any} */ kept) {
-    const address = this.hasAddress ? readAddress(location.hash) : { state: {}, specs: [] };
-    const { specs = [], ...before } = kept, opened = { ...before, ...address.state };
-    for (const name of Object.keys(opened)) if (!(name in this.state)) delete opened[name];
-    Object.assign(this.state, opened);
-    const lacking = [...specs, ...address.specs].filter((spec) => !this.runs.some((run) => JSON.stringify(run.spec) === JSON.stringify(spec)));
-    if (!this.source.run) return opened;
-    for (const spec of lacking) {
-      const run = await this.work("opening the run of the link", (told, signal) => this.source.run(spec, told, signal));
-      if (run && !this.runs.some(({ id }) => id === run.id)) this.runs.push(run);
-    }
-    return opened;
+  /** A run is opened: the form shows it, and not what was typed before. What is typed until it comes is kept. */
+  forget() { if (this.form) Object.assign(this.form, { edited: false, stale: true }); }
+
+  /** Add a run to those of the page, or put it in the place of the same one. */
+  add(/** @type {Run} */ run) {
+    const at = this.runs.findIndex(({ id }) => id === run.id);
+    if (at < 0) this.runs.push(run);
+    else this.runs[at] = run;
   }
 
   build() {
@@ -101,8 +133,8 @@ export class Explorer {
     this.facts = new FactsTable(this);
     this.factsButton = button("Facts", () => this.set({ facts: !this.state.facts }), { "aria-pressed": "false" });
     this.factsButton.hidden = !this.manifest.facts?.length;
-    this.runSelect = h("select", { onchange: () => this.set({ run: this.runSelect.value, compare: this.columns[1].run?.id ?? "" }) });
-    this.compareSelect = h("select", { onchange: () => this.set({ run: this.columns[0].run.id, compare: this.compareSelect.value }) });
+    this.runSelect = h("select", { onchange: () => this.choose({ run: this.runSelect.value, compare: this.columns[1].run?.id ?? "" }) });
+    this.compareSelect = h("select", { onchange: () => this.choose({ run: this.columns[0].run.id, compare: this.compareSelect.value }) });
     this.choice = h("span", { class: "dl-group dl-runs" }, field("Run", this.runSelect), field("beside", this.compareSelect));
     this.tools = h("span", { class: "dl-group dl-tools" }, this.factsButton, shareMenu(this),
       button("as Python", () => this.code("run", "The run"), { class: "dl-code" }),
@@ -129,13 +161,11 @@ export class Explorer {
     this.buildTabs();
     this.status = h("div", { class: "dl-status", role: "status", "aria-live": "polite" });
     this.alert = h("div", { class: "dl-alert", role: "alert", hidden: true });
-    this.bar = h("progress");
-    this.progress = h("div", { class: "dl-progress", hidden: true }, this.bar, h("span"), button("Cancel", () => this.cancel?.abort()));
     this.dialog = h("dialog", { class: "dl-dialog", "aria-labelledby": ids() });
     this.main = h("div", { class: "dl-main" }, this.stage, this.transport, this.bands, this.answers.element, this.tabs, this.panel);
     this.main.hidden = this.runs.length === 0;
     this.root.append(this.head, h("div", { class: "dl-body" }, this.facts.element, this.main, this.drawer.element),
-      h("div", { class: "dl-foot" }, this.alert, this.progress, this.status), this.dialog);
+      h("div", { class: "dl-foot" }, this.alert, this.doing.element, this.status), this.dialog);
     this.listen();
   }
 
@@ -183,28 +213,27 @@ export class Explorer {
     });
     this.sizes.observe(this.main);
     if (this.hasAddress) {
-      addEventListener("hashchange", async () => {
-        if (location.hash.slice(1) === written(this.state, this.runs)) return;
-        await this.open({});
-        this.set({});
-      }, { signal });
+      addEventListener("hashchange", () => location.hash.slice(1) === this.address() || this.open(), { signal });
     }
   }
 
   /** A chunk, decoded. @returns {Promise<Chunk>} */
   chunk(/** @type {Run} */ run, /** @type {string} */ name, /** @type {Told|undefined} */ told = undefined, /** @type {AbortSignal|undefined} */ signal = undefined) {
-    const key = `${run.id} ${name}`;
-    if (!this.chunks.has(key)) {
-      const again = async (/** @type {any} */ error) => {
-        if (!error.unknown || !run.spec || !this.source.run) throw error;
-        await this.recompute(run.spec);
-        return this.source.chunk(run.id, name, told, signal);
-      };
-      const promise = this.source.chunk(run.id, name, told, signal).catch(again).then(decodeChunk);
-      promise.then(() => this.loaded.add(key), () => this.chunks.delete(key));
-      this.chunks.set(key, promise);
+    const again = async (/** @type {any} */ error) => {
+      if (!error.unknown || !run.spec || !this.source.run) throw error;
+      await this.recompute(run.spec);
+      return this.source.chunk(run.id, name, told, signal);
+    };
+    return this.chunks.get(`${run.id} ${name}`, () => this.source.chunk(run.id, name, told, signal).catch(again));
+  }
+
+  /** A chunk for a drawing. While selections follow quickly, none is asked for that would not be shown. @returns {Promise<Chunk>} */
+  async wanted(/** @type {number} */ drawing, /** @type {Run} */ run, /** @type {string} */ name, /** @type {Told|undefined} */ told, /** @type {AbortSignal|undefined} */ signal) {
+    if (this.hurried && this.source.live && !signal && name.includes("/") && !this.chunks.has(`${run.id} ${name}`)) {
+      await new Promise((resolve) => { setTimeout(resolve, PAUSE); });
+      if (this.drawing !== drawing) throw new Error("Something else was selected meanwhile.");
     }
-    return this.chunks.get(key);
+    return this.chunk(run, name, told, signal);
   }
 
   /** Compute a run. Those that it names, and that the source has dropped since, are computed again. @returns {Promise<Run>} */
@@ -221,40 +250,9 @@ export class Explorer {
   }
 
   /** Do what takes long: with progress, the time, and a way to cancel it. Null where it failed or was cancelled. */
-  async work(/** @type {string} */ name, /** @type {(told: Told, signal: AbortSignal) => Promise<any>} */ task) {
-    if (this.working) return null;
-    const began = performance.now(), pressed = /** @type {any} */ (document.activeElement), [bar, text] = this.progress.children;
-    const cancel = (this.cancel = new AbortController());
-    let said = name;
-    const say = () => setText(text, `${said} · ${((performance.now() - began) / 1000).toFixed(0)} s`);
-    const told = (/** @type {import("./types.js").Progress} */ { what, done, of }) => {
-      said = `${what} ${done} of ${of}`;
-      [bar.max, bar.value] = [of, done];
-      say();
-    };
-    bar.removeAttribute("value");
-    const timer = setInterval(say, 500), appear = setTimeout(() => { this.progress.hidden = false; }, 150);
-    this.busy(true);
-    this.fail(null);
-    say();
-    let result = null;
-    try {
-      result = (await task(told, cancel.signal)) ?? null;
-    } catch (error) {
-      if (cancel.signal.aborted) this.say(`Cancelled: ${name}.`);
-      else this.fail(error.message);
-    }
-    clearInterval(timer);
-    clearTimeout(appear);
-    this.progress.hidden = true;
-    this.busy(false);
-    // A button that is disabled loses the focus, and the keyboard its place.
-    if (document.activeElement === document.body && this.root.contains(pressed)) pressed.focus({ preventScroll: true });
-    return result;
-  }
+  work(/** @type {string} */ name, /** @type {(told: Told, signal: AbortSignal) => Promise<any>} */ task) { return this.doing.run(name, task); }
 
   busy(/** @type {boolean} */ is) {
-    this.working = is;
     this.root.classList.toggle("dl-computing", is);
     if (this.form) this.form.go.disabled = is;
     this.facts.draw();
@@ -275,11 +273,7 @@ export class Explorer {
       return came;
     });
     if (!runs) return;
-    for (const run of runs) {
-      const at = this.runs.findIndex(({ id }) => id === run.id);
-      if (at < 0) this.runs.push(run);
-      else this.runs[at] = run;
-    }
+    for (const run of runs) this.add(run);
     this.main.hidden = false;
     const [first, second] = runs, isNew = !this.shown.some(({ prompt }) => prompt === first.prompt);
     await this.set({ run: first.id, compare: second?.id ?? beside, ...(isNew ? { step: -1, position: -1 } : {}) });
@@ -295,6 +289,7 @@ export class Explorer {
   /** Run again with one more intervention, beside the run that has none, or the other model. */
   change(/** @type {Run} */ run, /** @type {import("./types.js").Intervention} */ edit) {
     const base = this.runs.find(({ id }) => id === run.base) ?? run;
+    this.forget();
     return this.compute([{ ...run.spec, interventions: [...run.spec.interventions, edit], base: base.id }], this.besides(run, base));
   }
 
@@ -302,6 +297,7 @@ export class Explorer {
   async undo(/** @type {Run} */ run, /** @type {number} */ index) {
     const interventions = run.spec.interventions.filter((_, i) => i !== index), base = interventions.length ? run.base : null;
     const other = this.besides(run, interventions.length ? this.runs.find(({ id }) => id === run.base) : null);
+    this.forget();
     await this.compute([{ ...run.spec, interventions, base }], other);
     if (document.activeElement === document.body) this.active.change.focus({ preventScroll: true });
   }
@@ -313,6 +309,7 @@ export class Explorer {
 
   /** Show the runs of a fact on all models; those that are not there are computed. */
   async openFact(/** @type {import("./types.js").Fact} */ fact) {
+    this.forget();
     const { models } = this.manifest, known = models.map((_, model) => this.runs.find(({ id }) => id === fact.values[model]?.run));
     if (known.every(Boolean) || !this.source.fact) {
       const [first, second] = known.filter(Boolean);
@@ -338,6 +335,12 @@ export class Explorer {
     });
     if (specs?.length) await this.compute(specs);
     if (errors.length) this.fail(errors.join(" "));
+  }
+
+  /** Show other runs of the page. */
+  choose(/** @type {Partial<State>} */ runs) {
+    this.forget();
+    return this.set(runs);
   }
 
   /** Change the state and draw. */
@@ -396,8 +399,8 @@ export class Explorer {
       block: clamp(state.layer, 0, model.n_layers - 1),
       head: clamp(state.head, 0, model.n_heads - 1),
       key: state.key,
-      chunk: (name, of = run, told, signal) => this.chunk(of, name, told, signal),
-      loaded: (name) => this.loaded.has(`${run.id} ${name}`),
+      chunk: (name, of = run, told, signal) => this.wanted(drawing, of, name, told, signal),
+      loaded: (name) => this.chunks.loaded(`${run.id} ${name}`),
       current: () => this.drawing === drawing,
       select: (change) => this.set(this.shown.includes(run) && run.id !== state.run ? { run: run.id, compare: state.run, ...change } : change),
       say: (text) => this.say(text),
@@ -413,7 +416,8 @@ export class Explorer {
     const wanted = [state.run, state.compare].map((id) => runs.find((run) => run.id === id)).filter(Boolean);
     if (state.left === state.compare) wanted.reverse();
     this.columns.forEach((column, i) => { column.run = wanted[i] ?? null; });
-    const drawing = ++this.drawing, columns = this.columns.filter(({ run }) => run);
+    const drawing = (this.chunks.drawing = ++this.drawing), now = performance.now(), columns = this.columns.filter(({ run }) => run);
+    [this.hurried, this.drawnAt] = [now - this.drawnAt < QUICK, now];
     this.root.dataset.state = "drawing";
     for (const part of [stage, bands, this.panel]) part.classList.toggle("dl-pair", columns.length === 2);
     const { view } = this;
@@ -432,11 +436,11 @@ export class Explorer {
         return [column.draw(seen), column.drawPane(view, seen)];
       }));
     } catch (error) {
-      this.fail(error.message);
+      if (this.drawing === drawing) this.fail(error.message);
     }
     if (this.drawing !== drawing) return;
     this.root.dataset.state = "ready";
-    if (!this.source.live) this.prepare();
+    if (!this.source.live) prepare(this);
   }
 
   drawTransport() {
@@ -475,22 +479,6 @@ export class Explorer {
     });
   }
 
-  /** Decode what the neighbouring steps show, while nothing else happens. */
-  prepare() {
-    const idle = window.requestIdleCallback ?? ((/** @type {() => void} */ job) => setTimeout(job, 50));
-    for (const { run, step, shown, block } of this.shown.map((one) => this.seen(one))) {
-      idle(() => {
-        const at = run.steps.indexOf(shown);
-        for (const near of stepsOf(run).filter((one, i) => Math.abs(i - at) === 1 || one === step)) {
-          const wanted = [run.lens?.steps.includes(near) && `lens/${near}`,
-            ...run.traces.map(({ name, steps, lazy }) => !lazy && steps.includes(near) && `trace/${name}/${near}`),
-            run.attention?.layers.includes(block) && run.attention.steps.includes(near) && `attention/${block}/${near}`];
-          for (const name of wanted) if (name) this.chunk(run, name).catch(() => null);
-        }
-      });
-    }
-  }
-
   /** The run whose selection is meant is the one that was touched last. */
   activate(/** @type {Column} */ { run }) {
     if (!run || run.id === this.state.run) return;
@@ -498,6 +486,7 @@ export class Explorer {
     this.markActive();
     this.drawTransport();
     this.form?.read(run);
+    this.drawer.draw(this.seen());
     this.keep();
   }
 
@@ -584,13 +573,17 @@ export class Explorer {
     this.dialog.showModal();
   }
 
-  /** Keep the state in the address, or in the notebook. */
+  /** The part of the address after "#". */
+  address() { return written(this.state, this.runs, this.manifest.models); }
+
+  /** Keep the state in the address, or in the notebook. Other runs are a new entry of the history, so that Back shows those before. */
   keep() {
-    const specs = needed(this.runs, [this.state.run, this.state.compare]).map(({ spec }) => spec).filter(Boolean);
-    this.source.keep?.({ ...this.state, specs });
+    const { state } = this, shown = [state.run, state.compare].sort().join(" "), isNew = this.kept && this.kept !== shown;
+    this.source.keep?.({ ...state, ...keptOf(state, this.runs, this.manifest.models) });
+    this.kept = shown;
     if (!this.hasAddress) return;
     try {
-      history.replaceState(null, "", `#${written(this.state, this.runs)}`);
+      history[isNew ? "pushState" : "replaceState"](null, "", `#${this.address()}`);
     } catch { /* A sandboxed frame has no history; the state then lives in the page only. */ }
     document.title = this.manifest.title;
   }

@@ -36,6 +36,7 @@ export class PromptForm {
       this.run();
     };
     this.edited = false; // Whether the form contains what was typed and not run.
+    this.stale = false; // Whether it is to show the run again that it showed before.
     /** @type {Spec|null} */ this.spec = null;
     this.element = h("form", { class: "dl-form", "aria-label": "Prompt and settings", onsubmit, oninput: () => (this.edited = true) },
       this.prompt, this.go, this.settings);
@@ -53,7 +54,8 @@ export class PromptForm {
 
   /** Show the settings of a run in the form, unless they would replace what was typed and not run. */
   read(/** @type {Run|undefined} */ run) {
-    if (this.edited || (run && run.spec === this.spec)) return;
+    if (this.edited || (run && run.spec === this.spec && !this.stale)) return;
+    this.stale = false;
     const { models } = this.explorer.manifest, spec = (this.spec = run?.spec ?? null);
     const several = models.length > 1, both = several ? [["all", "all, side by side"]] : [];
     const all = several && (this.model.value === "" || this.model.value === "all");
@@ -157,6 +159,7 @@ export class AnswerForm {
     const { run, spans, explorer } = this, answer = orNull(this.answer.value), typed = numbersIn(this.subject.value);
     const isSuggested = typed !== null && String(typed) === String(spans[run.model]);
     this.close();
+    explorer.forget();
     const shown = explorer.shown.filter((/** @type {Run} */ one) => one.spec?.prompt === run.spec.prompt);
     return explorer.compute(shown.map((/** @type {Run} */ one) => ({ ...one.spec, answer, subject: isSuggested ? spans[one.model] ?? null : typed })));
   }

@@ -4,14 +4,25 @@
 
 import { number, quoted, readable, shorten } from "./words.js";
 
+/** What is asked of the steps of a run for every cell of a picture: those that it can show, and the index of each.
+ * @type {WeakMap<Run, {shown: number[], index: Map<number, number>}>} */
+const STEPS = new WeakMap();
+const knownOf = (/** @type {Run} */ run) => {
+  if (!STEPS.has(run)) STEPS.set(run, { shown: run.steps.slice(0, run.n_steps), index: new Map(run.steps.map((step, i) => [step, i])) });
+  return STEPS.get(run);
+};
+
 /** Steps that a run can show. Its canvases have one entry more, the final canvas, or contain the canvas of each step. */
-export const stepsOf = (/** @type {Run} */ run) => run.steps.slice(0, run.n_steps);
+export const stepsOf = (/** @type {Run} */ run) => knownOf(run).shown;
+/** Index of a step of a run, -1 for none. */
+export const indexOfStep = (/** @type {Run} */ run, /** @type {number} */ step) => knownOf(run).index.get(step) ?? -1;
+const isShown = (/** @type {Run} */ run, /** @type {number} */ step) => knownOf(run).index.get(step) < run.n_steps;
 export const lastStep = (/** @type {Run} */ run) => run.steps[run.n_steps - 1];
 /** The number of positions of a canvas. */
 export const lengthOf = (/** @type {Run} */ run) => run.canvases[0].length;
 /** Index of the canvas that is shown at a step: the one after the step, where there is one. */
 export const canvasAt = (/** @type {Run} */ run, /** @type {number} */ step) =>
-  run.steps.indexOf(step) + (run.canvases.length > run.n_steps ? 1 : 0);
+  indexOfStep(run, step) + (run.canvases.length > run.n_steps ? 1 : 0);
 
 /** The model of a run; a page of traces alone knows no more than the layers that were traced.
  * @param {import("./types.js").Manifest} manifest @param {Run} run @returns {import("./types.js").Model} */
@@ -26,7 +37,7 @@ export const wordAfter = (run, step, position) => run.words[run.canvases[canvasA
 
 /** Whether a position is masked, or not reached, in the canvas which a step reads.
  * @param {Run} run @param {number} step @param {number} position */
-export const isOpen = (run, step, position) => run.canvases[run.steps.indexOf(step)]?.[position] < 0;
+export const isOpen = (run, step, position) => run.canvases[indexOfStep(run, step)]?.[position] < 0;
 
 /** Whether a text that grows has come to a position before the explained step; what lies after its end reads nothing.
  * @param {import("./types.js").Seen} seen @param {number} position */
@@ -77,7 +88,7 @@ export function targetAt(run, position) {
  * differ. Text after an end token is none.
  * @param {Run} run @param {Run} base */
 export function differences(run, base) {
-  const steps = stepsOf(run).filter((step) => stepsOf(base).includes(step));
+  const steps = stepsOf(run).filter((step) => isShown(base, step));
   const positions = Array.from({ length: Math.max(lengthOf(run), lengthOf(base)) }, (_, position) => position);
   const differ = (/** @type {number} */ step, /** @type {number} */ position) => wordAfter(run, step, position) !== wordAfter(base, step, position);
   const textOf = (/** @type {Run} */ one, /** @type {number} */ position) => (isText(one, position) ? finalWord(one, position) : "");
@@ -161,13 +172,13 @@ export function stateAt({ run, model, base }, step, position) {
 /** Whether two runs differ at a position after a step that both have.
  * @param {Run} run @param {Run} base @param {number} step @param {number} position */
 export const differs = (run, base, step, position) =>
-  stepsOf(base).includes(step) && wordAfter(run, step, position) !== wordAfter(base, step, position);
+  isShown(base, step) && wordAfter(run, step, position) !== wordAfter(base, step, position);
 
 /** A position in words, as the explained step reads it: its token, or that it is masked.
  * @param {import("./types.js").Seen} seen @param {number} position */
 export function placeIn({ run, model, step }, position) {
   if (isOpen(run, step, position)) return `position ${position} (${model.masks ? "masked" : "not yet written"})`;
-  return `${quoted(run.words[run.canvases[run.steps.indexOf(step)][position]] ?? "·")} (${position})`;
+  return `${quoted(run.words[run.canvases[indexOfStep(run, step)][position]] ?? "·")} (${position})`;
 }
 
 /** The interventions of a run, which a written page keeps without a spec.

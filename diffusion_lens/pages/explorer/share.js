@@ -29,17 +29,17 @@ export function shareMenu(explorer) {
     setTimeout(() => URL.revokeObjectURL(url), KEPT);
     explorer.say(`Saved ${what} as ${name}.`);
   };
-  const copy = async (/** @type {string} */ copied, /** @type {string} */ what) => {
+  const copy = async (/** @type {string} */ copied, /** @type {string} */ what, also = "") => {
     try {
       await navigator.clipboard.writeText(copied);
-      explorer.say(`Copied ${what}.`);
+      explorer.say(`Copied ${what}.${also}`);
     } catch { // A frame in a notebook, and an address without https, have no clipboard.
       menu.showPopover();
       text.value = copied;
       text.hidden = false;
       text.focus();
       text.select();
-      explorer.say(`Press Ctrl+C to copy ${what}.`);
+      explorer.say(`Press Ctrl+C to copy ${what}.${also}`);
     }
   };
   /** What can be done, as name, help and action. @returns {[string, string, () => any][]} */
@@ -74,7 +74,12 @@ export function shareMenu(explorer) {
       all.unshift(["Page (.html)", `a file that opens anywhere, without a model: the runs that are shown${factsInWords(page.facts.length, explorer)}`, () => explorer.work("writing the page", async () =>
         save([await source.page(page)], "html", "text/html", "the page"))]);
     }
-    if (link) all.unshift(["Copy link", isLocal() ? "opens what you see on this machine, while the server runs" : "an address that opens what you see", () => copy(link, "the link")]);
+    if (link) {
+      const [help, also] = !source.live ? ["an address that opens what you see", ""] : isLocal()
+        ? ["opens what you see on this machine, while the server runs; it contains the server's token", " It opens on this machine while the server runs."]
+        : ["opens what you see, and lets whoever has it compute here: it contains the server's token", " Whoever has it can compute on this server."];
+      all.unshift(["Copy link", help, () => copy(link, "the link", also)]);
+    }
     return all;
   };
   menu.addEventListener("beforetoggle", (/** @type {any} */ { newState }) => {

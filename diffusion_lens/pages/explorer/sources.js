@@ -94,6 +94,7 @@ export function widgetSource(model) {
     heard = Date.now();
     const asked = waiting.get(message.id);
     if (!asked) return;
+    if (message.alive) return; // A step takes long.
     if (message.progress) return asked.told?.(message.progress);
     forget(message.id);
     if (!message.ok) return asked.reject(failed(message.error, Boolean(message.unknown)));
@@ -107,7 +108,8 @@ export function widgetSource(model) {
     heard = Date.now();
     const silence = setInterval(() => {
       if (Date.now() - heard < SILENT || !forget(id)) return;
-      reject(gone("The kernel does not answer: it is busy, or gone. Run the cell again."));
+      model.send({ id: ++last, ask: "cancel", of: id }); // Nobody waits for it any more, should it come.
+      reject(gone("The kernel does not answer: it runs another cell, or is gone. Wait for the cell, or run this one again."));
     }, SILENT / 4);
     waiting.set(id, { resolve, reject, told, silence });
     signal?.addEventListener("abort", () => {

@@ -24,6 +24,7 @@
  * @property {number} [shift]  1 where a token is predicted at the position before its own, otherwise 0
  * @property {string[]} samplers
  * @property {number|null} length  of the canvases that it was trained on
+ * @property {string|null} [weights]  the first characters of their SHA-256
  *
  * @typedef {Object} Intervention  see `diffusion_lens/explorer/spec.py`
  * @property {string} what  "force", "zero", "mean" or "patch"
