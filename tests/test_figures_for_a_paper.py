@@ -2,6 +2,7 @@
 
 import re
 import zlib
+from dataclasses import replace
 from inspect import signature
 from itertools import combinations
 
@@ -15,8 +16,12 @@ from diffusion_lens.analysis import (
     CausalTrace,
     Comparisons,
     Faithfulness,
+    LoopSettings,
     ReversalSignatures,
     SteeringVectors,
+    average_indirect_effect,
+    average_trajectory_effect,
+    trace_trajectory,
 )
 from diffusion_lens.plots.looks import LINES, MARKERS
 from diffusion_lens.records.results import PicturedResult
@@ -270,25 +275,85 @@ def test_captions_are_sentences(results):
 
 
 def test_a_caption_has_the_settings_that_decide_the_numbers():
-    from diffusion_lens.records.results import caption_of
+    from diffusion_lens.records.captions import caption_of
 
     record = {
-        "sampler": {"name": "confidence", "eps": 1e-5},
+        "dtype": "float32",
+        "loop": {"steps": None, "temperature": 0.5, "seed": 3, "batch_size": 32},
+        "sampler": {"name": "confidence", "eps": 1e-5, "proposal": {"top_k": 4, "top_p": None}},
         "steps": [0, 1, 2],
         "cfg_scale": 0.5,
         "seconds": 3.0,
+        "forward_passes": 12,
         "mask_entities": True,
         "swap": None,
+        "seed": 1,
         "facts": {"a": {}, "b": {}},
         "hooks": {"blocks.0.hook_resid_post": ["steer"]},
         "model": "llada",
         "mode": "diffusion",
     }
     assert caption_of("the loss", record) == (
-        "For llada@diffusion, the figure shows the loss. The settings are sampler confidence, steps 0 to 2, "
-        "cfg scale 0.5, mask entities, 2 facts, 1 hook."
+        "For llada@diffusion, the figure shows the loss. The settings are 2 facts, sampler confidence (eps 1e-05, "
+        "top k 4), steps 0 to 2, cfg scale 0.5, temperature 0.5, seed of the loop 3, seed 1, 1 hook "
+        "(blocks.0.hook_resid_post), dtype float32, mask entities."
     )
     assert caption_of("the loss", {}) == "The figure shows the loss."
+
+
+@pytest.fixture(scope="module")
+def site():
+    """A model with real facts, a fact as a query, and a run that is guided and draws its tokens."""
+    from diffusion_lens import HookedDiffusionTransformer
+    from diffusion_lens.data import site_facts
+
+    model = HookedDiffusionTransformer.from_pretrained("site-mdm", device="cpu")
+    facts = site_facts.load().facts("attribute")
+    query = facts[3].to_query(model, n_masks=3)
+    return model, facts, query, model.denoise(query.tokens[None], steps=3, cfg_scale=1.0, temperature=0.5, seed=[3])
+
+
+def test_no_deciding_setting_of_a_real_result_is_left_out(site):
+    model, facts, query, run = site
+    some = {"length": 12, "first_tokens": 1, "roles": ["subject_last"], "samples": 2, "seed": 7}
+    trace = {"noise": 0.5, "samples": 2, "kind": "mlp", "window": 3, "seed": 9, "layers": [1], "positions": [2]}
+    drawn = ["sampler confidence (", "steps 3", "cfg scale 1", "temperature 0.5", f"seed {run.record['seeds'][0]}"]
+    traced = ["kind mlp", "corruption gaussian", "noise 0.5", "window 3", "samples 2", "seed 9", *drawn[:-1]]
+    for result, said in (
+        (run, drawn),
+        (trace_trajectory(model, query, trajectory=run, **trace), [*traced, f"seed of the run {run.record['seeds'][0]}"]),
+        (
+            average_indirect_effect(model, facts[::1500], severed="mlp", occurrence=0, **some),
+            ["severed mlp", "corruption gaussian", "samples 2", "5 facts", "occurrence 0", "length 12", "seed 7"],
+        ),
+        (
+            average_trajectory_effect(model, facts[::2500], noise=0.9, loop=LoopSettings(temperature=0.25), **some),
+            ["noise 0.9", "3 facts", "seed 7", "sampler confidence (", "temperature 0.25", "seed of the loop 1"],
+        ),
+    ):
+        caption = result.caption()
+        parts = re.split(r", (?![^(]*\))|; |[.] The settings are ", caption)
+        for each in said:
+            assert any(part.startswith(each) for part in parts), (each, caption)
+        for name in ("forward passes", "batch size", "replayed", "compared", "step 0 first"):
+            assert name not in caption
+
+
+def test_the_caption_of_a_difference_describes_both_runs(site):
+    model, _, query, run = site
+    zero = [("blocks.3.hook_attn_out", lambda activation, hook: activation * 0)]
+    other = run.diff(model.denoise(query.tokens[None], steps=5, temperature=0.5, seed=[3], fwd_hooks=zero))
+    assert other.caption() == (
+        "For site-mdm, the figure shows two runs of one prompt after each denoising step, with both texts where they "
+        "differ. The settings are sampler confidence (scope row, eps 1e-05, choice temperature 0, score probability, "
+        f"scored on model), temperature 0.5, seed {run.record['seeds'][0]}, dtype float32, in the first run steps 3 "
+        "and cfg scale 1 and no hooks, in the second run steps 5 and cfg scale 0 and 1 hook (blocks.3.hook_attn_out); "
+        "the SHA-256 of the weights begins with 5f195bd5187a."
+    )
+    record = {**run.record, "model": "another", "weights_sha256": "abcdefabcdefabcdef"}
+    caption = run.diff(replace(run, record=record)).caption()
+    assert caption.startswith("For site-mdm and another, the figure shows two runs")
+    assert caption.endswith("the SHA-256 of the weights begin with 5f195bd5187a and abcdefabcdef.")
 
 
 @pytest.mark.parametrize(

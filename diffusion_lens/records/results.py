@@ -31,7 +31,10 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from diffusion_lens.model.config import DiffusionConfig, name_with_mode
+from diffusion_lens.model.config import DiffusionConfig
+from diffusion_lens.records.captions import caption_of as caption_of
+from diffusion_lens.records.captions import say_settings
+from diffusion_lens.records.captions import shown_model as shown_model
 from diffusion_lens.records.identity import ATTRIBUTES, identity_of, require_named_hooks
 from diffusion_lens.records.identity import weights_sha256 as weights_sha256
 from diffusion_lens.records.schema import built, checksum
@@ -49,22 +52,6 @@ NOT_COMPARED = ("device", "versions", "failed", "loaded_with", "deltas")
 NETWORK = ("model", "dtype", "weights_sha256", "hooks", "modules", "tokenizer_sha256")
 SHOWN_ROWS = 10
 LONGEST = 60  # characters of a text in the excerpt of a notebook
-_SHOWN_SETTINGS = 10
-_HASH = 12  # digits of a hash
-_LONGEST = 40  # characters of a setting that is shown
-# Entries of records that say nothing about the computation at a glance.
-_NOT_SHOWN = (
-    "model",
-    "weights_sha256",
-    "tokenizer_sha256",
-    "device",
-    "corpus",
-    "key",
-    "blank",
-    "first_step",
-    "seconds",
-    "mode",
-)
 installed_version = cache(version)  # which reads and parses a file
 _START_AGAIN = "Delete the files in this folder and start again, or name another folder"
 _SHOWN_PARTS = 3
@@ -115,11 +102,6 @@ def _deltas(model: nn.Module) -> list[str]:
     loaded = getattr(getattr(model, "source", None), "delta", None)
     applied = [edit.describe().get("delta") for edit in getattr(model, "_edits", ())]
     return [sha256 for sha256 in (loaded, *applied) if sha256 is not None]
-
-
-def shown_model(record: Mapping[str, Any]) -> str:
-    """The name of the model of a record, with its mode, `name@mode`, where one checkpoint is several models."""
-    return name_with_mode(str(record["model"]), record.get("mode"))
 
 
 def network_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -553,49 +535,6 @@ def one_line(result: Any) -> str:
             shown.append(f"{field.name} {value:.3g}")
     more = ["..."] if len(shown) > _SHOWN_PARTS else []
     return f"{type(result).__name__}({', '.join(shown[:_SHOWN_PARTS] + more)})"
-
-
-def say_settings(record: Mapping[str, Any]) -> str:
-    """Model, settings and hash of the weights in one line, from a record; empty for an empty record."""
-    model = [shown_model(record)] if record.get("model") else []
-    weights = [f"weights {record['weights_sha256'][:_HASH]}"] if record.get("weights_sha256") else []
-    return ", ".join([*model, *_settings_in_words(record), *weights])
-
-
-def caption_of(shows: str, record: Mapping[str, Any]) -> str:
-    """The caption of a picture that shows this, from the record of its result."""
-    of = f"For {shown_model(record)}, the figure" if record.get("model") else "The figure"
-    spoken = {name.replace("_", " "): value for name, value in record.items() if name not in _NOT_SHOWN}
-    settings = _settings_in_words(spoken)
-    said = (
-        [f"{'the settings are' if len(settings) > 1 else 'the setting is'} {', '.join(settings)}"] if settings else []
-    )
-    if record.get("weights_sha256"):
-        said.append(f"the SHA-256 of the weights begins with {record['weights_sha256'][:_HASH]}")
-    second = "; ".join(said)
-    return f"{of} shows {shows}." + (f" {second[0].upper()}{second[1:]}." if second else "")
-
-
-def _settings_in_words(record: Mapping[str, Any]) -> list[str]:
-    """The first settings of a record, each by its name and its value; of facts, steps and hooks, how many there are."""
-    words = (_in_words(name, value) for name, value in record.items() if name not in _NOT_SHOWN)
-    return list(filter(None, words))[:_SHOWN_SETTINGS]
-
-
-def _in_words(name: str, value: Any) -> str:
-    """A setting in words; empty for one that takes more than a few."""
-    if isinstance(value, bool):
-        return name if value else f"no {name}"
-    if isinstance(value, int | float):
-        return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-    if isinstance(value, str):
-        return f"{name} {value}" if 0 < len(value) <= _LONGEST else ""
-    if name in ("facts", "hooks") and value:
-        return f"{len(value)} {name if len(value) > 1 else name.removesuffix('s')}"
-    if name == "steps" and value and all(isinstance(step, int) for step in value):
-        in_a_row = len(value) > 2 and value[-1] - value[0] == len(value) - 1
-        return f"steps {value[0]} to {value[-1]}" if in_a_row else f"steps {' '.join(map(str, value))}"[:_LONGEST]
-    return f"sampler {value['name']}" if name == "sampler" and isinstance(value, dict) else ""
 
 
 @contextmanager
