@@ -96,18 +96,23 @@ def apply(page: Any, **sentence: str) -> None:
 
 
 def difference(changed: Any, base: Any, model: Any) -> list[str]:
-    """How two runs of the library differ, in the words of a page: each stretch of positions, and its first step."""
-    ends = [words(model, run).index("<eos>") if "<eos>" in words(model, run) else 10**9 for run in (changed, base)]
-    differs, stretches = (changed.canvases != base.canvases)[1:, 0], list[list[int]]()
-    for position in range(max(ends[0], ends[1], 0) + 1 if max(ends) < 10**9 else differs.shape[1]):
-        if differs[-1, position]:
-            if stretches and stretches[-1][-1] == position - 1:
-                stretches[-1].append(position)
-            else:
-                stretches.append([position])
-    texts = [[words(model, run)[p] for p in range(differs.shape[1])] for run in (base, changed)]
+    """How two runs of the library differ, in the words of a page: each stretch of positions, and the step since which
+    they do. What stands after an end token is no text."""
+    texts = []
+    for run in (base, changed):
+        text = words(model, run)
+        end = text.index("<eos>") + 1 if "<eos>" in text else len(text)
+        texts.append(text[:end] + [""] * (len(text) - end))
+    equal, stretches = (changed.canvases == base.canvases)[1:, 0], list[list[int]]()
+    for position, (was, now) in enumerate(zip(*texts, strict=True)):
+        if was != now and stretches and stretches[-1][-1] == position - 1:
+            stretches[-1].append(position)
+        elif was != now:
+            stretches.append([position])
+    last = len(equal) - 1
+    since = [min(last, max([-1, *equal[:, p].nonzero().flatten().tolist()]) + 1) for p in range(equal.shape[1])]
     return [
-        f"{' '.join(texts[0][p] for p in places)} → {' '.join(texts[1][p] for p in places)}, "
-        f"from step {int(differs[:, places].any(dim=1).int().argmax())}"
+        " → ".join(" ".join(text[p] for p in places).strip() or "nothing" for text in texts)
+        + f", from step {min(since[p] for p in places)}"
         for places in stretches
     ]
