@@ -321,7 +321,10 @@ def test_no_deciding_setting_of_a_real_result_is_left_out(site):
     traced = ["kind mlp", "corruption gaussian", "noise 0.5", "window 3", "samples 2", "seed 9", *drawn[:-1]]
     for result, said in (
         (run, drawn),
-        (trace_trajectory(model, query, trajectory=run, **trace), [*traced, f"seed of the run {run.record['seeds'][0]}"]),
+        (
+            trace_trajectory(model, query, trajectory=run, **trace),
+            [*traced, f"seed of the run {run.record['seeds'][0]}"],
+        ),
         (
             average_indirect_effect(model, facts[::1500], severed="mlp", occurrence=0, **some),
             ["severed mlp", "corruption gaussian", "samples 2", "5 facts", "occurrence 0", "length 12", "seed 7"],

@@ -28,11 +28,6 @@ MISSING = {
 }
 
 
-def absent_views(architecture: Mapping[str, Any]) -> dict[str, str]:
-    """For each of these views that a run of this architecture can have, what to do to see it."""
-    return {view: sentence for view, sentence in MISSING.items() if view != "experts" or architecture.get("experts")}
-
-
 def layers_of_experts(cfg: DiffusionConfig) -> list[int]:
     """The layers in which a router chooses experts."""
     return [] if cfg.experts is None else [layer for layer, has in enumerate(cfg.experts.layers) if has]

@@ -23,7 +23,6 @@ from diffusion_lens.explorer.as_python import (
 )
 from diffusion_lens.explorer.learned import (
     MISSING,
-    absent_views,
     circuit_view,
     conditioning_view,
     experts_view,
@@ -110,8 +109,7 @@ def page_of(
         shown["conditioning"], python["conditioning"] = conditioned, codes["conditioning"]
     present = {*shown, *(["trace"] if traced else [])}
     entry["words"] = words.texts
-    absent = {**_MISSING, **absent_views(record["architecture"])}
-    entry["missing"] = {view: sentence for view, sentence in absent.items() if view not in present}
+    entry["missing"] = {view: sentence for view, sentence in _MISSING.items() if view not in present}
     entry["python"] = python
     run = with_custom_views(PageRun.of(entry, traced, **shown), custom)
     scripts = [view.script for view in custom]

@@ -181,8 +181,8 @@ def test_a_model_without_experts_or_conditioning_has_no_such_chunk(tiny):
     run = session.run(dict(SETTINGS, prompt=PROMPT))
     assert not {"experts", "conditioning"} & {*run, *run["missing"]}
     page = tiny.denoise(PROMPT, **SETTINGS).explore().manifest["runs"][0]
-    assert {"circuit", "signatures"} < set(page["missing"])
-    assert not {"experts", "conditioning"} & {*page, *page["missing"]}
+    # A tab without numbers that this page can never have would be in the way.
+    assert not {"circuit", "signatures", "experts", "conditioning"} & {*page, *page["missing"]}
     for name in ("experts/0", "conditioning", "circuit/0"):
         with pytest.raises(KeyError, match="has no chunk"):
             session.chunk(run["id"], name)
