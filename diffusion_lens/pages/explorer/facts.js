@@ -12,6 +12,7 @@ const MEASURES = {
   commitment: { title: "decided", order: (/** @type {Measured} */ x) => x.commitment ?? NaN, say: (/** @type {Measured} */ x) => (x.commitment === null ? "" : `step ${x.commitment}`), mean: (/** @type {number} */ m) => `step ${m.toFixed(1)}` },
   effect: { title: "effect", order: (/** @type {Measured} */ x) => x.effect ?? NaN, say: (/** @type {Measured} */ x) => (x.effect === null ? "" : number(x.effect)), mean: number },
 };
+const TOGETHER = 80, PAUSE = 40; // rows that are added at once, and milliseconds between
 const NOTHING = { recalled: null, p: null, commitment: null, effect: null };
 const valuesOf = (/** @type {Fact} */ fact, /** @type {number} */ model) => /** @type {Measured} */ (fact.values[model] ?? NOTHING);
 
@@ -37,6 +38,7 @@ export class FactsTable {
     /** @type {Fact[]} */ this.shown = [];
     /** @type {Set<string>} */ this.opened = new Set(); // prompts of the runs that are shown
     this.isArranged = false;
+    /** @type {any} */ this.appending = 0;
     this.filter = h("input", { type: "search", "aria-label": "Filter", placeholder: "Filter", oninput: () => this.arrange() });
     this.all = h("input", { type: "checkbox", "aria-label": "Select all rows", onchange: () => {
       this.chosen = new Set(this.all.checked ? this.shown.map(({ id }) => id) : []);
@@ -109,13 +111,24 @@ export class FactsTable {
 
   /** Put the rows that the filter leaves in order. */
   arrange() {
-    const focused = /** @type {any} */ (document.activeElement), { columns } = this;
-    this.isArranged = true;
+    const focused = /** @type {any} */ (document.activeElement), { columns, shown } = this;
     this.shown = this.rows;
     this.drawHead(columns);
-    this.body.replaceChildren(...this.shown.map((fact) => this.rowOf(fact, columns).element));
+    if (!this.isArranged || this.shown.length !== shown.length || this.shown.some((fact, i) => fact !== shown[i])) {
+      this.body.replaceChildren();
+      this.append();
+    }
+    this.isArranged = true;
     this.drawMeans(columns);
     if (this.body.contains(focused)) focused.focus({ preventScroll: true });
+  }
+
+  /** Add the next rows. Those of a long table come one part after the other, so that the page answers meanwhile. */
+  append() {
+    clearTimeout(this.appending);
+    const { columns } = this, from = this.body.rows.length;
+    this.body.append(...this.shown.slice(from, from + TOGETHER).map((fact) => this.rowOf(fact, columns).element));
+    if (from + TOGETHER < this.shown.length) this.appending = setTimeout(() => this.append(), PAUSE);
   }
 
   /** The row of a fact, made when it is first needed.
