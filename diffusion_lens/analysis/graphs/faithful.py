@@ -22,7 +22,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import Graph, by_part
 from diffusion_lens.analysis.engine.batching import reserved, row_bytes
-from diffusion_lens.analysis.graphs.within_step import Objective, StepRun
+from diffusion_lens.analysis.graphs.within_step import Objective, StepRun, both_runs
 from diffusion_lens.denoising.same_network import require_same_architecture
 from diffusion_lens.hooks.step import BRANCHES
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -172,14 +172,11 @@ class _Ablated:
                         drawn[torch.randperm(n_cells, generator=generator)[:n_kind]] = True
                         member[:, columns_of] = drawn.view(n_pos, -1)
 
-    def _replacements(self, step: int, positions: list[int]) -> tuple[StepRun, list[dict[str, Tensor]]]:
+    def _replacements(
+        self, step: int, positions: list[int], n_reached: int = 0
+    ) -> tuple[StepRun, list[dict[str, Tensor]]]:
         """The clean step, and what replaces each part, by hook point [pos writer ...], in each branch."""
-        runs = [StepRun(self.model, self.run.runs[name], step, positions) for name in ("clean", "corrupted")]
-        if runs[0].n_pos != runs[1].n_pos:
-            longest = max(run.n_pos for run in runs)
-            runs = [
-                StepRun(self.model, self.run.runs[name], step, positions, longest) for name in ("clean", "corrupted")
-            ]
+        runs = both_runs(self.model, (self.run.runs["clean"], self.run.runs["corrupted"]), step, positions, n_reached)
         found = []
         for given in runs[1].branches:
             wrote = given.run(self.graph.node_points, given.embed()).activations
@@ -278,7 +275,7 @@ class _Ablated:
         first = run.first_step
         n_pos = run.tokens.shape[1]
         nothing = torch.zeros(self.n_branches, self.n, n_pos, self.graph.n_writers, dtype=torch.bool)
-        by_step = {step: self._replacements(step, [position])[1] for step in range(first, last + 1)}
+        by_step = {step: self._replacements(step, [position], n_pos)[1] for step in range(first, last + 1)}
         given = run.given[0]
 
         def replaced(activation: Tensor, hook: Any) -> Tensor | None:

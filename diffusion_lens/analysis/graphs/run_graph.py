@@ -45,7 +45,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.circuits.attribution import require_plain_stream
 from diffusion_lens.analysis.graphs.result import KINDS, NO_EDGES, RunGraph
-from diffusion_lens.analysis.graphs.within_step import Objective, StepGraph, StepRun
+from diffusion_lens.analysis.graphs.within_step import Objective, StepGraph, StepRun, both_runs
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -79,7 +79,7 @@ class GraphSettings(Settings):
         "tokens differ, and no decision leads from step to step.",
         one_of("free", "forced"),
     )
-    points: int = setting(8, "Number of quadrature points of each path.", partial(at_least, 1))
+    points: int = setting(16, "Number of quadrature points of each path.", partial(at_least, 1))
     nodes_per_step: int = setting(
         64,
         "Number of heads and MLPs of each step, those with the largest absolute effects, whose incoming edges are "
@@ -296,10 +296,7 @@ class _Builder:
             return
         # 1. Both runs, and the objectives that they decide.
         positions = sorted({objective.position for objective in wanted})
-        runs = [StepRun(self.model, run, step, positions) for run in (self.clean, self.corrupted)]
-        if runs[0].n_pos != runs[1].n_pos:
-            n_pos = max(run.n_pos for run in runs)
-            runs = [StepRun(self.model, run, step, positions, n_pos) for run in (self.clean, self.corrupted)]
+        runs = both_runs(self.model, (self.clean, self.corrupted), step, positions)
         settings = self.settings
         graph = StepGraph(*runs, list(wanted), settings.points, settings.max_bytes)
         self.n_writers = graph.graph.n_writers
@@ -456,7 +453,7 @@ class _Builder:
         reaches = [bool(reached(run.canvases[at, 0, position])) for run in runs]
         written = [not bool(masked[index, position]) for masked in self.masked]
         can_write = self.model.cfg.writable(torch.tensor(tokens).clamp(min=0)).tolist()
-        if reaches[0] != reaches[1] or not any(written) or any(w and not c for w, c in zip(written, can_write)):
+        if reaches[0] != reaches[1] or not any(written) or not all(c for w, c in zip(written, can_write, strict=True) if w):
             return None
         step_of = at + self.clean.first_step
         if all(written):

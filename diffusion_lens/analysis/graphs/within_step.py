@@ -124,6 +124,20 @@ class StepRun:
         return torch.stack([one.of(clean[:, column[one.position]]) for one in objectives])
 
 
+def both_runs(
+    model: DiffusionTransformer,
+    pair: tuple[Trajectory, Trajectory],
+    step: int,
+    positions: Sequence[int],
+    n_reached: int = 0,
+) -> list[StepRun]:
+    """A step of the clean and of the corrupted run, read up to the last position that one of them has reached."""
+    runs = [StepRun(model, run, step, positions, n_reached) for run in pair]
+    if runs[0].n_pos == runs[1].n_pos:
+        return runs
+    return [StepRun(model, run, step, positions, max(one.n_pos for one in runs)) for run in pair]
+
+
 @dataclass(frozen=True)
 class Direction:
     """What the sweep leaves of one branch: the directions at the outputs of its parts, by layer."""
