@@ -1,27 +1,24 @@
-"""A graph of a run in the JSON of circuit-tracer (github.com/decoderesearch/circuit-tracer, `frontend/graph_models.py`).
+"""A graph of a run in the JSON of circuit-tracer (`frontend/graph_models.py` of decoderesearch/circuit-tracer).
 
 The format has embeddings at layer "E", features at numbered layers, errors, and logits above the last layer. The steps
-of a run are unrolled: step k of n has the layers k (L + 2) for the embeddings that the run wrote, up to k (L + 2) + L for
-its L blocks, and k (L + 2) + L + 1 for its decisions. A given token is one embedding, whatever number of steps read it.
+of a run are unrolled: of L blocks, step k has the layers k (L + 2) for the embeddings that the run wrote, then one for
+each block, and k (L + 2) + L + 1 for its decisions. A given token is one embedding, whatever number of steps read it.
 Heads, MLPs, written embeddings and decisions have the type "cross layer transcoder", with their names as labels.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from diffusion_lens.analysis.graphs.result import RunGraph
+from diffusion_lens.analysis.graphs.within_step import KINDS
 
 SCHEMA_VERSION = 1
 _FEATURE = "cross layer transcoder"
 
 
-def as_graph(graph: "RunGraph", slug: str) -> dict[str, Any]:
-    """The document, with nodes in the order of layers, and links."""
-    from diffusion_lens.analysis.graphs.result import KINDS
-
+def as_graph(graph: Any, slug: str) -> dict[str, Any]:
+    """The document of a `RunGraph`."""
     run, record = graph.runs["clean"], graph.record
-    n_layers, n_heads = (int(record["architecture"][name]) for name in ("n_layers", "n_heads"))
+    n_layers, n_heads = (int(record[name]) for name in ("n_layers", "n_heads"))
     steps = sorted(set(graph.step.tolist()))
     ids: list[str] = []
     nodes: dict[str, dict[str, Any]] = {}

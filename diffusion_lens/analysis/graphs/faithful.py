@@ -13,7 +13,7 @@ graphs have as many nodes of each kind at each step as the graph, at random part
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -22,7 +22,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import Graph, by_part
 from diffusion_lens.analysis.engine.batching import reserved, row_bytes
-from diffusion_lens.analysis.graphs.within_step import Objective, StepRun, both_runs
+from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, StepRun, both_runs
 from diffusion_lens.denoising.same_network import require_same_architecture
 from diffusion_lens.hooks.step import BRANCHES
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -30,15 +30,13 @@ from diffusion_lens.records.identity import run_of
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shown_model
 from diffusion_lens.settings import Whole, at_least, check_seed, one_of
 
-if TYPE_CHECKING:
-    from diffusion_lens.analysis.graphs.result import RunGraph
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GraphFaithfulness(PicturedResult, Saved):
     """What a graph and random graphs of its size keep of the target and of its decisions.
 
-    Columns of the data frame: step, position, token, graph ("graph", or "random 0" and so on), value, share.
+    Columns of the data frame: objective (its number), graph ("graph", or "random 0" and so on), step, position, token,
+    value, share.
 
     Attributes:
         steps: Int[target], step of each objective, the target first.
@@ -110,7 +108,7 @@ class GraphFaithfulness(PicturedResult, Saved):
 
 
 def measured(
-    graph: "RunGraph",
+    graph: Any,
     model: DiffusionTransformer,
     replace: str,
     canvas: str,
@@ -136,16 +134,14 @@ class _Ablated:
     """Passes of the clean run with the nodes outside of several graphs replaced: the graph, random ones, and none."""
 
     def __init__(
-        self, graph: "RunGraph", model: DiffusionTransformer, replace: str, n_random: int, seed: int, max_bytes: int
+        self, graph: Any, model: DiffusionTransformer, replace: str, n_random: int, seed: int, max_bytes: int
     ) -> None:
-        from diffusion_lens.analysis.graphs.result import KINDS
-
         self.run, self.model, self.replace, self.max_bytes = graph, model, replace, max_bytes
         self.graph, self.n = Graph.of(model.cfg), 2 + n_random
         self.n_branches = 2 if graph.runs["clean"].record["cfg_scale"] else 1
         self.kinds = [KINDS[kind] for kind in graph.kind.tolist()]
         n_pos, generator = graph.runs["clean"].tokens.shape[1], torch.Generator().manual_seed(seed)
-        self.members: dict[int, Tensor] = {}  # Bool[branch member pos writer] by step
+        self.members: dict[int, Tensor] = {}  # by step: by branch, graph, position and writer
         self.n_nodes = self.n_all = 0
         columns = zip(
             *(getattr(graph, name).tolist() for name in ("step", "branch", "position", "layer", "head")), strict=True
@@ -164,8 +160,8 @@ class _Ablated:
             self.n_nodes += int(of_step[:, 0].sum())
             self.n_all += of_step[:, 0].numel()
             for branch in of_step:
-                for kind in range(3):
-                    columns_of = (kinds == kind).nonzero().flatten()
+                for place in range(3):
+                    columns_of = kinds.eq(place).nonzero().flatten()
                     n_kind, n_cells = int(branch[0][:, columns_of].sum()), n_pos * len(columns_of)
                     for member in branch[1:-1]:
                         drawn = torch.zeros(n_cells, dtype=torch.bool)
@@ -258,7 +254,7 @@ class _Ablated:
             embedded, parts = given.embed(), []
             of_clean.append(given.run((), embedded).logits)
             members = self.members[step][branch, :, : given.n_pos]
-            for part in members.split(self.at_once):
+            for part in torch.split(members, self.at_once):
                 kept = part[:, :, 0, None].to(embedded.device)
                 stream = torch.where(kept, embedded, replacements[branch]["hook_embed"][:, 0])
                 hooks = self._hooks(part, replacements[branch])

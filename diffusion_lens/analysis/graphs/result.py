@@ -1,7 +1,7 @@
 """`RunGraph`: nodes and edges over the steps of a run, to be read, pruned, drawn, tested and exported.
 
-Pruning follows the effect through the edges. Let every source (a given token, an error) carry its whole effect. A node v
-with the kept sources S(v) of its edges then retains the share
+Pruning follows the effect through the edges. Let every source (a given token, an error) carry its whole effect. A node
+v with the kept sources S(v) of its edges then retains the share
 
     r(v) = Σ_{u in S(v)} w(u → v) r(u) / Σ_u w(u → v)
 
@@ -24,14 +24,13 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.graphs import circuit_tracer
 from diffusion_lens.analysis.graphs.faithful import GraphFaithfulness, measured
+from diffusion_lens.analysis.graphs.within_step import KINDS
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model
 from diffusion_lens.settings import Real, Whole, checked_arguments, plain_number
 from weight_conversion import write_json
 
-KINDS = ("token", "embed", "head", "mlp", "decision", "target", "error")
-NO_EDGES = torch.zeros(0, dtype=torch.long)
 _COLUMNS = ("step", "kind", "layer", "head", "position", "branch", "token", "other", "effect", "inflow")
 _EVERY = 256  # sizes up to which each is tried when a graph is pruned; larger ones grow by a 20th
 
@@ -40,7 +39,8 @@ _EVERY = 256  # sizes up to which each is tried when a graph is pruned; larger o
 class RunGraph(PicturedResult, Saved):
     """Nodes and edges over the steps of a run; `run_graph` says what they mean.
 
-    Columns of the data frame: those of `nodes`.
+    Columns of the data frame: name, word, other_word (at the position, in the clean and the corrupted run), step, kind,
+    layer, head, position, branch, token, other, effect, inflow; a row for each node.
 
     Attributes:
         step: Int[node], denoising step.
@@ -68,7 +68,14 @@ class RunGraph(PicturedResult, Saved):
 
     KIND: ClassVar[str] = "run graph"
     SHOWS: ClassVar[str] = "the parts, by step and layer, through which the difference between two runs passes"
-    ENTRIES: ClassVar[Mapping[str, Any]] = {"target": list[int], "target_step": int, "n_writers": int, "passes": int}
+    ENTRIES: ClassVar[Mapping[str, Any]] = {
+        "target": tuple[int, int],
+        "target_step": int,
+        "n_layers": int,
+        "n_heads": int,
+        "passes": int,
+        "copies": int,
+    }
 
     step: Int[Tensor, "node"]
     kind: Int[Tensor, "node"]
@@ -95,9 +102,9 @@ class RunGraph(PicturedResult, Saved):
         if self.runs.keys() != {"clean", "corrupted"}:
             raise ValueError(f"runs={sorted(self.runs)}; they are clean and corrupted")
         for ends in (self.source, self.target):
-            if len(ends) and not (0 <= int(ends.min()) and int(ends.max()) < len(self.step)):
+            if len(ends) and not (int(ends.min()) >= 0 and int(ends.max()) < len(self.step)):
                 raise ValueError("an edge names a node that the graph lacks")
-        if len(self.kind) and not (0 <= int(self.kind.min()) and int(self.kind.max()) < len(KINDS)):
+        if len(self.kind) and not (int(self.kind.min()) >= 0 and int(self.kind.max()) < len(KINDS)):
             raise ValueError(f"a node is of no kind; they are {list(KINDS)}")
         if int((self.kind == KINDS.index("target")).sum()) != 1:
             raise ValueError("the graph has not exactly one target")
@@ -125,8 +132,8 @@ class RunGraph(PicturedResult, Saved):
 
     @property
     def edges(self) -> Any:
-        """The edges as a `pandas.DataFrame`, the largest first: source and target (index of `nodes`), their names, steps
-        and positions, weight, kind ("stream" or "decision")."""
+        """The edges as a `pandas.DataFrame`, the largest first: source and target (index of `nodes`), their names,
+        steps and positions, weight, kind ("stream" or "decision")."""
         names = np.array(self.names, dtype=object)
         columns: dict[str, Any] = {"source": self.source, "target": self.target}
         for end in ("source", "target"):
@@ -165,8 +172,8 @@ class RunGraph(PicturedResult, Saved):
 
     @checked_arguments
     def prune(self, share: Real) -> "RunGraph":
-        """The graph of the nodes with the largest effects, as few as retain this share of M - M', and of the edges between
-        them; all nodes with edges, if these do not retain it. The target is kept.
+        """The graph of the nodes with the largest effects, as few as retain this share of M - M', and the edges between
+        them; of all nodes with edges, if these do not retain it. The target is kept.
 
         Raises:
             ValueError: The share is not between 0 and 1.
@@ -189,15 +196,16 @@ class RunGraph(PicturedResult, Saved):
         seed: Whole = 0,
         max_bytes: Whole = 2**30,
     ) -> GraphFaithfulness:
-        """What is left of M - M' if every node outside the graph is replaced in the clean run, at its step and position.
+        """What is left of M - M' if all nodes outside the graph are replaced in the clean run, each at its step and
+        position.
 
         Args:
             model: Model of the run.
             replace: What replaces it: its "corrupted" output, the "mean" of its outputs over the positions of the
                 corrupted canvas, or "zero". Embeddings outside the graph are always the corrupted ones.
-            canvas: With "forced" each step reads the clean canvas, so that the target and every decision of the graph is
-                measured by itself. With "free", the run is taken again, and each step reads what the steps before it
-                wrote.
+            canvas: With "forced" each step reads the clean canvas, so that the target and every decision of the graph
+                is measured by itself. With "free", the run is taken again, and each step reads what the steps before
+                it wrote. What has no effect on the target is no part of the graph, and may be written otherwise.
             n_random: Number of random graphs, with as many nodes of each kind at each step.
             seed: Seed of these.
             max_bytes: Memory to use in addition to the weights.
@@ -211,8 +219,8 @@ class RunGraph(PicturedResult, Saved):
     def to_json(self, path: str | Path, step: Whole | None = None) -> Path:
         """Write the graph in the JSON of circuit-tracer, for its viewer and Neuronpedia's; returns the path.
 
-        Layers are unrolled over the steps, each of which has an embedding, its layers and its logits. Heads are shown as
-        transcoder features of their layer, since the format knows no other kind that has a layer.
+        Layers are unrolled over the steps, each of which has an embedding, its layers and its logits. Heads are shown
+        as transcoder features of their layer, since the format knows no other kind that has a layer.
 
         Args:
             path: File to write, ending in .json.
@@ -224,7 +232,7 @@ class RunGraph(PicturedResult, Saved):
         target = Path(path)
         if target.suffix != ".json":
             raise ValueError(f"{target} should end in .json")
-        shown = self if step is None else self._of_nodes(self.step == step, {"only_step": int(step)})
+        shown = self if step is None else self._of_nodes(self.step.eq(int(step)), {"only_step": int(step)})
         if not len(shown):
             raise ValueError(f"step {step} has no nodes; the graph has {sorted(set(self.step.tolist()))}")
         write_json(circuit_tracer.as_graph(shown, target.stem), target)
@@ -246,7 +254,7 @@ class RunGraph(PicturedResult, Saved):
 
     def _drawn(self) -> list[dict[str, Any]]:
         """What a figure shows of each node."""
-        n_layers = int(self.record["architecture"]["n_layers"])
+        n_layers = int(self.record["n_layers"])
         steps = sorted(set(self.step.tolist()))
         across = {"token": -1.0, "embed": -1.0, "decision": float(n_layers), "target": float(n_layers), "error": -1.6}
         drawn = []
@@ -330,10 +338,10 @@ class RunGraph(PicturedResult, Saved):
         number = torch.full((len(self),), -1, dtype=torch.long)
         number[kept] = torch.arange(int(kept.sum()))
         inside = kept[self.source] & kept[self.target]
-        nodes: dict[str, Any] = {name: getattr(self, name)[kept] for name in _COLUMNS}
-        edges = {name: getattr(self, name)[inside] for name in ("weight", "decision")}
-        ends = {name: number[getattr(self, name)[inside]] for name in ("source", "target")}
-        return replace(self, **nodes, **edges, **ends, record={**self.record, **more})
+        changed: dict[str, Any] = {name: getattr(self, name)[kept] for name in _COLUMNS}
+        changed |= {name: getattr(self, name)[inside] for name in ("weight", "decision")}
+        changed |= {name: number[getattr(self, name)[inside]] for name in ("source", "target")}
+        return replace(self, **changed, record={**self.record, **more})
 
     def _table(self) -> Table:
         at = [self._canvas(step) for step in self.step.tolist()]

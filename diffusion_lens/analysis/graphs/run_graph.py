@@ -14,15 +14,15 @@ passed on to step s in proportion (the rescale rule of DeepLIFT), as the effect 
 
     q_s = A / (d - d') · d
 
-whose difference between the runs is A. Where only one of the runs has written i by t, they differ in the order, and d is
-the log-probability of the token that was written, by which samplers choose positions. Effects of one decision on several
-later steps add up.
+whose difference between the runs is A. Where only one of the runs has written i by t, they differ in the order, and d
+is the log-probability of the token that was written, by which samplers choose positions. Effects of one decision on
+several later steps add up.
 
 **Errors** stay in nodes of their own, so that nothing is hidden. An effect A stays in a node "error" where no decision
 explains it: d and d' differ by less than 0.1 or against the choice (the token was drawn at random, or other positions
 decided), one run has not reached the position at step s, or the runs begin with different canvases. So does the part of
-M - M' that comes from the head itself, where the logits of p(x_0) depend on the tokens that are present (log scores under
-uniform noise).
+M - M' that comes from the head itself, where the logits of p(x_0) depend on the tokens that are present (log scores
+under uniform noise).
 
 Then over all steps
 
@@ -44,8 +44,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.circuits.attribution import require_plain_stream
-from diffusion_lens.analysis.graphs.result import KINDS, NO_EDGES, RunGraph
-from diffusion_lens.analysis.graphs.within_step import Objective, StepGraph, StepRun, both_runs
+from diffusion_lens.analysis.graphs.result import RunGraph
+from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, StepGraph, StepRun, both_runs
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -75,8 +75,8 @@ class GraphSettings(Settings):
     )
     canvas: str = setting(
         "free",
-        '"free": the corrupted run writes its own tokens. "forced": it reads those of the clean run, so that only given '
-        "tokens differ, and no decision leads from step to step.",
+        '"free": the corrupted run writes its own tokens. "forced": it reads those of the clean run, so that only '
+        "given tokens differ, and no decision leads from step to step.",
         one_of("free", "forced"),
     )
     points: int = setting(16, "Number of quadrature points of each path.", partial(at_least, 1))
@@ -112,8 +112,8 @@ def run_graph(
             Int[pos], from which it is then run with the settings and seeds of the clean one.
 
     Returns:
-        A `RunGraph`. Its cost is, for each step that has a part in it, two passes of each branch, one over a copy of the
-        canvas for each quadrature point, and a backward pass through that.
+        A `RunGraph`. Its cost is, for each step that has a part in it and each branch of guidance, two passes, one over
+        a copy of the canvas for each quadrature point, and a backward pass through that.
 
     Raises:
         ValueError: The runs have several rows, padding, or different given positions or steps; the target is given or
@@ -146,7 +146,8 @@ def run_graph(
         "target_step": step,
         "passes": builder.passes,
         "copies": builder.copies,
-        "n_writers": builder.n_writers,
+        "n_layers": model.cfg.n_layers,
+        "n_heads": model.cfg.n_heads,
         "trajectory": {"clean": canvas_provenance(clean.record), "corrupted": canvas_provenance(other.record)},
         **provenance(model, model.cfg),
     }
@@ -191,13 +192,16 @@ def _corrupted_run(
         )
     if isinstance(corrupted, Trajectory) and canvas == "free":
         return other
-    swapped = torch.where(clean.given, prompt, clean.tokens)
+    swapped: Tensor = torch.where(clean.given, prompt, clean.tokens)
     run = replace(
         clean,
         tokens=swapped,
         canvases=torch.where(clean.given, prompt, clean.canvases),
         prompt=torch.where(clean.given, prompt, clean.prompt),
-        words={**clean.words, **dict(zip(ids := swapped.unique().tolist(), model.words(ids), strict=True))},
+        words={
+            **clean.words,
+            **dict(zip(ids := sorted(set(swapped.flatten().tolist())), model.words(ids), strict=True)),
+        },
     )
     return replace(run.replay(model, canvas="free"), recorded=None) if canvas == "free" else run
 
@@ -227,16 +231,16 @@ def _target_of(
     step = int(clean.revealed_at[0, position]) if settings.step is None else settings.step
     if not clean.first_step <= step < clean.first_step + clean.n_steps:
         raise ValueError(
-            f"the target at position {position} is read at step {step}, and the run has the steps {clean.first_step} to "
-            f"{clean.first_step + clean.n_steps - 1}: give a step= of it, or a position that it reveals"
+            f"the target at position {position} is read at step {step}, and the run has the steps {clean.first_step} "
+            f"to {clean.first_step + clean.n_steps - 1}: give a step= of it, or a position that it reveals"
         )
     written = int(other.tokens[0, position])
     if settings.metric == "margin" and (
         written == token or not bool(model.cfg.writable(torch.tensor([written])).all())
     ):
         raise ValueError(
-            f"the corrupted run writes no other token at position {position} than token {token}, so there is no margin: "
-            'give metric="logit", or a prompt with another answer'
+            f"the corrupted run writes no other token at position {position} than token {token}, so there is no "
+            'margin: give metric="logit", or a prompt with another answer'
         )
     return step, Objective(position, token, written if settings.metric == "margin" else -1, settings.metric)
 
@@ -261,7 +265,7 @@ class _Builder:
         self.effects: list[float] = []
         self.inflows: list[float] = []
         self.edges: list[tuple[Tensor, Tensor, Tensor, bool]] = []
-        self.passes = self.copies = self.n_writers = 0
+        self.passes = self.copies = 0
         self.errors: list[list[float]] = []
         self.masked = [run.is_masked(run.canvases[:, 0]) for run in (clean, corrupted)]
         self.ends = (0.0, 0.0)
@@ -298,8 +302,7 @@ class _Builder:
         positions = sorted({objective.position for objective in wanted})
         runs = both_runs(self.model, (self.clean, self.corrupted), step, positions)
         settings = self.settings
-        graph = StepGraph(*runs, list(wanted), settings.points, settings.max_bytes)
-        self.n_writers = graph.graph.n_writers
+        graph = StepGraph(runs[0], runs[1], list(wanted), settings.points, settings.max_bytes)
         self.passes += 3 * len(graph.change)
         self.copies += (2 + settings.points) * len(graph.change)
         changed = (graph.clean_values - graph.corrupted_values).tolist()
@@ -431,8 +434,8 @@ class _Builder:
         found = self._decision(step, position)
         if found is None:
             index = step - self.clean.first_step
-            tokens = [int(run.canvases[index, 0, position]) for run in (self.clean, self.corrupted)]
-            self._leave(step, Objective(position, *tokens), _Pending(effect, [(node, effect)]))
+            token, other = (int(run.canvases[index, 0, position]) for run in (self.clean, self.corrupted))
+            self._leave(step, Objective(position, token, other), _Pending(effect, [(node, effect)]))
             return
         at, objective, sign = found
         before = self.pending.setdefault(at, {}).get(objective, _Pending(0.0, []))
@@ -453,7 +456,11 @@ class _Builder:
         reaches = [bool(reached(run.canvases[at, 0, position])) for run in runs]
         written = [not bool(masked[index, position]) for masked in self.masked]
         can_write = self.model.cfg.writable(torch.tensor(tokens).clamp(min=0)).tolist()
-        if reaches[0] != reaches[1] or not any(written) or not all(c for w, c in zip(written, can_write, strict=True) if w):
+        if (
+            reaches[0] != reaches[1]
+            or not any(written)
+            or not all(c for w, c in zip(written, can_write, strict=True) if w)
+        ):
             return None
         step_of = at + self.clean.first_step
         if all(written):
@@ -465,9 +472,8 @@ class _Builder:
         """The graph."""
         columns = torch.tensor(self.nodes, dtype=torch.long).T
         names = ("step", "kind", "layer", "head", "position", "branch", "token", "other")
-        parts = [edge for edge in self.edges if len(edge[0])]
-        decision = torch.cat([torch.full((len(edge[0]),), edge[3]) for edge in parts]) if parts else NO_EDGES.bool()
-        sources, targets, weights = (torch.cat([edge[i] for edge in parts]) if parts else NO_EDGES for i in range(3))
+        sources, ends, weights, decides = zip(*self.edges, strict=True)
+        decision = [torch.full(one.shape, is_decision) for one, is_decision in zip(ends, decides, strict=True)]
         tokens = {*columns[6].tolist(), *columns[7].tolist()} - {-1}
         words = {**self.corrupted.words, **self.clean.words}
         missing = sorted(tokens - words.keys())
@@ -476,10 +482,10 @@ class _Builder:
             **dict(zip(names, columns, strict=True)),
             effect=torch.tensor(self.effects, dtype=torch.float64),
             inflow=torch.tensor(self.inflows, dtype=torch.float64),
-            source=sources.long(),
-            target=targets.long(),
-            weight=weights.double(),
-            decision=decision,
+            source=torch.cat(sources),
+            target=torch.cat(ends),
+            weight=torch.cat(weights),
+            decision=torch.cat(decision),
             within=torch.tensor(self.errors, dtype=torch.float64),
             clean=self.ends[0],
             corrupted=self.ends[1],

@@ -17,12 +17,13 @@ a writer is the sum of the Ḡ_i of all parts after it, that at the objective is
 its outgoing edges exactly, and of its incoming edges up to the quadrature, and the effects of all embeddings add up to
 the difference of the objective. This is integrated gradients (Sundararajan et al. 2017, arXiv 1703.01365) of each part
 by itself, along its own straight path, with the averaged Jacobian in place of DeepLIFT's multiplier (Shrikumar et al.
-2017, arXiv 1704.02685). EAP-IG (Hanna et al. 2024, arXiv 2403.17806) integrates the whole network along the line between
-the two embeddings; there what flows into a node is not what flows out of it.
+2017, arXiv 1704.02685). EAP-IG (Hanna et al. 2024, arXiv 2403.17806) integrates the whole network along the line
+between the two embeddings; there what flows into a node is not what flows out of it.
 
-The integral is a sum over Gauss-Legendre points a. One pass computes them all: before each part, the stream of each copy
-of the canvas is replaced by x' + a (x - x'), so that all parts are local functions of one pass. Every part must have a
-derivative along its path: where a router chooses other experts on the way, the sum is off by the jump.
+The integral is a sum over m Gauss-Legendre points a. One pass computes them all: before each part, the stream of each
+copy of the canvas is replaced by x' + a (x - x'), so that all parts are local functions of one pass. The error falls
+exponentially with m, more slowly where attention or a norm turns sharply on the way. Every part must have a derivative
+along its path: where a router chooses other experts, the sum is off by the jump.
 
 Under guidance, the conditional and the unconditional pass are branches of one step, and the objective is a function of
 the logits of both along their common path.
@@ -43,12 +44,14 @@ from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.engine.kept_run import KeptRun, NetworkInput
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.hooks.names import attn_out, mlp_out, resid_post, resid_pre
+from diffusion_lens.hooks.names import Hook, attn_out, mlp_out, resid_post, resid_pre
 from diffusion_lens.hooks.step import BRANCHES
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.noise import HeadAt
 from diffusion_lens.model.transformer import DiffusionTransformer
+
+KINDS = ("token", "embed", "head", "mlp", "decision", "target", "error")  # of nodes
 
 
 class Objective(NamedTuple):
@@ -142,8 +145,8 @@ def both_runs(
 class Direction:
     """What the sweep leaves of one branch: the directions at the outputs of its parts, by layer."""
 
-    at_mlp_in: list[Float[Tensor, "pos d_model"] | None]  # Ḡ of each MLP, which reads its own position only
-    at_z: list[Float[Tensor, "pos head d_head"] | None]  # direction at the mixed values of each attention
+    at_mlp_in: dict[int, Float[Tensor, "pos d_model"]]  # Ḡ of each MLP, which reads its own position only
+    at_z: dict[int, Float[Tensor, "pos head d_head"]]  # direction at the mixed values of each attention
 
 
 class StepGraph:
@@ -223,13 +226,13 @@ class StepGraph:
             values = self.clean.values([one.logits for one in passes], self.objectives)
             totals = ((values * self.weights.to(values)).sum(dim=1) * coefficients.to(values)).unbind()
         finals = [one.leaves[-1] for one in passes]
-        # Float[target branch pos d_model], the direction at the final stream, by objective.
+        # The direction at the final stream, by objective and branch.
         self.at_final = torch.stack([torch.stack(self._summed(finals, total)) for total in totals])
         self.directions, effects = [], []
         for branch, of_branch in enumerate(passes):
             direction, change = self.at_final[:, branch].sum(dim=0), self.change[branch]
             effect = change.new_zeros(change.shape[:2])
-            found = Direction([None] * self.n_layers, [None] * self.n_layers)
+            found = Direction({}, {})
             for layer in reversed(range(self.n_layers)):
                 heads, mlp = self.graph.writer_points[f"blocks.{layer}.attn.hook_result"], self._mlp(layer)
                 effect[:, mlp] = (change[:, mlp] * direction).sum(dim=-1)
@@ -302,7 +305,7 @@ class _LeafPass:
             return self.z[hook.name]
 
         layers = range(step.n_layers)
-        hooks = [(name, replaced) for name in by_name]
+        hooks: list[tuple[str, Hook]] = [(name, replaced) for name in by_name]
         hooks += [(f"blocks.{layer}.attn.hook_z", cut) for layer in layers]
         hooks += [(name(layer), kept) for layer in layers for name in (attn_out, mlp_out)]
         with given.at_step(len(step.at)), step.model.hooks(fwd_hooks=hooks):
