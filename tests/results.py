@@ -425,6 +425,7 @@ def _graphs(run: Any) -> Iterator[Any]:
         **{name: torch.tensor(values) for name, values in {**columns, **edges}.items()},
         effect=rand(7),
         inflow=rand(7),
+        influence=rand(7),
         weight=rand(6),
         decision=torch.tensor([False, False, True, True, False, False]),
         within=rand(2, 3),

@@ -64,7 +64,7 @@ def as_graph(graph: Any, slug: str) -> dict[str, Any]:
                 "influence": 0.0,
                 "activation": None,
             },
-        )["influence"] += float(graph.effect[i])
+        )["influence"] += float(graph.influence[i])
     ends = (graph.source.tolist(), graph.target.tolist(), graph.weight.tolist())
     canvas = run.canvases[int(record["target_step"]) - run.first_step, 0].tolist()
     return {

@@ -5,9 +5,14 @@ v with the kept sources S(v) of its edges then retains the share
 
     r(v) = Σ_{u in S(v)} w(u → v) r(u) / Σ_u w(u → v)
 
-of its own, and r of the target is the share of M - M' that flows along paths inside the graph alone. `prune(share)`
-ranks nodes by their absolute effects and keeps the shortest beginning of this list for which r of the target reaches
-the share. A graph that is pruned again to the same share stays as it is.
+of its own, and r of the target is the share of M - M' that flows along paths inside the graph alone. Nodes are ranked
+by their influence on the target along absolute edges,
+
+    I(target) = 1,    I(u) = Σ_v |w(u → v)| / Σ_u' |w(u' → v)| · I(v)
+
+(Ameisen et al. 2025, "Circuit Tracing", transformer-circuits.pub), because a node whose effects cancel may be needed all
+the same. `prune(share)` keeps the shortest beginning of this list for which r of the target reaches the share. A
+graph that is pruned again to the same share stays as it is: influence and inflow are those of the whole graph.
 """
 
 import math
@@ -28,10 +33,10 @@ from diffusion_lens.analysis.graphs.within_step import KINDS
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model
-from diffusion_lens.settings import Real, Whole, checked_arguments, plain_number
+from diffusion_lens.settings import Real, Whole, at_least, checked_arguments, plain_number
 from weight_conversion import write_json
 
-_COLUMNS = ("step", "kind", "layer", "head", "position", "branch", "token", "other", "effect", "inflow")
+_COLUMNS = ("step", "kind", "layer", "head", "position", "branch", "token", "other", "effect", "inflow", "influence")
 _EVERY = 256  # sizes up to which each is tried when a graph is pruned; larger ones grow by a 20th
 
 
@@ -40,7 +45,7 @@ class RunGraph(PicturedResult, Saved):
     """Nodes and edges over the steps of a run; `run_graph` says what they mean.
 
     Columns of the data frame: name, word, other_word (at the position, in the clean and the corrupted run), step, kind,
-    layer, head, position, branch, token, other, effect, inflow; a row for each node.
+    layer, head, position, branch, token, other, effect, inflow, influence; a row for each node.
 
     Attributes:
         step: Int[node], denoising step.
@@ -54,6 +59,8 @@ class RunGraph(PicturedResult, Saved):
         effect: Float[node], share of M - M' that passes the node, in units of M.
         inflow: Float[node], sum of all edges into the node, kept or not; NaN where they were not computed. Tokens and
             errors have none, and repeat their effect.
+        influence: Float[node], share of the absolute flow into the target that passes the node, by the edges that were
+            computed.
         source, target: Int[edge], the nodes that an edge connects.
         weight: Float[edge], share of M - M' that passes the edge.
         decision: Bool[edge], whether it leads from a decision to a later step.
@@ -87,6 +94,7 @@ class RunGraph(PicturedResult, Saved):
     other: Int[Tensor, "node"]
     effect: Float[Tensor, "node"]
     inflow: Float[Tensor, "node"]
+    influence: Float[Tensor, "node"]
     source: Int[Tensor, "edge"]
     target: Int[Tensor, "edge"]
     weight: Float[Tensor, "edge"]
@@ -171,18 +179,24 @@ class RunGraph(PicturedResult, Saved):
         return float(self._retained([len(self)])[0])
 
     @checked_arguments
-    def prune(self, share: Real) -> "RunGraph":
-        """The graph of the nodes with the largest effects, as few as retain this share of M - M', and the edges between
-        them; of all nodes with edges, if these do not retain it. The target is kept.
+    def prune(self, share: Real = 1, *, most: Whole | None = None) -> "RunGraph":
+        """The graph of the nodes with the largest influence, as few as retain this share of M - M', and the edges
+        between them; of all nodes with edges, if these do not retain it. The target is kept.
+
+        Args:
+            share: Share of M - M' to retain.
+            most: Number of nodes at most, beside the target, whatever they retain.
 
         Raises:
-            ValueError: The share is not between 0 and 1.
+            ValueError: The share is not between 0 and 1, or the number not positive.
         """
         if not 0 < (number := plain_number("share", share)) <= 1:
             raise ValueError(f"share={number}; it must be above 0, and at most 1")
         ranks, sizes = self._ranks(), self._sizes()
         enough = [size for size, kept in zip(sizes, self._retained(sizes).tolist(), strict=True) if kept >= number]
         size = min(enough, default=sizes[-1])
+        if most is not None:
+            size = min(size, at_least(1, "most", most) + 1)
         return self._of_nodes(ranks < size, {"share": number})
 
     @checked_arguments
@@ -291,8 +305,8 @@ class RunGraph(PicturedResult, Saved):
         return repr(plots.readable(self.words[self.record["target"][1]]))
 
     def _ranks(self) -> Int[Tensor, "node"]:
-        """Rank of each node by absolute effect, 0 the target; nodes without computed edges come last."""
-        size = self.effect.abs().masked_fill(self.inflow.isnan(), -1.0)
+        """Rank of each node by influence, 0 the target; nodes without computed edges come last."""
+        size = self.influence.masked_fill(self.inflow.isnan(), -1.0)
         size[self.kind == KINDS.index("target")] = math.inf
         order = size.sort(descending=True, stable=True).indices
         return torch.empty_like(order).scatter(0, order, torch.arange(len(order)))
@@ -311,9 +325,7 @@ class RunGraph(PicturedResult, Saved):
         member = (ranks[:, None] < sizes).double()
         kept = member.clone()
         kinds = [KINDS.index(kind) for kind in ("token", "error")]
-        into: dict[int, list[int]] = {}
-        for edge, end in enumerate(self.target.tolist()):
-            into.setdefault(end, []).append(edge)
+        into = self._into()
         for node in self._in_order():
             if int(self.kind[node]) in kinds:
                 continue
@@ -322,6 +334,25 @@ class RunGraph(PicturedResult, Saved):
             inflow = float(self.inflow[node])
             kept[node] = member[node] * flow / inflow if inflow and not math.isnan(inflow) else 0.0
         return kept[int((self.kind == KINDS.index("target")).nonzero())]
+
+    def with_influence(self) -> "RunGraph":
+        """The same graph, with the influence of each node by its edges."""
+        flow, total = self.weight.abs(), torch.zeros(len(self), dtype=torch.float64)
+        total.index_add_(0, self.target, flow)
+        influence = (self.kind == KINDS.index("target")).double()
+        into = self._into()
+        for node in reversed(self._in_order()):
+            if node in into and float(total[node]):
+                edges = into[node]
+                influence.index_add_(0, self.source[edges], flow[edges] / total[node] * influence[node])
+        return replace(self, influence=influence)
+
+    def _into(self) -> dict[int, list[int]]:
+        """The edges into each node."""
+        into: dict[int, list[int]] = {}
+        for edge, end in enumerate(self.target.tolist()):
+            into.setdefault(end, []).append(edge)
+        return into
 
     def _in_order(self) -> list[int]:
         """The nodes, each after the sources of its edges."""

@@ -478,10 +478,11 @@ class _Builder:
         words = {**self.corrupted.words, **self.clean.words}
         missing = sorted(tokens - words.keys())
         words |= dict(zip(missing, self.model.words(missing), strict=True))
-        return RunGraph(
+        graph = RunGraph(
             **dict(zip(names, columns, strict=True)),
             effect=torch.tensor(self.effects, dtype=torch.float64),
             inflow=torch.tensor(self.inflows, dtype=torch.float64),
+            influence=torch.zeros(len(self.effects), dtype=torch.float64),
             source=torch.cat(sources),
             target=torch.cat(ends),
             weight=torch.cat(weights),
@@ -493,3 +494,4 @@ class _Builder:
             runs={"clean": self.clean, "corrupted": self.corrupted},
             record=record,
         )
+        return graph.with_influence()
