@@ -10,8 +10,8 @@ by their influence on the target along absolute edges,
 
     I(target) = 1,    I(u) = Σ_v |w(u → v)| / Σ_u' |w(u' → v)| · I(v)
 
-(Ameisen et al. 2025, "Circuit Tracing", transformer-circuits.pub), because a node whose effects cancel may be needed all
-the same. `prune(share)` keeps the shortest beginning of this list for which r of the target reaches the share. A
+(Ameisen et al. 2025, "Circuit Tracing", transformer-circuits.pub), because a node whose effects cancel may be needed
+all the same. `prune(share)` keeps the shortest beginning of this list for which r of the target reaches the share. A
 graph that is pruned again to the same share stays as it is: influence and inflow are those of the whole graph.
 """
 
@@ -274,8 +274,7 @@ class RunGraph(PicturedResult, Saved):
         drawn = []
         for i, name in enumerate(self.names):
             kind, layer = KINDS[int(self.kind[i])], int(self.layer[i])
-            token = int(self.runs["clean"].canvases[self._canvas(int(self.step[i])), 0, int(self.position[i])])
-            written = int(self.token[i]) if kind in ("decision", "target") else token
+            read = int(self.runs["clean"].canvases[self._canvas(int(self.step[i])), 0, int(self.position[i])])
             drawn.append(
                 {
                     "name": name,
@@ -284,7 +283,8 @@ class RunGraph(PicturedResult, Saved):
                     "step": steps.index(int(self.step[i])),
                     "label": int(self.step[i]),
                     "position": int(self.position[i]),
-                    "word": self.words.get(written, self.runs["clean"].words.get(written, "")),
+                    "read": self.runs["clean"].words[read],
+                    "word": self.words.get(int(self.token[i]), ""),
                     "effect": float(self.effect[i]),
                 }
             )
