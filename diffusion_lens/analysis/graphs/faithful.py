@@ -271,8 +271,16 @@ class _Ablated:
         first = run.first_step
         n_pos = run.tokens.shape[1]
         nothing = torch.zeros(self.n_branches, self.n, n_pos, self.graph.n_writers, dtype=torch.bool)
+        network = StepRun(self.model, run, last, [position], n_pos).branches[0]
+        kept = (last + 1 - first) * self.n_branches * network.stored_bytes(self.graph.node_points)
+        one = self.n_branches * reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos))
+        if (needed := kept + self.n * one) > self.max_bytes:
+            raise ValueError(
+                f"max_bytes={self.max_bytes:,} is too small: the runs of {self.n} graphs take {needed:,} bytes; give "
+                "fewer random graphs (n_random=) or more bytes"
+            )
         by_step = {step: self._replacements(step, [position], n_pos)[1] for step in range(first, last + 1)}
-        given = run.given[0]
+        given = run.given[0].cpu()
 
         def replaced(activation: Tensor, hook: Any) -> Tensor | None:
             if hook.step.index > last:

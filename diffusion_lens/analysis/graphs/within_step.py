@@ -41,7 +41,7 @@ from torch import Tensor
 from diffusion_lens.analysis.circuits.attribution import wider
 from diffusion_lens.analysis.circuits.graph import Graph
 from diffusion_lens.analysis.engine.batching import reserved
-from diffusion_lens.analysis.engine.kept_run import KeptRun, NetworkInput
+from diffusion_lens.analysis.engine.kept_run import NetworkInput
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.names import Hook, attn_out, mlp_out, resid_post, resid_pre
@@ -176,23 +176,21 @@ class StepGraph:
         self._require_memory(max_bytes)
 
         # 1. Both runs: the difference of what each part wrote, and the streams before each part.
-        self.streams: list[tuple[list[Tensor], list[Tensor]]] = []
+        self.streams: list[tuple[list[Tensor], ...]] = []
         self.change: list[Float[Tensor, "pos writer d_model"]] = []
-        logits: list[tuple[Tensor, Tensor]] = []
+        logits: list[tuple[Tensor, ...]] = []
         with torch.no_grad(), self.model.optional_hooks(use_attn_result=True):
             for pair in zip(clean.branches, corrupted.branches, strict=True):
-                runs = [given.run({*self.graph.writer_points, *self._leaf_points}, given.embed()) for given in pair]
-                wrote = [self.graph.written(run.activations)[0] for run in runs]
+                wrote, streams, outputs = zip(*map(self._kept, pair), strict=True)
                 self.change.append(wrote[0].to(wider(wrote[0].dtype)) - wrote[1])
-                of_clean, of_corrupted = (self._streams_of(run) for run in runs)
-                self.streams.append((of_clean, of_corrupted))
-                logits.append((runs[0].logits, runs[1].logits))
+                self.streams.append(streams)
+                logits.append(outputs)
 
         # 2. The objectives in both runs; the head of the corrupted run may mean something else.
         by_run = [[pair[i] for pair in logits] for i in range(2)]
-        self.clean_values = clean.values(by_run[0], self.objectives)[:, 0].double()
-        self.corrupted_values = corrupted.values(by_run[1], self.objectives)[:, 0].double()
-        under_clean_head = corrupted.values(by_run[1], self.objectives, clean.canvas)[:, 0].double()
+        self.clean_values = clean.values(by_run[0], self.objectives)[:, 0].double().cpu()
+        self.corrupted_values = corrupted.values(by_run[1], self.objectives)[:, 0].double().cpu()
+        under_clean_head = corrupted.values(by_run[1], self.objectives, clean.canvas)[:, 0].double().cpu()
         self.head_change = under_clean_head - self.corrupted_values
 
     @property
@@ -202,8 +200,11 @@ class StepGraph:
         pairs = zip((resid_pre(layer) for layer in range(self.n_layers)), mids, strict=True)
         return [*(name for pair in pairs for name in pair), resid_post(self.n_layers - 1)]
 
-    def _streams_of(self, run: KeptRun) -> list[Tensor]:
-        return [run.activations[name][0] for name in self._leaf_points]
+    def _kept(self, given: NetworkInput) -> tuple[Float[Tensor, "pos writer d_model"], list[Tensor], Tensor]:
+        """What each part of a run wrote, the streams before each part, and the logits."""
+        run = given.run({*self.graph.writer_points, *self._leaf_points}, given.embed())
+        streams = [run.activations[name][0] for name in self._leaf_points]
+        return self.graph.written(run.activations)[0], streams, run.logits
 
     def _require_memory(self, max_bytes: int) -> None:
         """Refuse a budget that does not hold the graphs of all points, the streams and the changes at once."""
@@ -227,7 +228,8 @@ class StepGraph:
             totals = ((values * self.weights.to(values)).sum(dim=1) * coefficients.to(values)).unbind()
         finals = [one.leaves[-1] for one in passes]
         # The direction at the final stream, by objective and branch.
-        self.at_final = torch.stack([torch.stack(self._summed(finals, total)) for total in totals])
+        at_final = torch.stack([torch.stack(self._summed(finals, total)) for total in totals])
+        self.at_final = at_final.to(self.change[0].device)
         self.directions, effects = [], []
         for branch, of_branch in enumerate(passes):
             direction, change = self.at_final[:, branch].sum(dim=0), self.change[branch]

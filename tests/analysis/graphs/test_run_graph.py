@@ -335,8 +335,9 @@ def test_what_cannot_be_is_said(either: Any) -> None:
     graph = run_graph(model, run, position, corrupted, points=2)
     with pytest.raises(ValueError, match="above 0"):
         graph.prune(0)
-    with pytest.raises(ValueError, match="one graph takes"):
-        graph.faithfulness(model, max_bytes=1000)
+    for canvas, message in (("forced", "one graph takes"), ("free", "graphs take")):
+        with pytest.raises(ValueError, match=message):
+            graph.faithfulness(model, canvas=canvas, max_bytes=1000)
 
 
 def test_the_budget_is_not_exceeded_by_more_steps_or_nodes(either: Any) -> None:
