@@ -212,7 +212,8 @@ class StepGraph:
         size = cfg.dtype.itemsize
         leaves = (2 * self.n_layers + 1) * given.stream_bytes
         changes = self.graph.n_writers * given.stream_bytes * (max(size, 4) // size + 2)
-        one = reserved(cfg, given.graph_bytes + leaves, of_graph=True)
+        # Beside the graph: the leaves, the outputs of attention and MLP, mixed values, and gradients on their way.
+        one = reserved(cfg, given.graph_bytes + leaves + (3 * self.n_layers + 4) * given.stream_bytes, of_graph=True)
         needed = len(self.clean.branches) * (len(self.at) * one + 2 * leaves + changes)
         if needed > max_bytes:
             raise ValueError(
