@@ -377,7 +377,8 @@ def _runs() -> Iterator[Any]:
         "words": WORDS,
         "record": {**RECORD, "blank": 3, "first_step": 0, "forward_passes": STEPS},
     }
-    yield Trajectory(**fields)
+    yield (run := Trajectory(**fields))
+    yield from _graphs(run)
     written = canvases.masked_fill(canvases == 3, -1)
     yield RunDifference(
         canvases=torch.stack([written, written.where((written < 0) | given, (written + 1) % 3)]),
@@ -401,6 +402,51 @@ def _runs() -> Iterator[Any]:
         record=fields["record"],
     )
     yield TrajectoryCache({step: {NAMES[0]: rand(1, POS, 8)} for step in range(STEPS)}, STEPS)
+
+
+def _graphs(run: Any) -> Iterator[Any]:
+    from diffusion_lens.analysis import GraphFaithfulness, RunGraph
+
+    settings = {"target": [7, 2], "target_step": 3, "metric": "logit", "other": -1, "share": 0.8}
+    sizes = {"n_writers": 1 + LAYERS * (HEADS + 1), "n_layers": LAYERS, "n_heads": HEADS, "passes": 6, "copies": 40}
+    # A given token, a head and a decision at step 1; an embedding, an MLP and the target at step 3, and an error.
+    columns = {
+        "step": [1, 1, 1, 3, 3, 3, 3],
+        "kind": [0, 2, 4, 1, 3, 5, 6],
+        "layer": [-1, 2, -1, -1, 4, -1, -1],
+        "head": [-1, 1, -1, -1, -1, -1, -1],
+        "position": [1, 5, 5, 5, 7, 7, 5],
+        "branch": [0] * 7,
+        "token": [1, -1, 2, 2, -1, 2, 2],
+        "other": [0, -1, 1, 1, -1, -1, 1],
+    }
+    edges = {"source": [0, 1, 2, 6, 3, 4], "target": [1, 2, 3, 3, 4, 5]}
+    yield RunGraph(
+        **{name: torch.tensor(values) for name, values in {**columns, **edges}.items()},
+        effect=rand(7),
+        inflow=rand(7),
+        influence=rand(7),
+        weight=rand(6),
+        decision=torch.tensor([False, False, True, True, False, False]),
+        within=rand(2, 3),
+        clean=2.0,
+        corrupted=-1.0,
+        words=WORDS,
+        runs={"clean": run, "corrupted": run},
+        record={**RECORD, **settings, **sizes},
+    )
+    yield GraphFaithfulness(
+        steps=torch.tensor([3, 1]),
+        positions=torch.tensor([7, 5]),
+        tokens=torch.tensor([2, 1]),
+        clean=rand(2),
+        replaced=rand(2) - 1,
+        values=rand(2, 4),
+        n_nodes=12,
+        n_all=473,
+        wrote=[True, False, False, False],
+        record=RECORD,
+    )
 
 
 def _store(folder: Path) -> Any:

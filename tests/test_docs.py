@@ -54,6 +54,7 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "patching.md",
         "recall.md",
         "rome.md",
+        "run_graphs.md",
         "signatures.md",
         "one_layer.md",
         "papers.md",

@@ -72,6 +72,7 @@ from diffusion_lens.analysis.directions import (
 )
 from diffusion_lens.analysis.engine.layout import CanvasLayout, StateBank
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
+from diffusion_lens.analysis.graphs import GraphFaithfulness, RunGraph, run_graph
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.over_facts.executor import LocalWorkers, Workers
 from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
@@ -146,6 +147,7 @@ __all__ = [
     "FactSignatures",
     "Faithfulness",
     "GradientAlignment",
+    "GraphFaithfulness",
     "KeyResult",
     "KeyValueSettings",
     "KeyValueStudy",
@@ -171,6 +173,7 @@ __all__ = [
     "RevealOrder",
     "ReversalSignatures",
     "RidgeSettings",
+    "RunGraph",
     "SecondMoment",
     "SinkSpan",
     "StateBank",
@@ -233,6 +236,7 @@ __all__ = [
     "reveal_order",
     "reversal_signatures",
     "routes",
+    "run_graph",
     "second_moment",
     "splice",
     "state_drift",

@@ -41,6 +41,7 @@ request      facts for which values are optimised
 prompt       prompts of one request
 probe        prompts that test an edit
 class        classes that a linear probe tells apart
+node, edge   parts of the network at a step and position in the graph of a run, and what passes from one to another
 writer       parts of the network that write to the residual stream
 reader       inputs of parts that read it
 state        states of the model: without an edit, and with it; or clean, spliced and ablated

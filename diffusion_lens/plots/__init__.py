@@ -41,6 +41,7 @@ from diffusion_lens.plots.curves import (
     similarity_curve,
     spectra,
 )
+from diffusion_lens.plots.graphs import run_graph
 from diffusion_lens.plots.looks import Look, look
 from diffusion_lens.plots.maps import edge_map, heat_map, labelled_map, token_map, trace_panels
 from diffusion_lens.settings.figures import style
@@ -81,6 +82,7 @@ __all__ = [
     "ranked_means",
     "readable",
     "reliability",
+    "run_graph",
     "save_figure",
     "share_bars",
     "shares_by_number",

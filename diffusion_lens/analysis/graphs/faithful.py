@@ -1,0 +1,327 @@
+"""What a graph keeps: the clean run with every node outside the graph replaced, at its step and position.
+
+In the pass of a step, each head (before the output projection) and each MLP that is no node of the graph at a position
+writes its output of the corrupted run there (or the mean of its outputs over positions, or 0), and each embedding that
+is no node is that of the corrupted canvas; everything else is live. The kept share of an objective q, the target or a
+decision of the graph, is
+
+    (q - q') / (q_clean - q')
+
+with q' in the pass in which everything is replaced, which is that of the corrupted run for corrupted outputs. Random
+graphs have as many nodes of each kind at each step as the graph, at random parts and positions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from diffusion_lens import plots
+from diffusion_lens.analysis.circuits.graph import Graph, by_part
+from diffusion_lens.analysis.engine.batching import reserved, row_bytes
+from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, StepRun, both_runs
+from diffusion_lens.denoising.same_network import require_same_architecture
+from diffusion_lens.hooks.step import BRANCHES
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.identity import run_of
+from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shown_model
+from diffusion_lens.settings import Whole, at_least, check_seed, one_of
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GraphFaithfulness(PicturedResult, Saved):
+    """What a graph and random graphs of its size keep of the target and of its decisions.
+
+    Columns of the data frame: objective (its number), graph ("graph", or "random 0" and so on), step, position, token,
+    value, share.
+
+    Attributes:
+        steps: Int[target], step of each objective, the target first.
+        positions, tokens: Int[target], position and token that each is about.
+        clean, replaced: Float[target], the objective in the clean run, and with every node replaced.
+        values: Float[target member], the objective with the graph, and with each random graph; of a free run the target
+            alone.
+        n_nodes: Number of nodes of the graph that can be replaced: embeddings, heads and MLPs.
+        n_all: Number of all that could be, at the steps of the graph.
+        wrote: Whether the run with the graph, and with each random graph, wrote the target; of forced canvases, whether
+            its token is the likeliest.
+        record: Settings, model, hash of the weights, hooks, versions.
+    """
+
+    KIND: ClassVar[str] = "graph faithfulness"
+    SHOWS: ClassVar[str] = "the share of the target and of each decision that a graph of a run keeps, and random graphs"
+
+    steps: Int[Tensor, "target"]
+    positions: Int[Tensor, "target"]
+    tokens: Int[Tensor, "target"]
+    clean: Float[Tensor, "target"]
+    replaced: Float[Tensor, "target"]
+    values: Float[Tensor, "target member"]
+    n_nodes: int
+    n_all: int
+    wrote: list[bool]
+    record: dict[str, Any] = field(repr=False)
+
+    @property
+    def shares(self) -> Float[Tensor, "target member"]:
+        """The kept share of each objective; not bounded by 0 and 1."""
+        return (self.values - self.replaced[:, None]) / (self.clean - self.replaced)[:, None]
+
+    @property
+    def share(self) -> float:
+        """The share of the target that the graph keeps."""
+        return float(self.shares[0, 0])
+
+    @property
+    def random(self) -> Float[Tensor, "member"]:
+        """The share of the target that each random graph keeps."""
+        return self.shares[0, 1:]
+
+    def plot(self, ax: Any = None, title: str | None = None) -> Any:
+        """The kept share of each objective, by step; returns the matplotlib axes."""
+        order = self.steps.sort(stable=True).indices
+        labels = [f"step {int(self.steps[i])}, position {int(self.positions[i])}" for i in order]
+        shares = self.shares[order]
+        rows, names = [shares[:, 0]], ["graph"]
+        if shares.shape[1] > 1:
+            rows, names = [*rows, shares[:, 1:].mean(dim=1)], [*names, "random graphs"]
+        return plots.labelled_lines(
+            torch.stack(rows), names, labels, "objective", "share kept", title or "What the graph keeps", ax
+        )
+
+    def _table(self) -> Table:
+        names = ["graph", *(f"random {i}" for i in range(self.values.shape[1] - 1))]
+        columns = {name: getattr(self, f"{name}s")[:, None] for name in ("step", "position", "token")}
+        return Table.of_cells(
+            {"objective": range(len(self.steps)), "graph": names},
+            {**columns, "value": self.values, "share": self.shares},
+        )
+
+    def __repr__(self) -> str:
+        n = self.values.shape[1] - 1
+        chance = f", {n} random ones {float(self.random.mean()):.2f}" if n else ""
+        size = f"{self.n_nodes} of {self.n_all} nodes"
+        return f"GraphFaithfulness({shown_model(self.record)}, {size} keep {self.share:.2f}{chance})"
+
+
+def measured(
+    graph: Any,
+    model: DiffusionTransformer,
+    replace: str,
+    canvas: str,
+    n_random: Whole,
+    seed: Whole,
+    max_bytes: Whole,
+) -> GraphFaithfulness:
+    """`RunGraph.faithfulness`."""
+    one_of("corrupted", "mean", "zero")("replace", replace)
+    one_of("forced", "free")("canvas", canvas)
+    n_random, seed = at_least(0, "n_random", n_random), check_seed("seed", seed)
+    for run in graph.runs.values():
+        require_same_architecture(run.record, model)
+    with torch.inference_mode(False), torch.no_grad(), run_of(model):
+        ablated = _Ablated(graph, model, replace, n_random, int(seed), int(max_bytes))
+        found = ablated.forced() if canvas == "forced" else ablated.free()
+        settings = {"replace": replace, "canvas": canvas, "n_random": n_random, "seed": int(seed)}
+        settings["target"] = graph.record["target"]
+        return GraphFaithfulness(**found, record={**settings, **provenance(model, model.cfg)})
+
+
+class _Ablated:
+    """Passes of the clean run with the nodes outside of several graphs replaced: the graph, random ones, and none."""
+
+    def __init__(
+        self, graph: Any, model: DiffusionTransformer, replace: str, n_random: int, seed: int, max_bytes: int
+    ) -> None:
+        self.run, self.model, self.replace, self.max_bytes = graph, model, replace, max_bytes
+        self.graph, self.n = Graph.of(model.cfg), 2 + n_random
+        self.n_branches = 2 if graph.runs["clean"].record["cfg_scale"] else 1
+        self.kinds = [KINDS[kind] for kind in graph.kind.tolist()]
+        n_pos, generator = graph.runs["clean"].tokens.shape[1], torch.Generator().manual_seed(seed)
+        self.members: dict[int, Tensor] = {}  # by step: by branch, graph, position and writer
+        self.n_nodes = self.n_all = 0
+        columns = zip(
+            *(getattr(graph, name).tolist() for name in ("step", "branch", "position", "layer", "head")), strict=True
+        )
+        per_layer = self.graph.n_heads + 1
+        for kind, (step, branch, position, layer, head) in zip(self.kinds, columns, strict=True):
+            if step not in self.members:
+                self.members[step] = torch.zeros(self.n_branches, self.n, n_pos, self.graph.n_writers, dtype=torch.bool)
+            if kind in ("token", "embed"):
+                self.members[step][branch, 0, position, 0] = True
+            elif kind in ("head", "mlp"):
+                writer = 1 + layer * per_layer + (head if kind == "head" else self.graph.n_heads)
+                self.members[step][branch, 0, position, writer] = True
+        kinds = torch.tensor([0, *([1] * self.graph.n_heads + [2]) * self.graph.n_layers])
+        for of_step in self.members.values():
+            self.n_nodes += int(of_step[:, 0].sum())
+            self.n_all += of_step[:, 0].numel()
+            for branch in of_step:
+                for place in range(3):
+                    columns_of = kinds.eq(place).nonzero().flatten()
+                    n_kind, n_cells = int(branch[0][:, columns_of].sum()), n_pos * len(columns_of)
+                    for member in branch[1:-1]:
+                        drawn = torch.zeros(n_cells, dtype=torch.bool)
+                        drawn[torch.randperm(n_cells, generator=generator)[:n_kind]] = True
+                        member[:, columns_of] = drawn.view(n_pos, -1)
+
+    def _replacements(
+        self, step: int, positions: list[int], n_reached: int = 0
+    ) -> tuple[StepRun, list[dict[str, Tensor]]]:
+        """The clean step, and what replaces each part, by hook point [pos writer ...], in each branch."""
+        runs = both_runs(self.model, (self.run.runs["clean"], self.run.runs["corrupted"]), step, positions, n_reached)
+        found = []
+        for given in runs[1].branches:
+            wrote = given.run(self.graph.node_points, given.embed()).activations
+            of_branch = {name: by_part(wrote[name])[0] for name in self.graph.node_points}
+            for name, value in of_branch.items():
+                if name != "hook_embed" and self.replace == "zero":
+                    of_branch[name] = torch.zeros_like(value)
+                elif name != "hook_embed" and self.replace == "mean":
+                    of_branch[name] = value.mean(dim=0, keepdim=True).expand_as(value)
+            found.append(of_branch)
+        given = runs[0].branches[0]
+        kept = len(found) * given.stored_bytes(self.graph.node_points)
+        one = reserved(self.model.cfg, row_bytes(self.model.cfg, given.n_pos, len(positions)))
+        self.at_once = min(self.n, (self.max_bytes - kept) // one)
+        if self.at_once < 1:
+            raise ValueError(f"max_bytes={self.max_bytes:,} is too small: one graph takes {kept + one:,} bytes")
+        return runs[0], found
+
+    def _hooks(self, members: Tensor, replacement: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
+        """Hooks that replace what is not in the graphs, Bool[member pos writer], one after the other."""
+
+        def replaced(activation: Tensor, hook: Any) -> Tensor:
+            writers = self.graph.node_points[hook.name]
+            n_pos = activation.shape[1]
+            kept = members[:, :n_pos, writers.start : writers.stop].to(activation.device)[..., None]
+            other = replacement[hook.name][:n_pos].to(activation)
+            patched = torch.where(kept, by_part(activation), other)
+            return patched if activation.dim() == 4 else patched[:, :, 0]
+
+        return [(name, replaced) for name in self.graph.node_points if name != "hook_embed"]
+
+    def forced(self) -> dict[str, Any]:
+        """Every objective of the graph, on the clean canvas of its step."""
+        wanted: dict[int, list[tuple[int, Objective]]] = {}
+        record = self.run.record
+        for i, kind in enumerate(self.kinds):
+            if kind in ("target", "decision"):
+                position, token, other = (int(getattr(self.run, name)[i]) for name in ("position", "token", "other"))
+                measure = record["metric"] if kind == "target" else "margin" if other >= 0 else "log_probability"
+                wanted.setdefault(int(self.run.step[i]), []).append((i, Objective(position, token, other, measure)))
+        rows: list[tuple[int, int, Objective, float, Tensor]] = []
+        wrote: list[bool] = []
+        target = self.kinds.index("target")
+        for step, numbered in wanted.items():
+            objectives = [objective for _, objective in numbered]
+            clean, logits, of_clean = self._passes(step, sorted({each.position for each in objectives}))
+            values = clean.values(logits, objectives).double().cpu()
+            clean_values = clean.values(of_clean, objectives)[:, 0].double().cpu()
+            for row, (i, objective) in enumerate(numbered):
+                rows.append((int(i != target), step, objective, float(clean_values[row]), values[row]))
+                if i == target:
+                    wrote = self._likeliest(clean, logits, objective)
+        rows.sort(key=lambda row: row[:2])
+        values = torch.stack([row[4] for row in rows])
+        return {
+            "steps": torch.tensor([row[1] for row in rows]),
+            "positions": torch.tensor([row[2].position for row in rows]),
+            "tokens": torch.tensor([row[2].token for row in rows]),
+            "clean": torch.tensor([row[3] for row in rows], dtype=torch.float64),
+            "replaced": values[:, -1],
+            "values": values[:, :-1],
+            "n_nodes": self.n_nodes,
+            "n_all": self.n_all,
+            "wrote": wrote[:-1],
+        }
+
+    def _likeliest(self, clean: StepRun, logits: list[Tensor], objective: Objective) -> list[bool]:
+        """Whether the target's token is the likeliest in each copy."""
+        writable = self.model.cfg.writable(torch.arange(logits[0].shape[-1])).nonzero().flatten().tolist()
+        others = [Objective(objective.position, token) for token in writable]
+        best = clean.values(logits, others).argmax(dim=0).tolist()
+        return [writable[token] == objective.token for token in best]
+
+    def _passes(self, step: int, positions: list[int]) -> tuple[StepRun, list[Tensor], list[Tensor]]:
+        """The clean step, the logits of all graphs in each branch, and those of the clean run."""
+        clean, replacements = self._replacements(step, positions)
+        logits, of_clean = [], []
+        for branch, given in enumerate(clean.branches):
+            embedded, parts = given.embed(), []
+            of_clean.append(given.run((), embedded).logits)
+            members = self.members[step][branch, :, : given.n_pos]
+            for part in torch.split(members, self.at_once):
+                kept = part[:, :, 0, None].to(embedded.device)
+                stream = torch.where(kept, embedded, replacements[branch]["hook_embed"][:, 0])
+                hooks = self._hooks(part, replacements[branch])
+                with given.at_step(len(part)), self.model.hooks(fwd_hooks=hooks):
+                    parts.append(self.model(stream, start_at_layer=0, logits_at=given.rows))
+            logits.append(torch.cat(parts))
+        return clean, logits, of_clean
+
+    def free(self) -> dict[str, Any]:
+        """The target in runs that are taken again, each step under its own replacements."""
+        run, record = self.run.runs["clean"], self.run.record
+        (position, token), last = record["target"], int(record["target_step"])
+        objective = Objective(position, token, int(record["other"]), record["metric"])
+        first = run.first_step
+        n_pos = run.tokens.shape[1]
+        nothing = torch.zeros(self.n_branches, self.n, n_pos, self.graph.n_writers, dtype=torch.bool)
+        network = StepRun(self.model, run, last, [position], n_pos).branches[0]
+        kept = (last + 1 - first) * self.n_branches * network.stored_bytes(self.graph.node_points)
+        one = self.n_branches * reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos))
+        if (needed := kept + self.n * one) > self.max_bytes:
+            raise ValueError(
+                f"max_bytes={self.max_bytes:,} is too small: the runs of {self.n} graphs take {needed:,} bytes; give "
+                "fewer random graphs (n_random=) or more bytes"
+            )
+        by_step = {step: self._replacements(step, [position], n_pos)[1] for step in range(first, last + 1)}
+        given = run.given[0].cpu()
+
+        def replaced(activation: Tensor, hook: Any) -> Tensor | None:
+            if hook.step.index > last:
+                return None
+            branch = BRANCHES.index(hook.step.branch)
+            members = self.members.get(hook.step.index, nothing)[branch]
+            replacement = by_step[hook.step.index][branch]
+            if hook.name != "blocks.0.hook_resid_pre":
+                return self._hooks(members, replacement)[0][1](activation, hook)  # type: ignore[no-any-return]
+            n = activation.shape[1]
+            kept = members[:, :n, 0, None] | ~given[:n, None]
+            return torch.where(kept.to(activation.device), activation, replacement["hook_embed"][:n, 0].to(activation))
+
+        names = ["blocks.0.hook_resid_pre", *(name for name in self.graph.node_points if name != "hook_embed")]
+        again = run.repeat(self.n).replay(self.model, canvas="free", fwd_hooks=[(name, replaced) for name in names])
+        # The target is read on the canvases that the graphs have written.
+        values = []
+        for member in range(self.n):
+            own = StepRun(self.model, again.row(member), last, [position])
+            logits = []
+            for branch, of_branch in enumerate(own.branches):
+                members = self.members.get(last, nothing)[branch, member : member + 1, : of_branch.n_pos]
+                embedded, replacement = of_branch.embed(), by_step[last][branch]
+                kept = members[0, :, 0, None] | ~given[: of_branch.n_pos, None]
+                stream = torch.where(
+                    kept.to(embedded.device), embedded, replacement["hook_embed"][: of_branch.n_pos, 0]
+                )
+                with of_branch.at_step(), self.model.hooks(fwd_hooks=self._hooks(members, replacement)):
+                    logits.append(self.model(stream, start_at_layer=0, logits_at=of_branch.rows))
+            values.append(float(own.values(logits, [objective])[0, 0]))
+        clean = StepRun(self.model, run, last, [position])
+        clean_logits = [of_branch.run(()).logits for of_branch in clean.branches]
+        found = torch.tensor([values], dtype=torch.float64)
+        return {
+            "steps": torch.tensor([last]),
+            "positions": torch.tensor([position]),
+            "tokens": torch.tensor([token]),
+            "clean": clean.values(clean_logits, [objective])[:, 0].double().cpu(),
+            "replaced": found[:, -1],
+            "values": found[:, :-1],
+            "n_nodes": self.n_nodes,
+            "n_all": self.n_all,
+            "wrote": (again.tokens[:-1, position] == token).tolist(),
+        }

@@ -1,0 +1,344 @@
+"""Attribution within one denoising step: averaged Jacobians of each part of the network between two runs.
+
+The residual stream before a part is a sum of what the earlier parts wrote: the embedding, the attention heads and the
+MLPs, with biases that are the same in both runs. Let x be the stream of the clean run before a part f (the attention
+of a block, an MLP, or final norm and unembedding with the objective), and x' that of the corrupted run. For a direction
+g at its output, the fundamental theorem of calculus says, with all norms inside f,
+
+    g · (f(x) - f(x')) = Σ_i Ḡ_i · (x_i - x'_i),    Ḡ_i = ∫_0^1 ∂(g · f)/∂x_i at x' + a (x - x') da
+
+and x_i - x'_i is the sum of the differences u_i - u'_i of all writers u before f. So the edge from writer u at position
+i into f has the weight
+
+    w(u@i → f) = Ḡ_i · (u_i - u'_i)
+
+and the edges into a part add up to its effect g · (f(x) - f(x')), but for the error of the quadrature. The direction at
+a writer is the sum of the Ḡ_i of all parts after it, that at the objective is 1. So the effect of a node is the sum of
+its outgoing edges exactly, and of its incoming edges up to the quadrature, and the effects of all embeddings add up to
+the difference of the objective. This is integrated gradients (Sundararajan et al. 2017, arXiv 1703.01365) of each part
+by itself, along its own straight path, with the averaged Jacobian in place of DeepLIFT's multiplier (Shrikumar et al.
+2017, arXiv 1704.02685). EAP-IG (Hanna et al. 2024, arXiv 2403.17806) integrates the whole network along the line
+between the two embeddings; there what flows into a node is not what flows out of it.
+
+The integral is a sum over m Gauss-Legendre points a. One pass computes them all: before each part, the stream of each
+copy of the canvas is replaced by x' + a (x - x'), so that all parts are local functions of one pass. The error falls
+exponentially with m, more slowly where attention or a norm turns sharply on the way. Every part must have a derivative
+along its path: where a router chooses other experts, the sum is off by the jump.
+
+Under guidance, the conditional and the unconditional pass are branches of one step, and the objective is a function of
+the logits of both along their common path.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.analysis.circuits.attribution import wider
+from diffusion_lens.analysis.circuits.graph import Graph
+from diffusion_lens.analysis.engine.batching import reserved
+from diffusion_lens.analysis.engine.kept_run import NetworkInput
+from diffusion_lens.denoising.predictor import guide
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.hooks.names import Hook, attn_out, mlp_out, resid_post, resid_pre
+from diffusion_lens.hooks.step import BRANCHES
+from diffusion_lens.model.config import reached
+from diffusion_lens.model.inputs import check_tokens
+from diffusion_lens.model.noise import HeadAt
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+KINDS = ("token", "embed", "head", "mlp", "decision", "target", "error")  # of nodes
+
+
+class Objective(NamedTuple):
+    """A number read from the logits of p(x_0) of one position: a logit, a log-probability, or a margin over `other`."""
+
+    position: int
+    token: int
+    other: int = -1
+    measure: str = "logit"
+
+    def of(self, logits: Float[Tensor, "sample d_vocab_out"]) -> Float[Tensor, "sample"]:
+        """Its value for each copy."""
+        wide = logits.to(wider(logits.dtype))
+        if self.measure == "log_probability":
+            return wide.log_softmax(dim=-1)[:, self.token]
+        return wide[:, self.token] - wide[:, self.other] if self.measure == "margin" else wide[:, self.token]
+
+
+class StepRun:
+    """One step of one run: the inputs of its branches, and the meaning of their logits."""
+
+    def __init__(
+        self,
+        model: DiffusionTransformer,
+        trajectory: Trajectory,
+        step: int,
+        positions: Sequence[int],
+        n_reached: int = 0,
+    ) -> None:
+        self.model, self.scale, self.step = model, float(trajectory.record["cfg_scale"]), step
+        state = trajectory.state_at(step, model.cfg.device)
+        self.canvas, self.given = state.tokens, state.given
+        self.positions = torch.tensor(positions, device=self.canvas.device)
+        rows = model.readout.rows(self.positions)
+        if state.block is not None:
+            rows = state.block.rows(rows, self.positions, torch.zeros_like(self.positions))
+        n_pos = self.canvas.shape[1]
+        n_reached = max(n_reached, int(reached(self.canvas[0]).nonzero().max()) + 1, int(rows.max()) + 1)
+        n_pos = n_pos if model.is_hooked else min(n_pos, n_reached - 1 + (model.cfg.block_size or 1))
+        canvases = [self.canvas, self.canvas.masked_fill(state.given, trajectory.blank)]
+        self.branches = [
+            NetworkInput(
+                model,
+                check_tokens(model.cfg.readable(canvas[:, :n_pos]), model.cfg),
+                rows.tolist(),
+                None,
+                replace(state, branch=branch),
+            )
+            for branch, canvas in zip(BRANCHES[: 2 if self.scale else 1], canvases, strict=False)
+        ]
+
+    @property
+    def n_pos(self) -> int:
+        """Number of positions that the network reads."""
+        return self.branches[0].n_pos
+
+    def values(
+        self,
+        logits: Sequence[Float[Tensor, "sample selected d_vocab_out"]],
+        objectives: Sequence[Objective],
+        canvas: Tensor | None = None,
+    ) -> Float[Tensor, "target sample"]:
+        """The objectives of copies of the step, from the network's outputs in each branch.
+
+        Args:
+            canvas: Tokens that the head reads in place of those of this step.
+        """
+        joined = logits[0] if len(logits) == 1 else guide(logits[0], logits[1], self.scale)
+        present = (self.canvas if canvas is None else canvas)[:, self.positions]
+        with self.model.clock.at(self.branches[0].step):
+            clean = HeadAt.of(self.model, present).clean_logits(joined)
+        column = {int(position): i for i, position in enumerate(self.positions)}
+        return torch.stack([one.of(clean[:, column[one.position]]) for one in objectives])
+
+
+def both_runs(
+    model: DiffusionTransformer,
+    pair: tuple[Trajectory, Trajectory],
+    step: int,
+    positions: Sequence[int],
+    n_reached: int = 0,
+) -> list[StepRun]:
+    """A step of the clean and of the corrupted run, read up to the last position that one of them has reached."""
+    runs = [StepRun(model, run, step, positions, n_reached) for run in pair]
+    if runs[0].n_pos == runs[1].n_pos:
+        return runs
+    return [StepRun(model, run, step, positions, max(one.n_pos for one in runs)) for run in pair]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What the sweep leaves of one branch: the directions at the outputs of its parts, by layer."""
+
+    at_mlp_in: dict[int, Float[Tensor, "pos d_model"]]  # Ḡ of each MLP, which reads its own position only
+    at_z: dict[int, Float[Tensor, "pos head d_head"]]  # direction at the mixed values of each attention
+
+
+class StepGraph:
+    """The nodes and edges of one step for some objectives, of two runs.
+
+    A node of a branch is (position, writer), with the writers of `circuits.graph.Graph`.
+
+    Args:
+        objectives: What the last part computes; `coefficients` of `sweep` weigh them.
+        points: Number m of quadrature points.
+        max_bytes: Memory to use in addition to the weights.
+    """
+
+    def __init__(
+        self,
+        clean: StepRun,
+        corrupted: StepRun,
+        objectives: Sequence[Objective],
+        points: int,
+        max_bytes: int,
+    ) -> None:
+        self.clean, self.corrupted, self.objectives = clean, corrupted, list(objectives)
+        self.model, self.graph = clean.model, Graph.of(clean.model.cfg)
+        self.n_layers = self.model.cfg.n_layers
+        at, weights = np.polynomial.legendre.leggauss(points)
+        self.at, self.weights = torch.tensor((at + 1) / 2), torch.tensor(weights / 2)
+        self._require_memory(max_bytes)
+
+        # 1. Both runs: the difference of what each part wrote, and the streams before each part.
+        self.streams: list[tuple[list[Tensor], ...]] = []
+        self.change: list[Float[Tensor, "pos writer d_model"]] = []
+        logits: list[tuple[Tensor, ...]] = []
+        with torch.no_grad(), self.model.optional_hooks(use_attn_result=True):
+            for pair in zip(clean.branches, corrupted.branches, strict=True):
+                wrote, streams, outputs = zip(*map(self._kept, pair), strict=True)
+                self.change.append(wrote[0].to(wider(wrote[0].dtype)) - wrote[1])
+                self.streams.append(streams)
+                logits.append(outputs)
+
+        # 2. The objectives in both runs; the head of the corrupted run may mean something else.
+        by_run = [[pair[i] for pair in logits] for i in range(2)]
+        self.clean_values = clean.values(by_run[0], self.objectives)[:, 0].double().cpu()
+        self.corrupted_values = corrupted.values(by_run[1], self.objectives)[:, 0].double().cpu()
+        under_clean_head = corrupted.values(by_run[1], self.objectives, clean.canvas)[:, 0].double().cpu()
+        self.head_change = under_clean_head - self.corrupted_values
+
+    @property
+    def _leaf_points(self) -> list[str]:
+        """The hook points of the streams before the parts: attention and MLP of each block, then the final norm."""
+        mids = [f"blocks.{layer}.hook_resid_mid" for layer in range(self.n_layers)]
+        pairs = zip((resid_pre(layer) for layer in range(self.n_layers)), mids, strict=True)
+        return [*(name for pair in pairs for name in pair), resid_post(self.n_layers - 1)]
+
+    def _kept(self, given: NetworkInput) -> tuple[Float[Tensor, "pos writer d_model"], list[Tensor], Tensor]:
+        """What each part of a run wrote, the streams before each part, and the logits."""
+        run = given.run({*self.graph.writer_points, *self._leaf_points}, given.embed())
+        streams = [run.activations[name][0] for name in self._leaf_points]
+        return self.graph.written(run.activations)[0], streams, run.logits
+
+    def _require_memory(self, max_bytes: int) -> None:
+        """Refuse a budget that does not hold the graphs of all points, the streams and the changes at once."""
+        given, cfg = self.clean.branches[0], self.model.cfg
+        size = cfg.dtype.itemsize
+        leaves = (2 * self.n_layers + 1) * given.stream_bytes
+        changes = self.graph.n_writers * given.stream_bytes * (max(size, 4) // size + 2)
+        # Beside the graph: the leaves, the outputs of attention and MLP, mixed values, and gradients on their way.
+        one = reserved(cfg, given.graph_bytes + leaves + (3 * self.n_layers + 4) * given.stream_bytes, of_graph=True)
+        needed = len(self.clean.branches) * (len(self.at) * one + 2 * leaves + changes)
+        if needed > max_bytes:
+            raise ValueError(
+                f"max_bytes={max_bytes:,} is too small: a step takes {needed:,} bytes with points={len(self.at)}; give "
+                "fewer points or more bytes"
+            )
+
+    def sweep(self, coefficients: Float[Tensor, "target"]) -> list[Float[Tensor, "pos writer"]]:
+        """The effect of every node of each branch on the weighted sum of the objectives."""
+        with torch.enable_grad():
+            passes = [_LeafPass(self, branch) for branch in range(len(self.change))]
+            values = self.clean.values([one.logits for one in passes], self.objectives)
+            totals = ((values * self.weights.to(values)).sum(dim=1) * coefficients.to(values)).unbind()
+        finals = [one.leaves[-1] for one in passes]
+        # The direction at the final stream, by objective and branch.
+        at_final = torch.stack([torch.stack(self._summed(finals, total)) for total in totals])
+        self.at_final = at_final.to(self.change[0].device)
+        self.directions, effects = [], []
+        for branch, of_branch in enumerate(passes):
+            direction, change = self.at_final[:, branch].sum(dim=0), self.change[branch]
+            effect = change.new_zeros(change.shape[:2])
+            found = Direction({}, {})
+            for layer in reversed(range(self.n_layers)):
+                heads, mlp = self.graph.writer_points[f"blocks.{layer}.attn.hook_result"], self._mlp(layer)
+                effect[:, mlp] = (change[:, mlp] * direction).sum(dim=-1)
+                found.at_mlp_in[layer] = of_branch.mlp(layer, direction)
+                direction = direction + found.at_mlp_in[layer]
+                columns = slice(heads.start, heads.stop)
+                effect[:, columns] = torch.einsum("phd,pd->ph", change[:, columns], direction)
+                found.at_z[layer] = of_branch.output(layer, direction)
+                direction = direction + of_branch.attention(layer, found.at_z[layer])
+            effect[:, 0] = (change[:, 0] * direction).sum(dim=-1)
+            self.directions.append(found)
+            effects.append(effect)
+        self._passes = passes
+        return effects
+
+    def into_objective(self, index: int) -> list[Float[Tensor, "pos writer"]]:
+        """The edges from every node of each branch into an objective, times its coefficient."""
+        pairs = zip(self.change, self.at_final[index], strict=True)
+        return [torch.einsum("pwd,pd->pw", change, direction) for change, direction in pairs]
+
+    def into_node(self, branch: int, position: int, writer: int) -> Float[Tensor, "pos writer"]:
+        """The edges from every node of the branch into this node."""
+        change, layer = self.change[branch], (writer - 1) // (self.graph.n_heads + 1)
+        edges, before = change.new_zeros(change.shape[:2]), 1 + layer * (self.graph.n_heads + 1)
+        if writer == self._mlp(layer):
+            direction = self.directions[branch].at_mlp_in[layer]
+            edges[position, :writer] = change[position, :writer] @ direction[position]
+            return edges
+        at_z, head = self.directions[branch].at_z[layer], writer - before
+        own = torch.zeros_like(at_z)
+        own[position, head] = at_z[position, head]
+        direction = self._passes[branch].attention(layer, own)
+        edges[:, :before] = torch.einsum("pwd,pd->pw", change[:, :before], direction)
+        return edges
+
+    def _mlp(self, layer: int) -> int:
+        return (layer + 1) * (self.graph.n_heads + 1)
+
+    @staticmethod
+    def _summed(leaves: Iterable[Tensor], total: Tensor) -> list[Float[Tensor, "pos d_model"]]:
+        """The gradient at each leaf, summed over the copies."""
+        found = torch.autograd.grad(total, list(leaves), retain_graph=True, materialize_grads=True)
+        return [gradient.to(wider(gradient.dtype)).sum(dim=0) for gradient in found]
+
+
+class _LeafPass:
+    """A pass over copies of a canvas in which every part reads a stream of its own, a point of its path."""
+
+    def __init__(self, step: StepGraph, branch: int) -> None:
+        given, (clean, corrupted) = step.clean.branches[branch], step.streams[branch]
+        self.weights = step.weights
+        self.leaves = []
+        for x, other in zip(clean, corrupted, strict=True):
+            wide = wider(x.dtype)
+            at = step.at.to(device=x.device, dtype=wide)[:, None, None]
+            self.leaves.append((other.to(wide) + at * (x.to(wide) - other)).to(x.dtype).requires_grad_())
+        by_name = dict(zip(step._leaf_points, self.leaves, strict=True))
+        self.outputs: dict[str, Tensor] = {}
+        self.z: dict[str, Tensor] = {}
+
+        def replaced(activation: Tensor, hook: Any) -> Tensor:
+            return by_name[hook.name]
+
+        def kept(activation: Tensor, hook: Any) -> None:
+            self.outputs[hook.name] = activation
+
+        def cut(activation: Tensor, hook: Any) -> Tensor:
+            self.outputs[hook.name] = activation
+            self.z[hook.name] = activation.detach().requires_grad_()
+            return self.z[hook.name]
+
+        layers = range(step.n_layers)
+        hooks: list[tuple[str, Hook]] = [(name, replaced) for name in by_name]
+        hooks += [(f"blocks.{layer}.attn.hook_z", cut) for layer in layers]
+        hooks += [(name(layer), kept) for layer in layers for name in (attn_out, mlp_out)]
+        with given.at_step(len(step.at)), step.model.hooks(fwd_hooks=hooks):
+            self.logits: Tensor = step.model(
+                self.leaves[0].detach(), start_at_layer=0, attention_mask=None, logits_at=given.rows
+            )
+
+    def mlp(self, layer: int, direction: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_model"]:
+        """Ḡ of an MLP, for a direction at its output."""
+        return self._pulled(self.outputs[mlp_out(layer)], self.leaves[2 * layer + 1], direction)
+
+    def attention(self, layer: int, direction: Float[Tensor, "pos head d_head"]) -> Float[Tensor, "pos d_model"]:
+        """Ḡ of an attention, for a direction at its mixed values."""
+        return self._pulled(self.outputs[f"blocks.{layer}.attn.hook_z"], self.leaves[2 * layer], direction)
+
+    def output(self, layer: int, direction: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head d_head"]:
+        """The direction at the mixed values, of which the output of an attention is a linear function."""
+        return self._pulled(self.outputs[attn_out(layer)], self.z[f"blocks.{layer}.attn.hook_z"], direction)
+
+    def _pulled(self, output: Tensor, leaf: Tensor, direction: Tensor) -> Tensor:
+        """The average over the path of a direction times the Jacobian of an output by a leaf."""
+        wide = wider(leaf.dtype)
+        if not output.requires_grad:  # a hook wrote the output
+            return torch.zeros(leaf.shape[1:], dtype=wide, device=leaf.device)
+        weights = self.weights.to(direction).view(-1, *[1] * direction.dim())
+        (gradient,) = torch.autograd.grad(
+            output,
+            leaf,
+            (weights * direction).to(device=output.device, dtype=output.dtype),
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        return gradient.to(device=direction.device, dtype=wide).sum(dim=0)

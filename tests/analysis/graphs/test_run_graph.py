@@ -1,0 +1,374 @@
+"""Laws of the graph of a run: what flows into a node flows out of it; the given tokens have the whole difference."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+LENGTH = 11
+
+
+def run_of(model: Any, prompt: torch.Tensor, **more: Any) -> Any:
+    if model.cfg.has_mask or model.cfg.uniform_noise:
+        more = {"steps": 8 if "Fast" in model.cfg.model_name or "nemotron" in model.cfg.model_name else 4, **more}
+    return model.denoise(prompt[None], length=LENGTH, **more)
+
+
+def prompts(one: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    clean = one.tokens[0, :5]
+    corrupted = clean.clone()
+    corrupted[[2, 4]] = (corrupted[[2, 4]] + 7) % 400
+    return clean, corrupted
+
+
+def last_position(run: Any) -> int:
+    """A position that the last step wrote, so that all steps may have a part in it."""
+    return int(run.revealed_at[0].argmax())
+
+
+def graph_of(one: Any, points: int = 0, **more: Any) -> Any:
+    """A graph with enough points for an error of 1e-3: the norms of some networks turn sharply on their paths."""
+    from diffusion_lens.analysis import run_graph
+
+    clean, corrupted = prompts(one)
+    loop = {name: more.pop(name) for name in ("cfg_scale", "sampler") if name in more}
+    run = run_of(one.model, clean, **loop)
+    points = points or (64 if one.model.cfg.time_conditioning else 32)
+    return run_graph(one.model, run, last_position(run), corrupted, points=points, **{"nodes_per_step": 30, **more})
+
+
+def require_laws(graph: Any) -> None:
+    nodes, edges = graph.nodes, graph.edges
+    largest = nodes.effect.abs().max()
+    # 1. The edges into a node add up to its effect. All are summed in `inflow`, whether they are kept or not.
+    with_edges = nodes[nodes.inflow.notna()]
+    assert (with_edges.inflow - with_edges.effect).abs().max() < 1e-3 * largest
+    assert len(with_edges) > 10
+    # 2. A decision passes on what it has.
+    passed = edges[edges.kind == "decision"].groupby("source").weight.sum()
+    for node, weight in passed.items():
+        assert weight == pytest.approx(nodes.effect[node], rel=1e-6, abs=1e-9)
+    assert set(nodes[nodes.kind == "decision"].index) <= set(passed.index)
+    # 3. Within each step the embeddings have the whole difference of its objectives.
+    for step, within, total in graph.within.tolist():
+        embeddings = nodes[(nodes.step == step) & nodes.kind.isin(["token", "embed"])]
+        assert embeddings.effect.sum() == pytest.approx(within, rel=1e-6, abs=1e-6)
+        assert within == pytest.approx(total, abs=1e-3 * largest)
+    # 4. Over the steps, the given tokens and the errors have that of the target.
+    sources = nodes[nodes.kind.isin(["token", "error"])]
+    assert sources.effect.sum() == pytest.approx(graph.clean - graph.corrupted, abs=2e-3 * largest)
+
+
+def test_effects_add_up_on_every_family(summed: Any) -> None:
+    if summed.has_shared_expert:
+        with pytest.raises(ValueError, match="shared expert"):
+            graph_of(summed)
+        return
+    require_laws(graph_of(summed))
+
+
+@pytest.mark.parametrize(
+    ("family", "points"), [("llada", 32), ("dream", 32), ("sdar", 32), ("mdlm", 64), ("bd3lm", 128)]
+)
+def test_effects_add_up_under_guidance(family: str, points: int, specimen: Any, configs: Any) -> None:
+    graph = graph_of(specimen(configs[family]), points=points, cfg_scale=0.7)
+    require_laws(graph)
+    assert set(graph.nodes.branch) == {0, 1}
+    # The unconditional branch sees no given token.
+    assert not (graph.nodes.kind[graph.nodes.branch == 1] == "token").any()
+
+
+@pytest.mark.parametrize("metric", ["log_probability", "margin"])
+def test_effects_add_up_for_every_metric(either: Any, metric: str) -> None:
+    require_laws(graph_of(either, metric=metric))
+
+
+def test_the_error_falls_with_the_points(several: Any) -> None:
+    if several.has_shared_expert:
+        return
+    errors = [graph_of(several, points=points).step_error for points in (4, 32)]
+    assert errors[1] < errors[0] / 30
+
+
+def test_a_forced_canvas_has_no_decisions(several: Any) -> None:
+    if several.has_shared_expert:
+        return
+    graph = graph_of(several, canvas="forced")
+    require_laws(graph)
+    assert not graph.decision.any()
+    assert set(graph.nodes.kind) <= {"token", "head", "mlp", "target", "error"}
+    assert set(graph.nodes.step) == {graph.record["target_step"]}
+
+
+def test_what_is_equal_in_both_runs_has_no_effect(either: Any) -> None:
+    """Before the first given token that differs, a causal model computes the same."""
+    graph = graph_of(either)
+    positions = graph.nodes.position
+    assert (graph.nodes.effect != 0).all()
+    assert positions.min() >= (2 if either.kind == "ar" else 0)
+    assert set(positions[graph.nodes.kind == "token"]) == {2, 4}
+
+
+def test_a_linear_network_has_the_effects_that_can_be_written_down(specimen: Any, configs: Any) -> None:
+    """Without norms and MLP, under even attention, a token adds to the logit what it adds to the mean of the values."""
+    from diffusion_lens.analysis import run_graph
+
+    model = specimen({**configs["llada"], "n_layers": 1}).model
+    block = model.blocks[0]
+    block.ln1, block.ln2, model.ln_final = (torch.nn.Identity() for _ in range(3))
+    with torch.no_grad():
+        block.attn.q.weight.zero_()
+        next(each for name, each in block.mlp.named_parameters() if each.shape[0] == model.cfg.d_model).zero_()
+        clean = torch.arange(5) + 20
+        corrupted = torch.where(torch.arange(5) == 3, clean + 9, clean)
+        run = model.denoise(clean[None], length=8, steps=1)
+        graph = run_graph(model, run, 6, corrupted, points=1, canvas="forced")
+        change = model.embed.weight[clean[3]] - model.embed.weight[corrupted[3]]
+        readout = model.unembed.weight[int(run.tokens[0, 6])]
+        by_head = torch.stack(
+            [(change @ block.attn.W_V[h] @ block.attn.W_O[h]) @ readout / 8 for h in range(model.cfg.n_heads)]
+        )
+    nodes = graph.nodes
+    heads = nodes[nodes.kind == "head"].sort_values("head")
+    assert heads.effect.tolist() == pytest.approx(by_head.tolist(), rel=1e-4)
+    assert (heads.position == 6).all()
+    assert float(nodes.effect[nodes.kind == "token"].iloc[0]) == pytest.approx(float(by_head.sum()), rel=1e-4)
+    assert graph.clean - graph.corrupted == pytest.approx(float(by_head.sum()), rel=1e-3)
+    into = graph.edges[graph.edges.target_name == "target"].set_index("source_name").weight
+    assert into[[f"a0.h{h}" for h in range(4)]].tolist() == pytest.approx(by_head.tolist(), rel=1e-4)
+
+
+def test_an_edge_into_the_last_mlp_is_what_finite_differences_say(either: Any) -> None:
+    """Independent of gradients and quadrature: differences of the MLP and of the head along both paths."""
+    model, last = either.model, either.model.cfg.n_layers - 1
+    graph = graph_of(either, canvas="forced", nodes_per_step=500)
+    step, name = graph.record["target_step"], f"m{last}"
+    at = graph.edges[(graph.edges.target_name == name) & graph.edges.source_name.str.startswith("a")].iloc[0]
+    node, position = graph.nodes.loc[at.source], int(at.target_position)
+    row = int(model.readout.rows(torch.tensor(graph.record["target"][0])))
+
+    # 1. Streams and outputs of both runs, computed as a user would.
+    n_pos = row + 1 if model.cfg.is_autoregressive else LENGTH
+    streams = {}
+    with model.optional_hooks(use_attn_result=True):
+        for which, run in graph.runs.items():
+            tokens = model.cfg.readable(run.canvases[step, :, :n_pos])
+            streams[which] = model.run_with_cache(tokens)[1]
+    change = [
+        streams["clean"][name_] - streams["corrupted"][name_]
+        for name_ in (
+            f"blocks.{last}.hook_resid_mid",
+            f"blocks.{last}.hook_resid_post",
+            f"blocks.{node.layer}.attn.hook_result",
+        )
+    ]
+    mid, post = (streams["corrupted"][f"blocks.{last}.{point}"] for point in ("hook_resid_mid", "hook_resid_post"))
+    written = torch.zeros_like(mid)
+    written[0, position] = change[2][0, position, int(node["head"])]
+    shares = (torch.arange(64) + 0.5) / 64
+
+    # 2. How much the MLP writes more along the head's output, on average over the path of its input.
+    block, size = model.blocks[last], 0.05
+    with torch.no_grad():
+        path = mid + shares[:, None, None] * change[0]
+        more = (block.mlp(block.ln2(path + size * written)) - block.mlp(block.ln2(path - size * written))) / (2 * size)
+        more = more.mean(dim=0)
+        # 3. How much the logit rises along that, on average over the path of the last stream.
+        path = post + shares[:, None, None] * change[1]
+        ends = [
+            model(path + sign * size * more, start_at_layer=last + 1, logits_at=[row])[:, 0, graph.record["target"][1]]
+            for sign in (1, -1)
+        ]
+    slope = float(((ends[0] - ends[1]) / (2 * size)).mean())
+    assert at.weight == pytest.approx(slope, rel=0.02, abs=1e-3)
+
+
+def test_one_decision_carries_what_a_written_token_does() -> None:
+    """The description's first word is written in one step and read by the next."""
+    from diffusion_lens import HookedDiffusionTransformer
+    from diffusion_lens.analysis import run_graph
+    from diffusion_lens.data import site_facts
+
+    model = HookedDiffusionTransformer.from_pretrained("site-mdm", device="cpu")
+    names = [person.name for person in site_facts.load().people if person.trained == "both"][:2]
+    run = model.denoise(f"{names[0]} is the", max_new_tokens=6, steps=6)
+    place = int(run.revealed_at[0, 4:7].argmax()) + 4
+    graph = run_graph(model, run, place, f"{names[1]} is the", points=32)
+    require_laws(graph)
+    decisions = graph.nodes[graph.nodes.kind == "decision"]
+    assert len(decisions) >= 1
+    assert (decisions.token != decisions.other).all()
+    for node in decisions.index:
+        for edge in graph.edges[graph.edges.source == node].itertuples():
+            read = graph.nodes.loc[edge.target]
+            assert (read.kind, read.position) == ("embed", decisions.position[node])
+            assert read.step > decisions.step[node]
+            assert edge.weight == pytest.approx(read.effect)
+
+
+@pytest.mark.parametrize("name", ["site-mdm", "site-ar"])
+def test_the_planted_site_is_among_the_strongest_nodes(name: str) -> None:
+    """MLPs at the subject's last token early, attention at the readout late."""
+    from diffusion_lens import HookedDiffusionTransformer
+    from diffusion_lens.analysis import run_graph
+    from diffusion_lens.data import site_facts
+
+    model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
+    facts = [f for f in site_facts.load().facts("attribute") if f.template == "people say <subject> gladly plays"][:2]
+    run = model.denoise(facts[0].prompt, max_new_tokens=5, steps=5 if model.cfg.has_mask else None)
+    graph = run_graph(model, run, 6, facts[1].prompt, metric="margin")
+    parts = graph.nodes[graph.nodes.kind.isin(["head", "mlp"])].head(8)
+    at_subject = parts[(parts.kind == "mlp") & (parts.position == 3) & (parts.layer < 3)]
+    row = int(model.readout.rows(torch.tensor(6)))
+    at_readout = parts[(parts.kind == "head") & (parts.position == row) & (parts.layer >= 2)]
+    assert len(at_subject)
+    assert len(at_readout)
+    circuit = graph.prune(0.95)
+    kept = set(zip(circuit.names, circuit.position.tolist(), strict=True))
+    assert {(at_subject.name.iloc[0], 3), (at_readout.name.iloc[0], row)} <= kept
+    measured = circuit.faithfulness(model)
+    assert measured.share > 0.9
+    assert measured.wrote[0]
+    assert measured.random.abs().max() < 0.1
+
+
+def test_a_whole_graph_keeps_everything_and_an_empty_one_nothing(either: Any) -> None:
+    from diffusion_lens.analysis.graphs.within_step import KINDS
+
+    graph = graph_of(either)
+    whole = graph.faithfulness(either.model, n_random=0)
+    assert whole.shares[:, 0].tolist() == pytest.approx([1.0] * len(whole.steps), abs=1e-3)
+    assert whole.replaced[0] == pytest.approx(graph.corrupted, abs=1e-3)
+    free = graph.faithfulness(either.model, canvas="free", n_random=0)
+    assert free.wrote == [True]
+    if either.kind == "ar":  # The order of an MDM may change: a token that has no effect is no part of the graph.
+        assert free.share == pytest.approx(1.0, abs=1e-3)
+    alone = graph._of_nodes(graph.kind == KINDS.index("target"), {})
+    assert alone.faithfulness(either.model, n_random=0).share == pytest.approx(0.0, abs=1e-6)
+
+
+def test_random_graphs_repeat_with_their_seed_and_have_the_size_of_the_graph(either: Any) -> None:
+    graph = graph_of(either).prune(0.8)
+    first, again, other = (graph.faithfulness(either.model, seed=seed, n_random=3).values for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    one_by_one = graph.faithfulness(either.model, n_random=3, max_bytes=2**21).values
+    assert torch.allclose(one_by_one, first, atol=1e-4)
+
+
+@pytest.mark.parametrize("replace", ["mean", "zero"])
+def test_other_replacements_keep_what_the_whole_graph_does(either: Any, replace: str) -> None:
+    graph = graph_of(either, canvas="forced")
+    measured = graph.faithfulness(either.model, replace, n_random=1)
+    assert measured.replaced[0] != pytest.approx(graph.corrupted, abs=1e-3)
+    assert math.isfinite(measured.share)
+
+
+def test_pruning_keeps_the_target_and_is_done_once(several: Any) -> None:
+    if several.has_shared_expert:
+        return
+    graph = graph_of(several)
+    for share in (0.3, 0.8):
+        pruned = graph.prune(share)
+        assert len(pruned) < len(graph)
+        assert "target" in pruned.nodes.kind.tolist()
+        again = pruned.prune(share)
+        assert again.names == pruned.names
+        assert torch.equal(again.source, pruned.source)
+        reached = pruned.retained
+        assert reached >= share - 1e-9 or len(pruned) == int((~graph.inflow.isnan()).sum())
+    assert graph.retained <= 1 + 0.5
+
+
+def test_a_corrupted_trajectory_is_that_of_its_prompt(either: Any) -> None:
+    from diffusion_lens.analysis import run_graph
+
+    clean, corrupted = (run_of(either.model, prompt) for prompt in prompts(either))
+    from_run = run_graph(either.model, clean, last_position(clean), corrupted, nodes_per_step=4)
+    from_prompt = run_graph(either.model, clean, last_position(clean), prompts(either)[1], nodes_per_step=4)
+    assert torch.equal(from_run.effect, from_prompt.effect)
+
+
+def test_hooks_of_the_caller_act_in_both_runs_or_are_refused(either: Any) -> None:
+    model = either.model
+
+    def halved(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+        return activation / 2
+
+    with model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", halved), ("blocks.0.attn.hook_z", halved)]):
+        require_laws(graph_of(either))
+    for name in ("blocks.1.hook_resid_mid", "blocks.0.hook_attn_out"):
+        with model.hooks(fwd_hooks=[(name, halved)]), pytest.raises(ValueError, match="edge stands for"):
+            graph_of(either)
+
+    def fails(activation: torch.Tensor, hook: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("stop here")
+
+    with model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", fails)]):
+        with pytest.raises(RuntimeError, match="stop here"):
+            graph_of(either)
+        assert list(map(len, model.list_hooks().values())) == [1]
+
+
+def test_what_cannot_be_is_said(either: Any) -> None:
+    from diffusion_lens.analysis import run_graph
+
+    model, (clean, corrupted) = either.model, prompts(either)
+    run = run_of(model, clean)
+    position = last_position(run)
+    both = model.denoise(torch.stack([clean, corrupted]), length=LENGTH, **({"steps": 4} if model.cfg.has_mask else {}))
+    for message, arguments in {
+        "2 rows": (both, position, corrupted),
+        "no position that the run writes": (run, 1, corrupted),
+        "equally many tokens": (run, position, corrupted[:4]),
+        "same length, steps": (run, position, run_of(model, corrupted).from_step(1)),
+        "cannot write": (run, (position, 10**6), corrupted),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            run_graph(model, *arguments)
+    with pytest.raises(ValueError, match="too small"):
+        run_graph(model, run, position, corrupted, max_bytes=2**16)
+    with pytest.raises(ValueError, match="read at step"):
+        run_graph(model, run, position, corrupted, step=40)
+    graph = run_graph(model, run, position, corrupted, points=2)
+    with pytest.raises(ValueError, match="above 0"):
+        graph.prune(0)
+    for canvas, message in (("forced", "one graph takes"), ("free", "graphs take")):
+        with pytest.raises(ValueError, match=message):
+            graph.faithfulness(model, canvas=canvas, max_bytes=1000)
+
+
+def test_the_budget_is_not_exceeded_by_more_steps_or_nodes(either: Any) -> None:
+    """Nothing of a step is kept for the next but numbers."""
+    graph = graph_of(either, points=4)
+    assert graph.cost["passes"] == 3 * len(graph.within)
+    assert graph.cost["copies"] == 6 * len(graph.within)
+
+
+def test_a_graph_is_saved_and_loaded(either: Any, tmp_path: Any) -> None:
+    import diffusion_lens
+
+    graph = graph_of(either, points=4).prune(0.8)
+    loaded = diffusion_lens.load(graph.save(tmp_path / "graph.safetensors"))
+    assert loaded.nodes.equals(graph.nodes)
+    assert loaded.edges.equals(graph.edges)
+    measured = loaded.faithfulness(either.model, n_random=2)
+    assert torch.equal(measured.values, graph.faithfulness(either.model, n_random=2).values)
+
+
+def test_the_json_has_every_node_and_edge_once(either: Any, tmp_path: Any) -> None:
+    import json
+
+    graph = graph_of(either, points=4).prune(0.8)
+    for step in (None, graph.record["target_step"]):
+        document = json.loads(graph.to_json(tmp_path / "graph.json", step).read_text())
+        ids = [node["node_id"] for node in document["nodes"]]
+        assert len(set(ids)) == len(ids)
+        assert {end for link in document["links"] for end in (link["source"], link["target"])} <= set(ids)
+        assert sum(node["is_target_logit"] for node in document["nodes"]) == 1
+        shown = graph.edges if step is None else graph.edges[graph.edges.target_step == step]
+        assert len(document["links"]) <= len(shown)
+    with pytest.raises(ValueError, match="has no nodes"):
+        graph.to_json(tmp_path / "graph.json", 77)
