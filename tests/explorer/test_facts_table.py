@@ -91,8 +91,9 @@ def test_what_a_study_lacks_is_measured(tiny):
     recall = recall_by_steps(tiny, FACTS[:2], steps=[1], length=LENGTH, cfg_scale=0.0)
     plain, studied = (Session([tiny], facts=FACTS[:2], settings=SETTINGS, results=each) for each in ([], [recall]))
     studied.table._values[0, 0]["recalled"] = not studied.table._values[0, 0]["recalled"]
-    told, (own, known) = studied.manifest["facts"][0]["values"]["0"], (
-        session.fact({"id": 0, "effect": True}) for session in (plain, studied)
+    told, (own, known) = (
+        studied.manifest["facts"][0]["values"]["0"],
+        (session.fact({"id": 0, "effect": True}) for session in (plain, studied)),
     )
     assert known.pop("recalled") is told["recalled"] is not own.pop("recalled")
     assert (known.pop("studied"), own.pop("studied")) == (["recalled"], [])
@@ -104,7 +105,9 @@ def test_a_fact_is_measured_by_as_few_passes_as_possible(tiny, monkeypatch):
     session, rows = Session([tiny], facts=FACTS[:1], settings=SETTINGS), []
     session.run(session.table.spec(0, 0))
     forward = type(tiny).forward
-    monkeypatch.setattr(type(tiny), "forward", lambda self, x, *a, **k: rows.append(len(x)) or forward(self, x, *a, **k))
+    monkeypatch.setattr(
+        type(tiny), "forward", lambda self, x, *a, **k: rows.append(len(x)) or forward(self, x, *a, **k)
+    )
     for effect, passes in ((False, [1]), (False, []), (True, [10]), (True, []), (False, [])):
         rows.clear()
         session.fact({"id": 0, "effect": effect})
@@ -130,7 +133,7 @@ def test_a_page_contains_the_facts_that_are_asked_for(tiny):
 def test_a_page_that_is_too_large_says_what_to_do_in_the_browser(tiny, monkeypatch):
     session = Session([tiny], facts=FACTS[:2], settings=SETTINGS)
     run = session.run(session.fact({"id": 0})["spec"])["id"]
-    with pytest.raises(ValueError, match="257 facts are measured or selected.* at most 256 .*select fewer rows"):
+    with pytest.raises(ValueError, match=r"257 facts are measured or selected.* at most 256 .*select fewer rows"):
         PageRequest.of({"runs": [run], "facts": list(range(257))})
     monkeypatch.setattr("diffusion_lens.explorer.session.LARGEST_PAGE", 1000)
     for facts, said in (((0,), "select fewer rows of the table of facts, or close it"), ((), "show one run, not two")):
