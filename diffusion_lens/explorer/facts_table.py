@@ -10,8 +10,8 @@ The values of a fact on a model are
                  their steps (`analysis.commitment`); `None` if one of them keeps none
     effect       p less the mean of p over samples with noise at the subject: the total effect of a causal trace
 
-They are those of a run with the settings of the session's facts. Saved results of a study fill in what they contain, which is
-not measured again: `Recall` whether a fact is recalled, at the largest number of steps and by its own score
+They are those of a run with the settings of the session's facts. Saved results of a study fill in what they contain,
+which is not measured again: `Recall` whether a fact is recalled, at the largest number of steps and by its own score
 "contained", and `AverageEffect` p and the effect. `studied` names the values that come from a result.
 """
 

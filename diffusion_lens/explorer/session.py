@@ -234,8 +234,8 @@ class Session:
         if (size := len(text.encode())) > LARGEST_PAGE:
             rows = "select fewer rows of the table of facts, or close it" if asked.facts else "show one run, not two"
             raise ValueError(
-                f"the page would have {size / 2**20:.0f} MB, and a page has at most {LARGEST_PAGE / 2**20:.0f}: {rows}, "
-                "or take a shorter text or fewer steps"
+                f"the page would have {size / 2**20:.0f} MB, and a page has at most {LARGEST_PAGE / 2**20:.0f}: "
+                f"{rows}, or take a shorter text or fewer steps"
             )
         return text
 

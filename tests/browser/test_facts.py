@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from explorer_walk import final_words, prompt_box, settled, words
+from explorer_walk import final_words, press_run, prompt_box, settings, settled, words
 from playwright.sync_api import expect
 
 Open = Callable[..., Any]
@@ -220,3 +220,134 @@ def test_a_written_page_has_the_table_and_its_runs(opened: Open, models: Any, tm
     settled(page)
     assert final_words(page) == [words(model, run) for model, run in zip(models, runs[1], strict=True)]
     assert page.locator(".dl-verdict").all_inner_texts() == ["✗ wrong: the answer is shy tailor."] * 2
+
+
+def test_a_fact_opens_the_run_that_its_row_measured(opened: Open, address: str, models: Any) -> None:
+    """Also after the same prompt and answer were run with other settings."""
+    page = opened(address)
+    measured(page)
+    text = rows(page)[3][0]
+    table(page).get_by_role("button", name=text, exact=True).click()
+    settled(page)
+    settings(page, Steps=1, Temperature=4)
+    press_run(page)
+    prompt, steps = fact_of(text).prompt, page.locator(".dl-step-text")
+    other, expected = (
+        [words(model, model.denoise(prompt, **how)) for model in models]
+        for how in ({"steps": 1, "temperature": 4.0}, {"steps": 5})
+    )
+    assert final_words(page) == other != expected
+    expect(steps).not_to_contain_text("–4")
+    table(page).get_by_role("button", name=rows(page)[5][0], exact=True).click()
+    settled(page)
+    table(page).get_by_role("button", name=text, exact=True).click()
+    settled(page)
+    assert final_words(page) == expected
+
+
+def test_a_fact_that_cannot_be_measured_says_why_and_the_others_are(opened: Open, address: str) -> None:
+    page, text = opened(address), "the tokenizer does not know 'Xylo'"
+
+    def refuse(route: Any) -> None:
+        bad = route.request.post_data_json["id"] == 2
+        route.fulfill(status=400, json={"error": text}) if bad else route.continue_()
+
+    page.route("**/api/fact", refuse)
+    button = table(page).get_by_role("button", name="Measure", exact=True)
+    button.focus()
+    page.keyboard.press("Enter")
+    settled_slowly(page)
+    expect(button).to_be_focused()
+    expect(page.get_by_role("status")).to_have_text(
+        re.compile(r"2 of 24 could not be measured, and their rows \(⚠\) say why")
+    )
+    marks = [row[1:3] for row in rows(page)]
+    assert marks[2] == ["⚠", "⚠"]
+    assert all(mark in "✓✗" for row in (*marks[:2], *marks[3:]) for mark in row)
+    expect(table(page).get_by_role("button", name=rows(page)[2][0], exact=True)).to_have_attribute(
+        "title", f"tiny-mdm: {text}\ntiny-ar: {text}"
+    )
+    page.unroute("**/api/fact")
+    button.click()
+    settled_slowly(page)
+    assert rows(page)[2][1] in "✓✗"
+    opened.problems[:] = [problem for problem in opened.problems if "400 (Bad Request)" not in problem]
+
+
+def test_the_table_is_used_while_it_is_measured(opened: Open, address: str) -> None:
+    page, waiting = opened(address), []
+    page.route("**/api/fact", waiting.append)
+    element = table(page)
+    element.get_by_role("button", name="Measure", exact=True).click()
+    element.get_by_role("checkbox", name=re.compile("^Select (?!all)")).nth(1).hover()
+    page.mouse.down()
+    for known in (1, 2):  # Values come in between pointer down and up.
+        page.wait_for_function(
+            "known => document.querySelectorAll('.dl-facts td.dl-good, .dl-facts td.dl-bad').length >= known - 1",
+            arg=known,
+        )
+        while not waiting:
+            page.wait_for_timeout(20)
+        waiting.pop().continue_()
+    page.wait_for_selector(".dl-facts td.dl-good, .dl-facts td.dl-bad")
+    page.mouse.up()
+    expect(element.get_by_role("checkbox", name=re.compile("^Select (?!all)")).nth(1)).to_be_checked()
+    element.get_by_role("button", name=rows(page)[7][0], exact=True).click()
+    expect(page.get_by_role("status")).to_contain_text("wait until it has finished, or cancel it")
+    page.unroute_all(behavior="ignoreErrors")
+    for route in waiting:
+        route.continue_()
+    settled_slowly(page)
+
+
+def test_a_page_takes_the_facts_of_the_open_table(opened: Open, address: str) -> None:
+    page, asked = opened(address), []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.post_data_json["facts"])
+        route.fulfill(status=400, json={"error": "the page would have 20 MB: select fewer rows"})
+
+    page.route("**/api/page", answer)
+
+    def written() -> str:
+        page.get_by_role("button", name="Share").click()
+        item = page.get_by_role("button", name="Page (.html)")
+        said = item.inner_text()
+        item.click()
+        settled(page)
+        expect(page.get_by_role("alert")).to_contain_text("select fewer rows")
+        return str(said)
+
+    element = measured(page)
+    n_facts = len(rows(page))
+    assert f"and {n_facts} facts" in written()
+    for row in (1, 4):
+        element.get_by_role("checkbox", name=re.compile("^Select (?!all)")).nth(row).check()
+    assert "and 2 facts" in written()
+    element.get_by_role("button", name="Close").click()
+    settled(page)
+    assert "open the table of facts to add them" in written()
+    assert asked == [list(range(n_facts)), [1, 4], []]
+    opened.problems[:] = [problem for problem in opened.problems if "400 (Bad Request)" not in problem]
+
+
+def test_columns_say_what_comes_from_a_study(opened: Open, models: Any, tmp_path: Any) -> None:
+    from diffusion_lens import Fact
+    from diffusion_lens.evaluation import recall_by_steps
+    from diffusion_lens.explorer import explore
+
+    model, facts = (
+        models[0],
+        [
+            Fact("Tilda Drusser is the", "Tilda Drusser", " famous miner of Tanmoor."),
+            Fact("Gustav Geisser is the", "Gustav Geisser", " shy tailor."),
+        ],
+    )
+    study = recall_by_steps(model, facts[:1], steps=[3], cfg_scale=0.0)
+    page = opened(explore(model, facts, tmp_path / "study.html", results=study, steps=3).as_uri())
+    sort = table(page).get_by_role("button", name="Sort by recalled, tiny-mdm")
+    expect(sort).to_have_text("recalled*")
+    expect(sort).to_have_attribute("title", re.compile("^\\* 1 of 2 rows come from a saved result"))
+    expect(table(page).get_by_role("button", name="Sort by p(answer), tiny-mdm")).to_have_text("p(answer)")
+    expect(table(page).locator("tfoot")).to_contain_text("* with rows from a saved result")
+    assert all(row[2] for row in rows(page))

@@ -160,6 +160,23 @@ def test_a_new_prompt_is_asked_for_its_answer_and_subject(opened: Open, pair: st
     expect(pane).to_contain_text(said, timeout=20_000)
 
 
+def test_each_model_has_the_subject_where_its_own_tokens_are(opened: Open, pair: str) -> None:
+    page, asked = opened(pair), []
+    subjects = [{"text": "Drusser", "spans": {"0": [1, 2], "1": [2, 4]}, "why": "capitalised"}]
+    page.route("**/api/suggest", lambda route: route.fulfill(json={"answers": [], "subjects": subjects}))
+    ask(page, PROMPTS[0])
+    page.on("request", lambda one: asked.append(one.post_data_json) if one.url.endswith("/api/run") else None)
+    for typed in (None, "0, 2"):
+        page.get_by_role("button", name="Mark the answer…").first.click()
+        form = page.get_by_role("form", name="Answer and subject")
+        form.get_by_role("button", name="Drusser", exact=True).click()
+        if typed:
+            form.get_by_label("Which positions are the subject").fill(typed)
+        form.get_by_role("button", name="Mark and trace").click()
+        settled(page)
+    assert [spec["subject"] for spec in asked] == [[1, 2], [2, 4], [0, 2], [0, 2]]
+
+
 def test_the_facts_suggest_answers(opened: Open, pair: str) -> None:
     """To somebody who has named a subject alone."""
     page = opened(pair)

@@ -133,7 +133,7 @@ def test_a_page_contains_the_facts_that_are_asked_for(tiny):
 def test_a_page_that_is_too_large_says_what_to_do_in_the_browser(tiny, monkeypatch):
     session = Session([tiny], facts=FACTS[:2], settings=SETTINGS)
     run = session.run(session.fact({"id": 0})["spec"])["id"]
-    with pytest.raises(ValueError, match="257 facts are measured or selected.* at most 256 .*select fewer rows"):
+    with pytest.raises(ValueError, match=r"257 facts are measured or selected.* at most 256 .*select fewer rows"):
         PageRequest.of({"runs": [run], "facts": list(range(257))})
     monkeypatch.setattr("diffusion_lens.explorer.session.LARGEST_PAGE", 1000)
     for facts, said in (((0,), "select fewer rows of the table of facts, or close it"), ((), "show one run, not two")):
