@@ -141,6 +141,14 @@ def test_a_table_of_1200_facts_stays_responsive(opened: Callable[..., Any], tmp_
     assert slow == []
 
 
+def test_the_colours_of_4096_steps_change_at_once(opened: Callable[..., Any], tmp_path: Path) -> None:
+    path = explorer_pages.write(explorer_pages.large_page(8, 4096, 1), tmp_path, "longest")
+    page = opened(f"{path.as_uri()}#view=canvas&step=1")
+    page.wait_for_timeout(1_000)  # The steps that are near are decoded.
+    passed, worked = timed(page, CHANGES["colours of the canvas"])
+    assert is_fast(passed, worked), (passed, worked)
+
+
 def timed(page: Any, changes: list[tuple[str, Any]]) -> tuple[list[float], list[float]]:
     """Milliseconds that pass, and for which the page's main thread has had a processor."""
     session = page.context.new_cdp_session(page)

@@ -64,16 +64,28 @@ def base64_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def start(opened: Callable[..., Any], kernel: bool = True, **traits: Any) -> Any:
+def start(
+    opened: Callable[..., Any],
+    kernel: bool = True,
+    lens: dict[str, Any] | None = None,
+    constants: dict[str, str] | None = None,
+    **traits: Any,
+) -> Any:
+    """The widget, with other entries of the lens, and other constants of the module, where they are given."""
     from diffusion_lens.pages.modules import explorer_files
 
     large = explorer_pages.large_page(12, 3, 2)
     (run,) = large.runs
-    manifest = {**large.manifest, "runs": [{**run.entry, "spec": {**SPEC, "interventions": [], "base": None}}]}
+    entry = {**run.entry, "lens": {**run.entry["lens"], **(lens or {})}}
+    module, style = explorer_files()
+    for constant, value in (constants or {}).items():
+        assert constant in module
+        module = module.replace(constant, value)
+    manifest = {**large.manifest, "runs": [{**entry, "spec": {**SPEC, "interventions": [], "base": None}}]}
     chunks = {name: base64_of(data) for name, data in run.chunks.items()}
     page = opened("mdm", 700, height=900)
     page.goto("about:blank")
-    page.evaluate(START, [*explorer_files(), manifest, chunks if kernel else None, {"kept": {}, "state": {}, **traits}])
+    page.evaluate(START, [module, style, manifest, chunks if kernel else None, {"kept": {}, "state": {}, **traits}])
     return settled(page)
 
 
@@ -177,3 +189,69 @@ def test_long_work_of_the_kernel_is_cancelled(opened: Callable[..., Any]) -> Non
     (run,) = [message for message in asked if message["ask"] == "run"]
     assert [message["of"] for message in asked if message["ask"] == "cancel"] == [run["id"]]
     expect(page.get_by_role("status")).to_have_text("Cancelled: computing the run.")
+
+
+def test_a_kernel_is_given_up_only_without_a_sign_of_life(opened: Callable[..., Any]) -> None:
+    page = start(opened, constants={"SILENT = 20_000": "SILENT = 1_000"})
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Seed").fill("7")
+    page.evaluate("""() => {
+        const alive = () => ({ id: window.asked.at(-1).id, alive: true });
+        window.beats = setInterval(() => { for (const listen of window.listeners) listen(alive()); }, 100);
+    }""")
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.wait_for_timeout(2_500)
+    expect(page.locator(".dl-progress")).to_contain_text("denoising 1 of 4")
+    expect(page.get_by_role("alert")).to_be_hidden()
+    page.evaluate("clearInterval(window.beats)")
+    expect(page.get_by_role("alert")).to_contain_text("The kernel does not answer")
+    asked = page.evaluate("window.asked")
+    (run,) = [message for message in asked if message["ask"] == "run"]
+    assert [message["of"] for message in asked if message["ask"] == "cancel"] == [run["id"]]
+
+
+def lenses(page: Any) -> list[str]:
+    """The chunks of the lens that the kernel was asked for, in their order."""
+    names = page.evaluate("window.asked.map(({ name }) => name ?? '')")
+    return [name for name in names if name.startswith("lens/")]
+
+
+def test_chunks_beyond_the_bound_are_asked_for_again(opened: Callable[..., Any]) -> None:
+    for most, again in (("64 * 2 ** 20", 0), ("1", 1)):
+        page = start(opened, constants={"MOST_BYTES = 64 * 2 ** 20": f"MOST_BYTES = {most}"})
+        for step in (0, 1, 2, 0):
+            step_to(page, step)
+        assert lenses(page).count("lens/0") == 1 + again
+
+
+def test_steps_that_are_passed_quickly_are_not_asked_for(opened: Callable[..., Any]) -> None:
+    page = start(opened)
+    shown = lenses(page)
+    page.evaluate("""() => {
+        const slider = document.querySelector("input[type=range]");
+        for (const step of [0, 1, 0, 1, 0]) {
+            slider.value = step;
+            slider.dispatchEvent(new Event("input"));
+        }
+    }""")
+    settled(page)
+    assert [name for name in lenses(page) if name not in shown] == ["lens/0"]
+
+
+def test_the_band_shows_the_nearest_layer_that_its_lens_has(opened: Callable[..., Any]) -> None:
+    page = start(opened, lens={"layers": [0, 2], "labels": ["0_pre", "final_post"]}, state={"layer": 1})
+    band = page.locator(".dl-layers button:visible")
+    assert [button.get_attribute("tabindex") for button in band.all()] == ["0", "-1"]
+    expect(page.locator(".dl-layers-reading")).to_contain_text("before block 0: ")
+    band.first.focus()
+    page.keyboard.press("ArrowRight")
+    expect(band.nth(1)).to_be_focused()
+    expect(page.locator(".dl-layers-reading")).to_contain_text("after the last block: ")
+
+
+def test_a_notebook_kept_for_another_model_says_so(opened: Callable[..., Any]) -> None:
+    named = [{"index": 0, "name": "another", "weights": ""}]
+    page = start(opened, state={"run": "run", "step": 1, "models": named, "specs": []})
+    expect(page.get_by_role("alert")).to_contain_text("This link is of another, and this page shows random.")
+    assert slider(page).input_value() == "2"
+    assert page.evaluate("window.traits.state.models") == [{"index": 0, "name": "random", "weights": ""}]
