@@ -9,13 +9,14 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from results import NAMES, RECORD, every_result
+from results import HEADS, LAYERS, NAMES, POS, RECORD, STEPS, every_result
 
 from diffusion_lens import plots
 from diffusion_lens.analysis import (
     CausalTrace,
     Comparisons,
     Faithfulness,
+    LogitLens,
     LoopSettings,
     ReversalSignatures,
     SteeringVectors,
@@ -109,6 +110,69 @@ def test_labels_have_room_in_a_column_of_a_paper(results):
         # Something is left for the picture.
         assert ax.get_window_extent().width > 0.3 * page.width, name
         assert ax.get_window_extent().height > 0.25 * page.height, name
+
+
+def test_a_small_figure_draws_every_row_and_column(results, plain):
+    """Without room for texts, the texts are left out and not the numbers."""
+    shapes = {
+        "CausalTrace": (POS, LAYERS),
+        "TrajectoryTrace": (POS, LAYERS),
+        "TemporalEffect": (POS, LAYERS),
+        "PatchGrid": (POS, LAYERS),
+        "NodeScores": (HEADS + 1, LAYERS),
+        "NeuronScores": (POS, 2),
+        "EdgeScores": (2 * LAYERS + 1, 4 * LAYERS + 1),
+        "LogitLens": (POS, LAYERS),
+        "AttentionSinks": (POS, STEPS),
+        "CacheDrift": (LAYERS, STEPS),
+        "AttentionRollout": (3, 3),
+        "RetrievalHeads": (LAYERS, HEADS),
+        "StateDrift": (LAYERS, STEPS - 1),
+        "Projection": (len(NAMES), STEPS),
+        "RemaskEffect": (3, POS),
+        "RankStability": (2, 2),
+        "AverageTrajectoryEffect": (STEPS, LAYERS),
+        "Predictions": (17, STEPS),
+        "LayerCosines": (LAYERS, STEPS),
+    }
+    seen = set()
+    for name, ax in pictures([each for each in results if type(each).__name__ in shapes], size=COLUMN):
+        (image,) = ax.get_images()
+        assert image.get_array().shape == shapes[name], name
+        seen.add(name)
+    with_maps = {name for name, ax in plain if ax.get_images()}
+    assert with_maps - {"Trajectory", "RunDifference"} == shapes.keys()
+    assert seen == shapes.keys()
+    (lens,) = [result for result in results if isinstance(result, LogitLens)]
+    for settings in ({"step": 0}, {"step": 0, "size": (7, 3)}, {"step": 0, "size": COLUMN, "font_size": 7}):
+        assert lens.plot(**settings).get_images()[0].get_array().shape == (POS, LAYERS)
+    assert lens.plot(position=3, size=COLUMN).get_images()[0].get_array().shape == (STEPS, LAYERS)
+
+
+def test_cells_keep_their_colours(tmp_path):
+    """Also those of a map with more cells than dots, and in vector graphics at any scale."""
+    from matplotlib import colormaps
+    from matplotlib.image import imread
+
+    n_rows, n_columns = 256, 80
+    values = torch.zeros(n_rows, n_columns)
+    values[100, 41] = values[180, 7] = 1.0
+    labels = {"rows": ["t"] * n_rows, "layers": range(n_columns), "xlabel": "x", "bar": "b", "title": "t"}
+    ax = plots.labelled_map(values, **labels, hue="Purples", limits=(0.0, 1.0), size=COLUMN)
+    picture = imread(plots.save_figure(ax, tmp_path / "map.png"))[..., :3]
+    box = ax.get_window_extent()
+    scale = picture.shape[0] / ax.figure.bbox.height
+    inside = picture[
+        int(picture.shape[0] - scale * box.y1) + 2 : int(picture.shape[0] - scale * box.y0) - 2,
+        int(scale * box.x0) + 2 : int(scale * box.x1) - 2,
+    ].reshape(-1, 3)
+    ends = colormaps["Purples"]([0.0, 1.0])[:, :3]
+    distances = np.abs(inside[:, None] - ends).max(axis=-1)
+    assert distances.min(axis=1).max() < 0.01  # no other colours
+    assert (distances.argmin(axis=1) == 1).sum() >= 2
+    pdf = plots.save_figure(ax, tmp_path / "map.pdf").read_bytes()
+    assert re.search(rb"/Height 256", pdf)
+    assert re.search(rb"/Width 80", pdf)
 
 
 @pytest.mark.parametrize("n_pos", [4, 24, 250])

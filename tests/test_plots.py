@@ -9,7 +9,7 @@ import torch
 
 from diffusion_lens import plots
 from diffusion_lens.analysis import CausalTrace
-from diffusion_lens.plots.axes import short_answer
+from diffusion_lens.plots.axes import short_answer, shortened
 
 WORDS = ["<s>", "▁Daphne", "▁Bar", "ring", "ton", "▁was", "[MASK]", "[MASK]"]
 NAN = float("nan")
@@ -176,11 +176,9 @@ def test_steps_that_predict_the_same_share_a_column(every):
     starts = [i for i in range(len(columns)) if i == 0 or columns[i] != columns[i - 1]]
     labels = [str(i) if j - i == 1 else f"{i}-{j - 1}" for i, j in pairwise([*starts, len(columns)])]
     for folded, expected in ((True, labels), (False, list(map(str, told.steps)))):
-        every_nth = -(-len(expected) // 16)  # A wide map draws one in so many.
-        drawn = expected[(len(expected) - 1) % every_nth :: every_nth]
         ax = told.plot(folded=folded)
-        assert ax.get_images()[0].get_array().shape[1] == len(drawn)
-        assert [label.get_text() for label in ax.get_xticklabels()] == drawn[:: -(-len(drawn) // 12)]
+        assert ax.get_images()[0].get_array().shape[1] == len(expected)
+        assert [label.get_text() for label in ax.get_xticklabels()] == expected[:: -(-len(expected) // 12)]
 
 
 @pytest.mark.parametrize("size", [(3.3, 2.2), (7.0, 4.0)])
@@ -225,6 +223,22 @@ def overlap(one, other, axis):
 )
 def test_tokens_are_readable(token, label):
     assert plots.readable(token) == label
+
+
+@pytest.mark.parametrize(
+    ("text", "longest", "label"),
+    [
+        ("n = 100", 7, "n = 100"),
+        ("n = 100", 6, "n =…"),
+        ("step 12 of 1.25", 13, "step 12 of…"),
+        ("100", 2, "…"),
+        ("2001 a", 5, "2001…"),
+        ("日本語トークン", 7, "日本語…"),  # of double width
+        ("日本語", 5, "日本語"),
+    ],
+)
+def test_shortened_labels_keep_numbers_whole_and_have_room(text, longest, label):
+    assert shortened(text, longest) == label
 
 
 def test_a_long_answer_is_cut():

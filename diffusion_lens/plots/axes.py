@@ -10,18 +10,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeAlias
 
 from diffusion_lens.plots.looks import figure_size, luminance, points
-from diffusion_lens.plots.ticks import letters_in, room_of
+from diffusion_lens.plots.ticks import LETTER, letters_in, room_of, width_of
 from diffusion_lens.settings.arguments import kind_of, shown
 
 Figure: TypeAlias = Any  # A matplotlib figure. Matplotlib is imported on first use.
 DPI = 120  # dots per inch of a figure in a notebook
 _PROSE = 0.9  # share of the room that a line of a title has, whose letters are narrower than digits
 PRINT_DPI = 130  # of a saved one
+_MOST_DPI = 600
+_OF_NUMBERS = frozenset("0123456789.,")
 CSS_INCH = 96  # pixels of a browser per inch, so that 8 points look like 8 points
 # One hue per kind of restored state, as in ROME's figures.
 HUES = {"resid": "Purples", "mlp": "Greens", "attn": "Reds"}
@@ -93,7 +96,10 @@ def label_axes(
 
 
 def _in_lines(text: str, longest: int) -> str:
-    return "\n".join(line for each in text.split("\n") for line in wrap(each, longest) or [""])
+    """A text in lines of at most this width in letters."""
+    lines = text.split("\n")
+    wide = max((width_of(line, 1.0) / LETTER / len(line) for line in lines if line), default=1.0)
+    return "\n".join(line for each in lines for line in wrap(each, max(1, int(longest / wide + 1e-6))) or [""])
 
 
 def row_labels(str_tokens: Sequence[str], subject: tuple[int, int], positions: Sequence[int]) -> list[str]:
@@ -115,8 +121,17 @@ def short_answer(answer: Sequence[str]) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """A text of at most so many characters, the last one "…" if the text has more."""
-    return text if len(text) <= longest else f"{text[: longest - 1].rstrip()}…"
+    """A text that is at most as wide as so many letters, the last one "…" if the text is longer.
+
+    A number is kept or left out as a whole, since its first digits would be another number.
+    """
+    letters = [width_of(char, 1.0) / LETTER for char in text]
+    if sum(letters) <= longest:
+        return text
+    end = sum(width <= longest - 1 + 1e-6 for width in accumulate(letters))
+    while end > 0 and text[end - 1] in _OF_NUMBERS and text[end] in _OF_NUMBERS:
+        end -= 1
+    return f"{text[:end].rstrip()}…"
 
 
 def ink_on(colour: Sequence[float]) -> str:
@@ -131,8 +146,20 @@ def ink_on(colour: Sequence[float]) -> str:
 def png_of(figure: Figure) -> bytes:
     """The figure as a PNG file."""
     target = BytesIO()
-    figure.savefig(target, format="png", dpi=DPI)
+    figure.savefig(target, format="png", dpi=_dots(figure, DPI))
     return target.getvalue()
+
+
+def _dots(figure: Figure, dpi: float) -> float:
+    """At least `dpi`, and as many dots per inch as give one to each cell of the maps of a figure."""
+    maps = [(ax, image.get_array().shape[:2]) for ax in figure.axes for image in ax.get_images()]
+    if all(max(shape) <= dpi / 2 for _, shape in maps):
+        return dpi
+    figure.draw_without_rendering()
+    per_dot = [
+        max(shape[0] / ax.get_window_extent().height, shape[1] / ax.get_window_extent().width) for ax, shape in maps
+    ]
+    return float(min(_MOST_DPI, max(dpi, figure.dpi * max(per_dot))))
 
 
 def css_size(figure: Figure) -> tuple[int, int]:
@@ -147,7 +174,7 @@ def figure_of(drawn: Any) -> Figure:
     return first if hasattr(first, "savefig") else first.get_figure()
 
 
-def save_figure(drawn: Any, path: str | Path, dpi: float = PRINT_DPI) -> Path:
+def save_figure(drawn: Any, path: str | Path, dpi: float | None = None) -> Path:
     """Write a figure as PDF, SVG, PNG or another format, by the ending of the path, completely or not at all.
 
     Text of a PDF is in TrueType fonts (Type 42, which journals ask for) and that of an SVG is text, so that both can be
@@ -155,7 +182,7 @@ def save_figure(drawn: Any, path: str | Path, dpi: float = PRINT_DPI) -> Path:
 
     Args:
         drawn: A figure, axes, or a list of axes: what `plot` returns.
-        dpi: Dots per inch of formats made of dots.
+        dpi: Dots per inch of formats made of dots. Default: 130, or as many as give a dot to each cell of a map.
 
     Raises:
         ValueError: Matplotlib does not write this format.
@@ -167,7 +194,9 @@ def save_figure(drawn: Any, path: str | Path, dpi: float = PRINT_DPI) -> Path:
     target, image = Path(path), BytesIO()
     try:
         with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "ps.fonttype": 42}):
-            figure_of(drawn).savefig(image, dpi=dpi, format=target.suffix.removeprefix(".") or None)
+            figure = figure_of(drawn)
+            dots = _dots(figure, PRINT_DPI) if dpi is None else dpi
+            figure.savefig(image, dpi=dots, format=target.suffix.removeprefix(".") or None)
     except ValueError as error:
         raise ValueError(f"{target}: {error}") from error
     with renamed_when_whole(target) as part:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from diffusion_lens.plots.axes import ink_on, label_axes, one_axes, readable, shortened
-from diffusion_lens.plots.looks import colour_map, look, points
+from diffusion_lens.plots.looks import CELLS, colour_map, look, points
 from diffusion_lens.settings.figures import STYLE, styled
 
 WIDEST = 14  # positions side by side; a longer canvas is drawn in bands, one below the other
@@ -69,10 +69,10 @@ def denoising_grid(
     longest = min(_LONGEST if long else 99, max(3, int(_points(ax, 75)[0] / n_columns / (_LETTER * size))))
     shade = np.full((len(rows), n_columns), np.nan)
     ticks: dict[float, str] = {}
-    for i, (drawn, y) in enumerate(zip(rows, centres, strict=True)):
-        if drawn is None:
+    for i, (row, y) in enumerate(zip(rows, centres, strict=True)):
+        if row is None:
             continue
-        positions, span = drawn
+        positions, span = row
         canvas, step, thin = span.start, first_step + span.stop - 2, same[span.start]
         ticks[y] = _label_of(span, first_step) + thin * " …"
         for column, pos in enumerate(positions):
@@ -94,9 +94,14 @@ def denoising_grid(
                     in_layout=False,  # It is inside the axes, and to measure all texts takes half of the time.
                 )
     # The range ends above 1, so that black text can be read on the darkest cell.
-    extent = (-0.5, n_columns - 0.5, height - 0.5, -0.5)
     image = ax.imshow(
-        np.repeat(shade, heights, axis=0), cmap=colour_map("YlGn"), vmin=0, vmax=1.6, aspect="auto", extent=extent
+        np.repeat(shade, heights, axis=0),
+        cmap=colour_map("YlGn"),
+        vmin=0,
+        vmax=1.6,
+        aspect="auto",
+        extent=(-0.5, n_columns - 0.5, height - 0.5, -0.5),
+        **CELLS,
     )
     _label_rows(ax, ticks, height)
     ax.set_xticks([])
@@ -202,9 +207,14 @@ def difference_grid(
             if differ and not (span.start and cells[span.start - 1][pos][2]):
                 top = y - heights[i] / 4
                 ax.plot([column - 0.48, column + 0.48], [top, top], color=_BEGINS, linewidth=2, solid_capstyle="butt")
-    extent = (-0.5, n_columns - 0.5, height - 0.5, -0.5)
     ax.imshow(
-        np.repeat(status, heights, axis=0), cmap=ListedColormap(colours), vmin=0, vmax=2, aspect="auto", extent=extent
+        np.repeat(status, heights, axis=0),
+        cmap=ListedColormap(colours),
+        vmin=0,
+        vmax=2,
+        aspect="auto",
+        extent=(-0.5, n_columns - 0.5, height - 0.5, -0.5),
+        **CELLS,
     )
     _label_rows(ax, ticks, height)
     ax.set_xticks([] if several else range(n_columns), [] if several else list(map(str, bands[0][0])))

@@ -14,6 +14,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
 HATCHES = ("", "", "////", "....")
 BASELINE = "0.55"
+CELLS: dict[str, Any] = {"interpolation": "none"}  # Cells of a map keep their colours, also at their edges.
 _LISTED = 20  # colours of the largest map that is a list to choose from
 _LIGHTEST = 0.6  # relative luminance of a line that is seen on white
 _OF_MANY = 4  # curves that are drawn on the same axes one call after another

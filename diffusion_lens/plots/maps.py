@@ -21,15 +21,15 @@ from diffusion_lens.plots.axes import (
     short_answer,
     shortened,
 )
-from diffusion_lens.plots.looks import colour_map, figure_size, points
-from diffusion_lens.plots.ticks import label_places, letters_in, room_of, width_of
-from diffusion_lens.settings.figures import STYLE, styled
+from diffusion_lens.plots.looks import CELLS, colour_map, points
+from diffusion_lens.plots.ticks import LETTER, label_places, letters_in, room_of, width_of
+from diffusion_lens.settings.figures import styled
 
 MOST_NUMBERS = 12  # of columns
 _ROWS, _UPRIGHT = 0.45, 0.3  # largest shares of the room that labels of rows and upright labels of columns have
 _ABOVE_BAR = 16  # points between map and title, so that a title wider than the map is above the label of the colour bar
-LONGEST = 9  # characters of a token
-MOST_COLUMNS = 16
+LONGEST, FEWEST = 9, 4  # letters of a token that is written
+MOST_COLUMNS = 16  # whose cells have the width of a token
 CELL_INCHES = 0.72  # width of a token
 _MAP_WIDTH, _MAP_HEIGHT = 0.55, 0.6  # shares of a figure that its map has, about
 
@@ -111,7 +111,7 @@ def labelled_map(
     ax = one_axes(ax, *_map_size(*values.shape))
     ax.set_facecolor(ABSENT)
     highest = max(limits[1], limits[0] + 1e-6)  # The scale must not be empty, even if all values are equal.
-    image = ax.imshow(values.numpy(), cmap=colour_map(hue), vmin=limits[0], vmax=highest, aspect="auto")
+    image = ax.imshow(values.numpy(), cmap=colour_map(hue), vmin=limits[0], vmax=highest, aspect="auto", **CELLS)
     size, (width, height) = points(8), room_of(ax)
     names = [shortened(row, letters_in(_ROWS * width, size)) for row in rows]
     left = max((width_of(name, size) for name in names), default=0.0) + 10
@@ -198,8 +198,8 @@ def token_map(
 ) -> Any:
     """A heat map with labelled rows, and a token written in each cell. Cells that are NaN are grey.
 
-    Of more than 16 columns, or where they would be too narrow for their tokens, every second, third, ... is drawn, the
-    last among them. Where rows are lower than a line of text, the tokens are left out.
+    Every row and column is drawn. Where cells are too small for a line of text, or for a few letters, the tokens are
+    left out.
 
     Args:
         words: Token of each cell, shortened to fit; an empty text writes nothing.
@@ -209,20 +209,15 @@ def token_map(
     """
     n_rows, n_columns = values.shape
     size = points(7)
-    ax = ax if ax is None else one_axes(ax, 0.0, 0.0)  # which checks it
-    cell = CELL_INCHES * 72 * size / 7  # points of the width of a token
-    most = MOST_COLUMNS if ax is None and STYLE.get().size is None else max(1, int(_cells_width(ax) / cell))
-    every = -(-n_columns // min(MOST_COLUMNS, most))
-    drawn = range((n_columns - 1) % every, n_columns, every)
-    values = values[:, list(drawn)].float()
-    ax = one_axes(ax, width=2.4 + CELL_INCHES * len(drawn), height=1.1 + 0.26 * n_rows)
-    said = xlabel if every == 1 else f"{xlabel} (one in {every} of {n_columns})"
-    labelled_map(values, layers=[layers[i] for i in drawn], xlabel=said, ax=ax, **labels)
-    if _MAP_HEIGHT * room_of(ax)[1] < size * n_rows:  # Rows are lower than a line of text.
+    ax = one_axes(ax, width=2.4 + CELL_INCHES * min(n_columns, MOST_COLUMNS), height=1.1 + 0.26 * n_rows)
+    labelled_map(values.float(), layers=layers, xlabel=xlabel, ax=ax, **labels)
+    width, height = room_of(ax)
+    n_letters = int((_MAP_WIDTH * width / n_columns) / (LETTER * size))
+    if _MAP_HEIGHT * height < size * n_rows or n_letters < FEWEST:
         return ax
     (image,) = ax.get_images()
     for row, of_row in enumerate(words):
-        for column, word in enumerate(of_row[i] for i in drawn):
+        for column, word in enumerate(of_row):
             if not word:
                 continue
             value = float(values[row, column])
@@ -230,7 +225,7 @@ def token_map(
             ax.text(
                 column,
                 row,
-                shortened(readable(word), LONGEST),
+                shortened(readable(word), min(LONGEST, n_letters)),
                 ha="center",
                 va="center",
                 fontsize=size,
@@ -274,10 +269,3 @@ def edge_map(
 def _map_size(n_pos: int, n_layers: int) -> tuple[float, float]:
     """Width and height in inches at which every token label is legible."""
     return 2.2 + max(2.0, 0.17 * n_layers), 1.0 + max(0.8, 0.2 * n_pos)
-
-
-def _cells_width(ax: Any) -> float:
-    """Points for the cells of a map, on these axes or in a new figure of the chosen size."""
-    if ax is None:
-        return _MAP_WIDTH * 72 * figure_size(0.0, 0.0)[0]
-    return _MAP_WIDTH * room_of(ax)[0]

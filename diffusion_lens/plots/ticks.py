@@ -11,7 +11,7 @@ from unicodedata import east_asian_width
 
 import numpy as np
 
-_LETTER, _WIDE_LETTER = 0.62, 1.0  # mean widths of letters in font sizes
+LETTER, _WIDE_LETTER = 0.62, 1.0  # mean widths of letters in font sizes
 _LINE = 1.25  # height of a line, and of the space to the next, in font sizes
 _SPACE = 0.8  # between neighbouring labels of one row, in font sizes
 _SAFE = 0.6  # share of the width of axes that is left to the map when row labels and a colour bar have their room
@@ -105,13 +105,13 @@ def label_places(
 
 def width_of(text: str, size: float) -> float:
     """About how wide the longest line of a text is, in points."""
-    lines = (sum(_WIDE_LETTER if east_asian_width(c) in "WF" else _LETTER for c in line) for line in text.split("\n"))
+    lines = (sum(_WIDE_LETTER if east_asian_width(c) in "WF" else LETTER for c in line) for line in text.split("\n"))
     return size * max(lines)
 
 
 def letters_in(width: float, size: float) -> int:
     """About how many letters fit in this width in points, at least 4."""
-    return max(4, int(width / (_LETTER * size)))
+    return max(4, int(width / (LETTER * size)))
 
 
 def room_of(ax: Any) -> tuple[float, float]:
