@@ -12,7 +12,7 @@ const MEASURES = {
   commitment: { title: "decided", order: (/** @type {Measured} */ x) => x.commitment ?? NaN, say: (/** @type {Measured} */ x) => (x.commitment === null ? "" : `step ${x.commitment}`), mean: (/** @type {number} */ m) => `step ${m.toFixed(1)}` },
   effect: { title: "effect", order: (/** @type {Measured} */ x) => x.effect ?? NaN, say: (/** @type {Measured} */ x) => (x.effect === null ? "" : number(x.effect)), mean: number },
 };
-const TOGETHER = 80, PAUSE = 40; // rows that are added at once, and milliseconds between
+const TOGETHER = 80, BETWEEN = 40; // rows that are added at once, and milliseconds between
 const NOTHING = { recalled: null, p: null, commitment: null, effect: null };
 const valuesOf = (/** @type {Fact} */ fact, /** @type {number} */ model) => /** @type {Measured} */ (fact.values[model] ?? NOTHING);
 
@@ -128,7 +128,7 @@ export class FactsTable {
     clearTimeout(this.appending);
     const { columns } = this, from = this.body.rows.length;
     this.body.append(...this.shown.slice(from, from + TOGETHER).map((fact) => this.rowOf(fact, columns).element));
-    if (from + TOGETHER < this.shown.length) this.appending = setTimeout(() => this.append(), PAUSE);
+    if (from + TOGETHER < this.shown.length) this.appending = setTimeout(() => this.append(), BETWEEN);
   }
 
   /** The row of a fact, made when it is first needed.
