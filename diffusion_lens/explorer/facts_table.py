@@ -155,6 +155,7 @@ class FactsTable:
             if question not in by_question:
                 continue
             found, index = found + 1, by_question[question]
+            read: dict[str, Any]
             if isinstance(result, Recall):
                 read = {"recalled": bool(result.contained[row, most])}
             else:

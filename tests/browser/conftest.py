@@ -62,7 +62,8 @@ def served() -> Iterator[Callable[..., str]]:
 def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]:
     """Opens a page by its name or address. At the end it must have logged nothing and have asked no other host.
 
-    Its reader prefers reduced motion, so that it does not play by itself, unless `moves` is true.
+    Its reader prefers reduced motion, so that it does not play by itself, unless `moves` is true. `script` runs before
+    those of the page.
     """
     contexts, problems = [], []
 
@@ -73,6 +74,7 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]
         fragment: str = "",
         height: int = 800,
         moves: bool = False,
+        script: str = "",
         **settings: Any,
     ) -> Any:
         url = f"{pages[name].as_uri() if name in pages else name}{fragment}"
@@ -83,6 +85,7 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]
             **settings,
         )
         contexts.append(context)
+        context.add_init_script(script)
         page = context.new_page()
         own = urlsplit(url)
 
