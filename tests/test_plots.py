@@ -389,3 +389,39 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"plots need matplotlib: pip install 'diffusion-lens\[plot\]'"):
         trace_of(grid(2, 2)).plot()
+
+
+def long_run(n_pos, n_steps):
+    """The arguments of a canvas in which each position is written once."""
+    revealed_at = [-1] * 4 + [(7 * pos) % n_steps for pos in range(4, n_pos)]
+    hidden = [[at >= step for at in revealed_at] for step in range(n_steps + 1)]
+    return [["word"] * n_pos] * (n_steps + 1), hidden, revealed_at, [0.5] * n_pos
+
+
+@pytest.mark.parametrize("size", [(3.3, 2.2), (3.3, 6.0), (7.0, 12.0), None])
+def test_steps_stand_below_the_positions_of_their_band(size):
+    words, hidden, revealed_at, confidence = long_run(40, 16)
+    texts = [[None if blank else "a" for blank in row] for row in hidden]
+    others = [[None if blank else "b" if pos > 3 else "a" for pos, blank in enumerate(row)] for row in hidden]
+    differs = [[a != b for a, b in zip(*rows, strict=True)] for rows in zip(texts, others, strict=True)]
+    for ax in (
+        plots.denoising_grid(words, hidden, revealed_at, confidence, size=size),
+        plots.difference_grid(texts, others, differs, size=size),
+    ):
+        labels = [label.get_text() for label in ax.get_yticklabels()]
+        headers = [label for label in labels if label.startswith("positions")]
+        if not headers:  # all positions side by side
+            assert len(ax.get_xticks()) == 36
+            continue
+        assert headers == ["positions 4-15", "positions 16-27", "positions 28-39"]
+        assert labels[0] == headers[0]
+
+
+def test_a_long_run_is_drawn_without_texts_where_they_have_no_room():
+    arguments = long_run(256, 64)
+    for size in ((3.3, 2.2), None):
+        ax = plots.denoising_grid(*arguments, size=size)
+        assert not ax.texts
+        assert ax.get_images()[0].get_array().shape == (2 * 65, 252)
+        assert max(ax.figure.get_size_inches()) < 30
+    assert len(plots.denoising_grid(*long_run(30, 4)).texts) > 26

@@ -15,11 +15,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from diffusion_lens.model.text import END_TEXTS
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model, texts_of
 from diffusion_lens.settings import Whole, pick_indices
 
 UNWRITTEN = -1
 _LONGEST = 40  # characters of a text in the line and in the title of the picture
+_NOTICED = 0.005  # difference of two confidences that is worth a word
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +116,10 @@ class RunDifference(PicturedResult, Saved):
     def sentences(self, row: Whole = 0) -> list[str]:
         """The differences of the final texts of a row in words, such as "Plerrick → Mondall, from step 3".
 
-        There is a sentence for each group of neighbouring positions whose final tokens differ, with the first step
-        since which the canvases differ there until the end.
+        There is a sentence for each group of neighbouring positions whose final tokens differ since the same step. It
+        is the first one since which both runs have a token there, not the same, until the end; of a position that one
+        run does not write, the first since which only the other has written it. Text after the end token of both runs
+        is not compared.
         """
         (index,) = pick_indices("row", [row], len(self))
         return [f"{was} → {now}, from {when}" for was, now, when in self._changes(index)]
@@ -153,31 +157,43 @@ class RunDifference(PicturedResult, Saved):
         return int(self.record["compared_from"]) + canvas - 1
 
     def _when(self, canvas: int) -> str:
-        return f"step {self._step(canvas)}" if canvas else "the start"
+        start = int(self.record["compared_from"])
+        return f"step {self._step(canvas)}" if canvas else f"before step {start}" if start else "the start"
 
     def _since(self) -> Int[Tensor, "batch pos"]:
-        """The first canvas from which on the canvases differ until the end; one past the last if the end is equal."""
-        n_canvases = len(self.differs)
-        numbers = torch.arange(n_canvases)[:, None, None]
-        return numbers.where(~self.differs, -1).amax(dim=0) + 1
+        """The first canvas from which on the texts differ until the end; one past the last if the end is equal."""
+        written = (self.canvases != UNWRITTEN).all(dim=0)
+        apart = self.differs & (written | ~written[-1])
+        numbers = torch.arange(len(apart))[:, None, None]
+        return numbers.where(~apart, -1).amax(dim=0) + 1
+
+    def _is_text(self) -> Bool[Tensor, "run batch pos"]:
+        """The positions of the final canvases up to the first end token that the run has written."""
+        ends = torch.tensor([token for token, text in self.words.items() if text.strip() in END_TEXTS])
+        ended = torch.isin(self.canvases[:, -1], ends) & (self.revealed_at >= 0)
+        return ended.long().cumsum(dim=-1) - ended.long() == 0
 
     def _changes(self, row: int) -> list[tuple[str, str, str]]:
-        """Both texts of each group of neighbouring positions whose final tokens differ, and since when they do."""
+        """Both texts of each group of neighbours whose final texts differ since one step, and since when."""
         from diffusion_lens import plots  # when it is needed: loading a model should not wait for it
 
         spaced = any(text[:1] in (" ", "▁") for text in self.words.values())
+        is_text = self._is_text()[:, row]
 
-        def said(tokens: list[int]) -> str:
+        def said(run: int, group: list[int]) -> str:
+            tokens = [int(self.canvases[run, -1, row, pos]) for pos in group if is_text[run, pos]]
+            if not tokens:
+                return "(ended)"
             if set(tokens) == {UNWRITTEN}:
                 return "(unwritten)"
             texts = [self.words[token] if token != UNWRITTEN else "·" for token in tokens]
             return plots.readable("".join(texts)) if spaced else " ".join(map(plots.readable, texts))
 
-        was, now = self.canvases[:, -1, row].tolist()
-        final, since = self.tokens[row].tolist(), self._since()[row].tolist()
-        groups = [list(group) for differ, group in groupby(range(len(final)), final.__getitem__) if differ]
-        parts = [slice(group[0], group[-1] + 1) for group in groups]
-        return [(said(was[part]), said(now[part]), self._when(min(since[part]))) for part in parts]
+        since = self._since()[row].tolist()
+        final = (self.tokens[row] & is_text.any(dim=0)).tolist()
+        keys = [(differ, since[pos]) for pos, differ in enumerate(final)]
+        groups = [(key, list(group)) for key, group in groupby(range(len(final)), keys.__getitem__)]
+        return [(said(0, group), said(1, group), self._when(start)) for (differ, start), group in groups if differ]
 
     def _said(self, row: int) -> str:
         """The difference of a row in few words: as many sentences as fit a title, and how many more there are."""
@@ -190,10 +206,17 @@ class RunDifference(PicturedResult, Saved):
             n_said = 1 + (len(said) > 1 and len(said[0]) + len(said[1]) < 2 * _LONGEST)
             more = len(said) - n_said
             return "; ".join(said[:n_said]) + (f"; {more} more" if more else "")
-        differing = self.differs[:, row].any(dim=1).nonzero()
-        if not len(differing):
-            return "no difference"
-        return f"the same text, other canvases from {self._when(int(differing[0]))}"
+        differing = (self.differs[:, row] & self._is_text()[:, row].any(dim=0)).any(dim=1).nonzero()
+        largest = float(self._confidence_apart()[row])
+        said = f"the same text, other canvases from {self._when(int(differing[0]))}" if len(differing) else ""
+        if largest >= _NOTICED:
+            return f"{said or 'the same text'}; confidences differ by up to {largest:.2g}"
+        return said or "no difference"
+
+    def _confidence_apart(self) -> Float[Tensor, "batch"]:
+        """The largest difference of confidences in each row."""
+        compared = self.real & self._is_text().any(dim=0) & (self.revealed_at >= 0).any(dim=0)
+        return (self.confidence.abs().nan_to_num() * compared).amax(dim=1)
 
     def _table(self) -> Table:
         was, now = self.canvases
@@ -225,9 +248,10 @@ class RunDifference(PicturedResult, Saved):
     def __repr__(self) -> str:
         models = dict.fromkeys(map(shown_model, (self.record, self.record["other"])))
         rows = self._rows()
-        where = f"row {rows[0]}: " if rows and len(self) > 1 else ""
+        row = rows[0] if rows else int(self._confidence_apart().argmax())
+        said = self._said(row)
+        where = f"row {row}: " if said != "no difference" and len(self) > 1 else ""
         more = f"; {len(rows)} of {len(self)} rows differ" if len(self) > 1 else ""
-        said = self._said(rows[0]) if rows else "no difference"
         return f"{type(self).__name__}({' and '.join(models)}, {where}{said}{more})"
 
 
@@ -252,8 +276,8 @@ def _require_one_prompt(was: Any, now: Any) -> None:
             f"{texts[1]!r} in the second. {fitting}"
         )
     # 2. The given tokens, by their ids and, if these differ, by their texts.
-    prompts = [run.prompt.cpu().masked_fill(~(run.given & run.real).cpu(), UNWRITTEN) for run in runs]
-    unequal = ((prompts[0] != prompts[1]) | (was.real != now.real).cpu()).any(dim=1)
+    prompts = [run.prompt.cpu().masked_fill(~(run.given.cpu() & run.real.cpu()), UNWRITTEN) for run in runs]
+    unequal = ((prompts[0] != prompts[1]) | (was.real.cpu() != now.real.cpu())).any(dim=1)
     if unequal.any():
         row = int(unequal.int().argmax())
         texts = [

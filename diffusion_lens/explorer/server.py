@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 from diffusion_lens.explorer.requests import PageRequest, SuggestionRequest
 from diffusion_lens.explorer.session import Session
 from diffusion_lens.explorer.turns import RequestCancelledError
+from diffusion_lens.pages.modules import explorer_files
 from diffusion_lens.pages.page import document
 
 LARGEST_REQUEST = 2**20
@@ -245,6 +246,7 @@ class Server:
     """
 
     def __init__(self, session: Session, host: str = "127.0.0.1", port: int = 0, seconds: float = SECONDS) -> None:
+        explorer_files()  # A page that cannot be made ends the command, not the first request.
         is_ipv6 = ":" in host
         self.socket = socket.create_server(
             (host, port),

@@ -15,13 +15,8 @@ import torch
 
 from diffusion_lens.denoising.generate import end_tokens
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.model.text import to_completion
+from diffusion_lens.model.text import END_TEXTS, to_completion
 from diffusion_lens.model.transformer import DiffusionTransformer
-
-# End tokens by their texts, for runs whose tokenizer is not at hand.
-END_TEXTS = frozenset(
-    {"<eos>", "</s>", "[EOS]", "[SEP]", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eot|>"}
-)
 
 
 def verdict_of(answer: str | None, wrote: str) -> dict[str, Any] | None:

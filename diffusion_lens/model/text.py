@@ -18,6 +18,10 @@ from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.settings import check_bool, warn_user
 
 MASK_TEXT = "[MASK]"
+# End tokens by their texts, for runs whose tokenizer is not at hand.
+END_TEXTS = frozenset(
+    {"<eos>", "</s>", "[EOS]", "[SEP]", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eot|>"}
+)
 
 
 class TokenError(ValueError, AssertionError):

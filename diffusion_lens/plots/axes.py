@@ -20,9 +20,9 @@ from diffusion_lens.plots.ticks import LETTER, letters_in, room_of, width_of
 from diffusion_lens.settings.arguments import kind_of, shown
 
 Figure: TypeAlias = Any  # A matplotlib figure. Matplotlib is imported on first use.
-DPI = 120  # dots per inch of a figure in a notebook
+DPI = 120.0  # dots per inch of a figure in a notebook
 _PROSE = 0.9  # share of the room that a line of a title has, whose letters are narrower than digits
-PRINT_DPI = 130  # of a saved one
+PRINT_DPI = 130.0  # of a saved one
 _MOST_DPI = 600
 _OF_NUMBERS = frozenset("0123456789.,")
 CSS_INCH = 96  # pixels of a browser per inch, so that 8 points look like 8 points

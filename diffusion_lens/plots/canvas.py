@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from diffusion_lens.plots.axes import ink_on, label_axes, one_axes, readable, shortened
-from diffusion_lens.plots.looks import CELLS, colour_map, look, points
+from diffusion_lens.plots.looks import CELLS, colour_map, figure_size, look, points
+from diffusion_lens.plots.ticks import LETTER, label_places
 from diffusion_lens.settings.figures import STYLE, styled
 
 WIDEST = 14  # positions side by side; a longer canvas is drawn in bands, one below the other
 _LONGEST = 11  # characters of a token in a band
 _SMALLEST = 4.0  # points of the text of a token
-_LETTER = 0.62  # mean width of a letter in font sizes
+_TWO_LINES = 0.7  # share of the height of a row that a text of two may have
+_HIGHEST_INCHES, _WIDEST_INCHES = 24.0, 14.0  # of the cells of a new figure
 _NARROWEST = 25  # points of a column beside the given positions
 _MOST_BANDS = 4  # of the difference of two long canvases
 _MASKED, _GIVEN = "0.4", "0.35"  # greys of dots and of the prompt; both have a contrast above 4.5 with white
@@ -43,7 +45,8 @@ def denoising_grid(
     Consecutive steps that write nothing are one thin row without texts, labelled "steps 5-11 …".
 
     A canvas of more than 14 positions is drawn without the given positions at its start, in bands of at most 14
-    positions, one below the other. A band has the steps that change it.
+    positions, one below the other. A band has the steps that change it. Where the texts of all bands have no room, the
+    positions are side by side, without texts.
 
     Args:
         words: Text of each position, for each canvas of the trajectory.
@@ -57,20 +60,25 @@ def denoising_grid(
     n_given = _first_written(revealed_at, hidden[0]) if _is_narrow(len(revealed_at), ax) else 0
     cells = [list(zip(canvas, blank, strict=True)) for canvas, blank in zip(words, hidden, strict=True)]
     bands = _bands(cells, n_given, same, folded)
-    n_columns = len(bands[0][0])
-    long = len(bands) > 1 or n_given > 0
-    rows: list[tuple[range, range] | None] = []
+    written = _has_room(ax, sum(len(spans) + (len(bands) > 1) for _, spans in bands), len(bands[0][0]))
+    if not written:
+        bands = [(range(n_given, len(revealed_at)), _spans_of(same))]
+    n_columns, several = len(bands[0][0]), len(bands) > 1
+    long = several or n_given > 0
+    rows: list[tuple[range, range] | range] = []
     for positions, spans in bands:
-        rows += [None] * bool(rows) + [(positions, span) for span in spans]  # with an empty row between bands
-    heights, centres = _placed([1 if row and same[row[1].start] else 2 for row in rows])
+        rows += [positions] * several + [(positions, span) for span in spans]  # with a label above each of several
+    heights, centres = _placed([1 if not isinstance(row, range) and same[row[1].start] else 2 for row in rows])
     height = int(heights.sum()) / 2
-    ax = one_axes(ax, width=0.85 * n_columns + 1.6, height=(0.26 if long else 0.36) * height + 1.0)
+    width = 0.85 * n_columns if written else min(0.85 * n_columns, _WIDEST_INCHES)
+    ax = one_axes(ax, width=width + 1.6, height=min((0.26 if long else 0.36) * height, _HIGHEST_INCHES) + 1.0)
     size = _text_size(ax, height)
-    longest = min(_LONGEST if long else 99, max(3, int(_points(ax, 75)[0] / n_columns / (_LETTER * size))))
+    longest = min(_LONGEST if long else 99, max(3, int(_points(ax, 75)[0] / n_columns / (LETTER * size))))
     shade = np.full((len(rows), n_columns), np.nan)
     ticks: dict[float, str] = {}
     for i, (row, y) in enumerate(zip(rows, centres, strict=True)):
-        if row is None:
+        if isinstance(row, range):
+            ticks[y] = _header_of(row)
             continue
         positions, span = row
         canvas, step, thin = span.start, first_step + span.stop - 2, same[span.start]
@@ -78,7 +86,7 @@ def denoising_grid(
         for column, pos in enumerate(positions):
             if 0 <= revealed_at[pos] <= step:
                 shade[i, column] = confidence[pos]
-            if not thin:
+            if not thin and written:
                 given, masked = revealed_at[pos] < 0, hidden[canvas][pos]
                 text = "·" if masked else readable(words[canvas][pos])
                 ax.text(
@@ -104,8 +112,11 @@ def denoising_grid(
         **CELLS,
     )
     _label_rows(ax, ticks, height)
-    ax.set_xticks([])
     ax.tick_params(length=0)
+    if written:
+        ax.set_xticks([])
+    else:
+        label_places(ax.xaxis, range(n_columns), list(map(str, bands[0][0])), points(8))
     for side in ax.spines.values():
         side.set_visible(False)
     bar = ax.figure.colorbar(
@@ -114,7 +125,7 @@ def denoising_grid(
     left_out = f" ({n_given} given positions at the start are not drawn)" if n_given else ""
     if n_given and _points(ax)[0] < 250:
         left_out = f"\n(without {n_given} given positions)"
-    label_axes(ax, "", "", f"{title or 'The canvas, step by step'}{left_out}")
+    label_axes(ax, "" if written else "position", "", f"{title or 'The canvas, step by step'}{left_out}")
     _label_rows(ax, ticks, height)
     bar.ax.tick_params(labelsize=points(8))
     bar.ax.set_title("p(token)", fontsize=points(8))
@@ -178,7 +189,8 @@ def difference_grid(
 
     # 2. The cells.
     ax.set(xlim=(-0.5, n_columns - 0.5), ylim=(height - 0.5, -0.5))
-    column_width, size = _points(ax)[0] / n_columns, _text_size(ax, height, 7)
+    column_width, size = _points(ax)[0] / n_columns, _text_size(ax, height, 7, of_row=_TWO_LINES)
+    written = _TWO_LINES * _points(ax)[1] / height >= _SMALLEST
     # Average letters are 0.6 font sizes wide, and 0.66 if they are bold; an arrow with its space is 1.3.
     before, after = max(3, int((column_width / size - 1.3) / 0.6)), max(3, int(column_width / size / 0.66))
     style = {"ha": "center", "va": "center", "fontsize": size, "parse_math": False, "in_layout": False}
@@ -187,7 +199,7 @@ def difference_grid(
     ticks: dict[float, str] = {}
     for i, (row, y) in enumerate(zip(rows, centres, strict=True)):
         if isinstance(row, range):
-            ticks[y] = f"positions {row[0]}-{row[-1]}"
+            ticks[y] = _header_of(row)
             continue
         positions, span, _ = row
         thin = same[span.start]
@@ -195,14 +207,14 @@ def difference_grid(
         for column, pos in enumerate(positions):
             old, new, differ = cells[span.start][pos]
             status[i, column] = (1 if old is None or new is None else 2) if differ else 0
-            if told[i][column]:
+            if written and told[i][column]:
                 was_ink, ink = inks[int(status[i, column])]
                 ax.text(column, y - 0.36, f"{_short(old, before)} →", color=was_ink, **style)
                 weight = "normal" if new is None else "bold"
                 ax.text(column, y + 0.36, _short(new, after), fontweight=weight, color=ink, **style)
-            elif not differ and not thin and old is None:
+            elif written and not differ and not thin and old is None:
                 ax.text(column, y, "·", color=_SAME, **{**style, "fontsize": 1.8 * size})
-            elif not differ and not thin:
+            elif written and not differ and not thin:
                 ax.text(column, y, _short(old, before + 2), color=_SAME, **style)
             if differ and not (span.start and cells[span.start - 1][pos][2]):
                 top = y - heights[i] / 4
@@ -247,9 +259,25 @@ def _of_states() -> tuple[list[str], list[tuple[str, str]]]:
     return colours, [(ink_on(to_rgb(colour)),) * 2 for colour in colours]
 
 
-def _text_size(ax: Any, height: float, size: int = 8) -> float:
-    """Points of the text of a token, which fits into a row."""
-    return max(_SMALLEST, min(points(size), 0.95 * _points(ax)[1] / height))
+def _text_size(ax: Any, height: float, size: int = 8, of_row: float = 0.95) -> float:
+    """Points of the text of a token, which takes this share of the height of a row."""
+    return max(_SMALLEST, min(points(size), of_row * _points(ax)[1] / height))
+
+
+def _has_room(ax: Any, n_rows: int, n_columns: int) -> bool:
+    """Whether texts can be read in so many rows and columns on these axes or, if there are none, in a new figure."""
+    if hasattr(ax, "get_window_extent"):
+        width, height = _points(ax)
+    else:
+        inches = figure_size(0.0, 0.0)
+        if not inches[0]:
+            return 0.26 * n_rows <= _HIGHEST_INCHES
+        width, height = 72 * inches[0] - points(45), 72 * inches[1] - points(60)
+    return height / n_rows >= _SMALLEST and width / n_columns >= 2 * LETTER * _SMALLEST
+
+
+def _header_of(positions: range) -> str:
+    return f"positions {positions[0]}-{positions[-1]}"
 
 
 def _short(text: str | None, longest: int) -> str:
@@ -312,10 +340,15 @@ def _is_narrow(n_pos: int, ax: Any) -> bool:
 
 
 def _label_rows(ax: Any, ticks: Mapping[float, str], height: float) -> None:
-    """Label the rows whose labels have room, those of folded steps last."""
+    """Label the rows whose labels have room: first the positions of bands, then steps, and those of folded steps last.
+
+    A band without a label has none for its steps, which would seem to be those of the band above it.
+    """
     row, kept = _points(ax)[1] / height, dict[float, str]()
-    for y in sorted(ticks, key=lambda y: (ticks[y].endswith("…"), y)):
-        if all(abs(y - other) * row >= 1.1 * points(7) for other in kept):
+    headers = [y for y in ticks if ticks[y].startswith("positions")]
+    for y in sorted(ticks, key=lambda y: (y not in headers, ticks[y].endswith("…"), y)):
+        own = [header for header in headers if header <= y][-1:]
+        if all(abs(y - other) * row >= 1.1 * points(7) for other in kept) and (y in headers or set(own) <= kept.keys()):
             kept[y] = ticks[y]
     ax.set_yticks(sorted(kept), [kept[y] for y in sorted(kept)])
     ax.tick_params(axis="y", labelsize=points(8 if row > points(10) else 7))

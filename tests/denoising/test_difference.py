@@ -8,6 +8,8 @@ from recorded_runs import PROMPT, RESID, record
 
 from diffusion_lens import load, plots
 from diffusion_lens.denoising.difference import RunDifference
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.model.text import END_TEXTS
 
 
 def moved(activation, hook):
@@ -58,29 +60,110 @@ def test_the_table_has_the_cells_of_a_loop(pair):
 def test_sentences_name_the_tokens_that_differ_in_the_end_and_since_when(pair):
     run, other = pair
     difference = run.diff(other)
-    assert bool(difference.tokens.any()) == any(difference.sentences(row) for row in range(len(run)))
     for row in range(len(run)):
-        was, now = canvases_of(run, row), canvases_of(other, row)
-        expected, before = [], False
-        for pos, texts in enumerate(zip(was[-1], now[-1], strict=True)):
-            differs = texts[0] != texts[1]
-            if differs:
-                since = run.n_steps
-                while since > 0 and was[since - 1][pos] != now[since - 1][pos]:
-                    since -= 1
-                if not before:
-                    expected.append([[], [], since])
-                expected[-1][0].append(texts[0])
-                expected[-1][1].append(texts[1])
-                expected[-1][2] = min(expected[-1][2], since)
-            before = differs
+        canvases = [canvases_of(each, row) for each in (run, other)]
+        ends = [
+            min(
+                (pos for pos, at in enumerate(each.revealed_at[row].tolist()) if at >= 0 and is_end(texts[-1][pos])),
+                default=99,
+            )
+            for each, texts in zip((run, other), canvases, strict=True)
+        ]
+        expected, before = [], None
+        for pos, (old, new) in enumerate(zip(*(texts[-1] for texts in canvases), strict=True)):
+            key = None
+            if old != new and pos <= max(ends):
+                steps = range(run.n_steps + 1)
+                seen = [tuple(texts[step][pos] for texts in canvases) for step in steps]
+                both = None not in (old, new)
+                apart = [was != now and (not both or None not in (was, now)) for was, now in seen]
+                key = next(step for step in steps if all(apart[step:]))
+                if key != before:
+                    expected.append(([], [], key))
+                for texts, word, end in zip(expected[-1], (old, new), ends, strict=False):
+                    texts.extend([word] if pos <= end and word is not None else [])
+            before = key
         sentences = difference.sentences(row)
         assert len(sentences) == len(expected)
         for sentence, (old, new, since) in zip(sentences, expected, strict=True):
             said, when = sentence.rsplit(", from ", 1)
             assert when == (f"step {since - 1}" if since else "the start")
             for side, words in zip(said.split(" → "), (old, new), strict=True):
-                assert all(word is None or plots.readable(word) in side for word in words)
+                assert all(plots.readable(word) in side for word in words)
+                assert words or side in ("(ended)", "(unwritten)")
+
+
+def is_end(text):
+    return text is not None and text.strip() in END_TEXTS
+
+
+@pytest.fixture
+def run_of():
+    """A run with these canvases: letters, "_" for [MASK] and "." for the end token."""
+    words = {**dict(enumerate("abcdef")), 6: "_", 7: "<eos>", -1: ""}
+    ids = {**{text: token for token, text in words.items()}, ".": 7}
+
+    def made(*canvases, first_step=0, confidence=0.5):
+        tokens = torch.tensor([[ids[char] for char in canvas] for canvas in canvases])[:, None]
+        given = tokens[0] != 6
+        steps = torch.arange(len(tokens) - 1)[:, None]
+        last = steps.where(tokens[1:, 0] != tokens[:-1, 0], -1).amax(dim=0)
+        record = {"model": "toy", "blank": 6, "first_step": first_step, "forward_passes": 1, "seeds": [1]}
+        return Trajectory(
+            tokens=tokens[-1],
+            canvases=tokens,
+            prompt=tokens[0],
+            revealed_at=(last + first_step * (last >= 0))[None],
+            revealed_before=torch.full_like(given, -1, dtype=torch.long),
+            confidence=torch.full(given.shape, confidence),
+            given=given,
+            real=torch.ones_like(given),
+            text=[""],
+            completion=[""],
+            words=words,
+            record=record,
+        )
+
+    return made
+
+
+def test_every_sentence_holds_for_all_its_positions(run_of):
+    one = run_of("a____", "ab___", "abc__", "abcd_", "abcde")
+    # Position 1 differs since step 1 at last, after it was the same; 2 since step 2; 3 is the same; 4 is written later.
+    other = run_of("a____", "ac___", "ab__e", "acd_f", "acddf")
+    assert one.diff(other).sentences() == ["b c → c d, from step 2", "e → f, from step 3"]
+    assert one.diff(run_of("a____", "ac___", "ac___", "acdd_", "acddf")).sentences() == [
+        "b → c, from step 0",
+        "c → d, from step 2",
+        "e → f, from step 3",
+    ]
+
+
+def test_text_after_the_end_token_is_not_compared(run_of):
+    one, other = run_of("a____", "ab.__", "ab.cd"), run_of("a____", "ab.__", "ab.de")
+    assert one.diff(other).sentences() == []
+    longer = run_of("a____", "abc__", "abc.f")
+    assert one.diff(longer).sentences() == ["<eos> → c, from step 0", "(ended) → <eos>, from step 1"]
+
+
+def test_a_comparison_that_begins_later_does_not_say_from_the_start(run_of):
+    whole = run_of("a__", "ab_", "abc")
+    rest = replace(whole.from_step(1), canvases=run_of("ac_", "acc").canvases, tokens=run_of("ac_", "acc").tokens)
+    assert whole.diff(rest).sentences() == ["b → c, from before step 1"]
+
+
+def test_the_same_text_with_other_confidences_is_said(run_of):
+    one, other = run_of("a_", "ab"), run_of("a_", "ab", confidence=0.03)
+    assert repr(one.diff(other)) == "RunDifference(toy, the same text; confidences differ by up to 0.47)"
+    assert one.diff(other).plot().get_title().replace("\n", " ") == "the same text; confidences differ by up to 0.47"
+    assert repr(one.diff(one)) == "RunDifference(toy, no difference)"
+
+
+def test_runs_of_two_devices_are_compared_on_the_cpu(run_of):
+    """On "meta" no number can be read, so that nothing but the move is left to fail."""
+    one = run_of("a_", "ab")
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta tensor"):
+        one.diff(replace(one, real=one.real.to("meta")))
 
 
 def test_a_run_does_not_differ_from_itself(pair):
