@@ -217,6 +217,7 @@ def test_a_link_is_cancelled_as_a_whole_and_bounded(opened: Open, single: str) -
     page.evaluate("address => { location.href = address; }", linked(single, {"prompt": "x" * 200_000}, run="gone"))
     expect(alert(page)).to_contain_text("characters, and a link opens at most 262,144.")
     assert len(asked) == 1
+    page.unroute_all(behavior="wait")
 
 
 def test_back_and_forward_show_the_runs_before(opened: Open, single: str) -> None:
