@@ -208,10 +208,10 @@ class RunDifference(PicturedResult, Saved):
             return "; ".join(said[:n_said]) + (f"; {more} more" if more else "")
         differing = (self.differs[:, row] & self._is_text()[:, row].any(dim=0)).any(dim=1).nonzero()
         largest = float(self._confidence_apart()[row])
-        said = f"the same text, other canvases from {self._when(int(differing[0]))}" if len(differing) else ""
+        other = f"the same text, other canvases from {self._when(int(differing[0]))}" if len(differing) else ""
         if largest >= _NOTICED:
-            return f"{said or 'the same text'}; confidences differ by up to {largest:.2g}"
-        return said or "no difference"
+            return f"{other or 'the same text'}; confidences differ by up to {largest:.2g}"
+        return other or "no difference"
 
     def _confidence_apart(self) -> Float[Tensor, "batch"]:
         """The largest difference of confidences in each row."""

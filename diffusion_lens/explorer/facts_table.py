@@ -157,7 +157,7 @@ class FactsTable:
             found, index = found + 1, by_question[question]
             read: dict[str, Any]
             if isinstance(result, Recall):
-                read: dict[str, Any] = {"recalled": bool(result.contained[row, most])}
+                read = {"recalled": bool(result.contained[row, most])}
             else:
                 clean = result.clean[row].item()
                 read = {"p": clean, "effect": clean - result.corrupted[row].item()}

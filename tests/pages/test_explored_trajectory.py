@@ -59,7 +59,7 @@ def test_canvases_have_the_order_and_the_confidence(made, page):
     assert shown["given"] == run.given[0].tolist()
     np.testing.assert_allclose(shown["confidence"], run.confidence[0].numpy(), atol=1e-6)
     assert (shown["prompt"], shown["text"]) == (FACT.prompt, run.text[0])
-    assert shown["missing"].keys() == {"circuit", "signatures"}
+    assert shown["missing"] == {}
     assert page.manifest["models"][0]["grows"] is (run.blank == -1)
 
 
@@ -175,7 +175,7 @@ def test_without_results_the_page_says_what_to_pass(made, tmp_path):
     assert {view: page.run()[view] for view in ("lens", "attention", "predictions")} == dict.fromkeys(
         ("lens", "attention", "predictions")
     )
-    assert set(page.run()["missing"]) == {"predictions", "lens", "attention", "trace", "circuit", "signatures"}
+    assert set(page.run()["missing"]) == {"predictions", "lens", "attention", "trace"}
     assert "denoise(..., predictions=5)" in page.run()["missing"]["predictions"]
     assert "lens=logit_lens(model, trajectory)" in page.run()["missing"]["lens"]
     assert page.requests() == []
