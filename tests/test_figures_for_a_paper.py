@@ -33,6 +33,7 @@ SEEN = {
     "all cones": np.eye(3),
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
     "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
     "a grey print": np.tile([0.2126, 0.7152, 0.0722], (3, 1)),
 }
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
@@ -258,6 +259,23 @@ def test_curves_that_are_drawn_on_the_same_axes_differ(results):
     assert lines["one"].get_marker() != lines["other"].get_marker()
 
 
+def test_curves_of_a_chosen_map_have_colours_of_their_own():
+    curves = {f"step {i}": torch.rand(3) for i in range(8)}
+    for cmap in ("viridis", None):
+        ax = plots.kept_by_size(curves, [0, 10, 100], cmap=cmap)
+        own = [line for line in ax.lines if line.get_marker() != "None"]
+        looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in own}
+        assert len(looks) == 8
+        assert len({line.get_color() for line in own}) == (8 if cmap else len(LINES))
+    _, [ax] = plots.panels(1, 1, 4, 3)
+    with plots.style(cmap="viridis"):
+        assert len({plots.look(i).colour for i in range(20)}) == 20
+        for _ in range(6):
+            plots.reliability(torch.rand(4), torch.rand(4), torch.ones(4, dtype=torch.long), ax=ax)
+    dots = [(tuple(each.get_facecolor()[0]), each.get_paths()[0].vertices.tobytes()) for each in ax.collections]
+    assert len(set(dots)) == len({colour for colour, _ in dots}) == len({marker for _, marker in dots}) == 6
+
+
 def test_default_maps_are_safe(plain):
     """Sequential maps get darker, or lighter, all the way, for all readers and in grey; diverging ones to both ends."""
     from matplotlib import colormaps
@@ -289,7 +307,7 @@ def test_default_maps_are_safe(plain):
     assert kinds["diverging"] == {"RdBu", "RdBu_r"}
 
 
-@pytest.mark.parametrize("seen", ["all cones", "protanopia", "deuteranopia"])
+@pytest.mark.parametrize("seen", ["all cones", "protanopia", "deuteranopia", "tritanopia"])
 def test_default_lines_can_be_told_apart(seen):
     from matplotlib.colors import to_rgb
 
@@ -423,6 +441,12 @@ def test_the_caption_of_a_difference_describes_both_runs(site):
     assert caption.endswith("the SHA-256 of the weights begin with 5f195bd5187a and abcdefabcdef.")
 
 
+def test_a_caption_needs_no_more_of_a_record_than_the_file_must_have(results):
+    (stability,) = [result for result in results if type(result).__name__ == "RankStability"]
+    record = {name: value for name, value in stability.record.items() if name in type(stability).ENTRIES}
+    assert replace(stability, record=record).caption().startswith("The figure shows how alike")
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
@@ -488,4 +512,5 @@ def test_a_single_steering_vector_shows_its_largest_components():
     assert [label.get_text() for label in ax.get_yticklabels()][:2] == ["component 17", "component 3"]
     widths = [[bar.get_width() for bar in group][:2] for group in ax.containers]
     assert widths == [[-2.0, 1.0], [3.0, 0.0]]
+    assert [bar.get_hatch() or "" for bar in (group[0] for group in ax.containers)] == ["", "////"]
     assert "norm 5.1" in ax.get_title()

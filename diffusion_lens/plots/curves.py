@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.plots.axes import RESTORED, label_axes, one_axes, panels, shortened
-from diffusion_lens.plots.looks import BASELINE, Look, figure_size, look, next_look, points
+from diffusion_lens.plots.looks import BASELINE, Look, figure_size, look, n_curves, points
 from diffusion_lens.plots.ticks import label_places, letters_in, room_of, width_of
 from diffusion_lens.settings.figures import STYLE, styled
 
@@ -253,9 +253,10 @@ def reliability(
     """
     ax = one_axes(ax, 3.8, 3.4)
     ax.plot([0, 1], [0, 1], color="0.6", linestyle=":", linewidth=1)
-    colour = next_look(ax).colour
-    ax.plot(confidence.tolist(), right.tolist(), color=colour, linewidth=1)
-    ax.scatter(confidence.tolist(), right.tolist(), color=colour, s=(12 + 120 * counts / counts.sum()).tolist())
+    drawn = look(len(ax.collections))  # of which each diagram has one
+    colour, areas = drawn.colour, (12 + 120 * counts / counts.sum()).tolist()
+    ax.plot(confidence.tolist(), right.tolist(), color=colour, linestyle=drawn.dash, linewidth=1)
+    ax.scatter(confidence.tolist(), right.tolist(), color=colour, marker=drawn.marker, s=areas)
     ax.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     return _labelled(ax, "confidence", "share that is right", title or "", legend=None, parse_math=False)
 
@@ -304,7 +305,9 @@ def paired_bars(
     height = 0.8 / len(values)
     for i, (group, lengths) in enumerate(values.items()):
         at = [row + (i - (len(values) - 1) / 2) * height for row in range(len(labels))]
-        ax.barh(at, lengths.tolist(), height=height, label=group, color=look(i, len(values)).colour)
+        colour, hatch = look(i, len(values)).colour, look(i + 1).hatch
+        drawn = {"color": colour, "hatch": hatch, "edgecolor": "white" if hatch else colour}
+        ax.barh(at, lengths.tolist(), height=height, label=group, **drawn)
     ax.axvline(0, color="0.6", linewidth=1)
     ax.set_ylim(len(labels) - 0.5, -0.5)
     _label_rows(ax, labels)
@@ -382,7 +385,7 @@ def similarity_curve(
     ax = one_axes(ax, 5.2, 3.2)
     ticks = list(table)
     column = {name: [row[name] for row in table.values()] for name in next(iter(table.values()))}
-    drawn = next_look(ax)
+    drawn = look(n_curves(ax))
     colour = drawn.colour
     ax.plot(ticks, column["value"], label=label or statistic, color=colour, marker=drawn.marker, markersize=3)
     ax.vlines(ticks, column["low"], column["high"], color=colour, linewidth=1)
@@ -432,10 +435,12 @@ def kept_by_size(
     ax = one_axes(ax, width=5.2, height=3.2)
     for level in (0, 1):
         ax.axhline(level, color="0.6", linestyle=":", linewidth=1)
-    for name, shares in curves.items():
+    before = n_curves(ax)
+    for i, (name, shares) in enumerate(curves.items(), before):
         entries = sorted(zip(sizes, shares.tolist(), strict=True))
-        drawn = next_look(ax)
-        ax.plot(*zip(*entries, strict=True), label=name, color=drawn.colour, marker=drawn.marker, markersize=3)
+        drawn = look(i, len(curves)) if not before and len(curves) > 1 else look(i)
+        line = {"color": drawn.colour, "linestyle": drawn.dash, "marker": drawn.marker, "markersize": 3}
+        ax.plot(*zip(*entries, strict=True), label=name, **line)
     ax.set_xscale("symlog", linthresh=1)
     ax.set_xlim(left=0)
     legend = _inside if len(curves) > 1 else None

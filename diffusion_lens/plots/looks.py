@@ -17,7 +17,6 @@ BASELINE = "0.55"
 CELLS: dict[str, Any] = {"interpolation": "none"}  # Cells of a map keep their colours, also at their edges.
 _LISTED = 20  # colours of the largest map that is a list to choose from
 _LIGHTEST = 0.6  # relative luminance of a line that is seen on white
-_OF_MANY = 4  # curves that are drawn on the same axes one call after another
 
 
 class Look(NamedTuple):
@@ -47,24 +46,26 @@ def colour_map(default: str) -> Any:
     return default if chosen is None else chosen
 
 
-def look(index: int, n: int = _OF_MANY) -> Look:
-    """How the line `index` of `n` is drawn."""
-    colours = _colours(max(n, index + 1))
-    turn, place = divmod(index, len(colours))
+def look(index: int, n: int | None = None) -> Look:
+    """How the line `index` of `n` is drawn; without `n`, of a number that is not known yet."""
+    colours = _colours(index, n)
+    # Where colours repeat, and where they are many, dashes differ as well.
+    turn = max(index // len(colours), index // len(LINES))
     return Look(
-        colours[place],
+        colours[index % len(colours)],
         MARKERS[index % len(MARKERS)],
         DASHES[turn % len(DASHES)],
         HATCHES[index % len(HATCHES)],
     )
 
 
-def next_look(ax: Any) -> Look:
-    """How the next curve is drawn on axes that may have some. Curves have markers, and other lines have none."""
-    return look(sum(line.get_marker() not in ("", "None", None) for line in ax.lines))
+def n_curves(ax: Any) -> int:
+    """How many curves axes have. Curves have markers, and other lines have none."""
+    return sum(line.get_marker() not in ("", "None", None) for line in ax.lines)
 
 
-def _colours(n: int) -> list[Any]:
+def _colours(index: int, n: int | None) -> list[Any]:
+    """The colours to choose from, as many as it takes for the line `index`."""
     if STYLE.get().cmap is None:
         return list(LINES)
     import numpy as np
@@ -78,7 +79,16 @@ def _colours(n: int) -> list[Any]:
     colours = mapped(np.arange(mapped.N))
     visible = colours[luminance(colours) <= _LIGHTEST]
     visible = visible if len(visible) else colours
-    return [to_hex(visible[i]) for i in np.linspace(0, len(visible) - 1, n).round().astype(int)]
+    places = [_spread(i) for i in range(index + 1)] if n is None else np.linspace(0, 1, max(n, index + 1))
+    return [to_hex(visible[round(float(place) * (len(visible) - 1))]) for place in places]
+
+
+def _spread(i: int) -> float:
+    """The place of a colour on a map, away from those of the colours before it: 0, 1, 1/2, 1/4, 3/4, 1/8, ..."""
+    if i < 2:
+        return float(i)
+    halves = 1 << ((i - 1).bit_length() - 1)
+    return (2 * (i - 1 - halves) + 1) / (2 * halves)
 
 
 def luminance(colours: Any) -> Any:

@@ -118,7 +118,9 @@ class RankStability(PicturedResult, Saved):
 
     def _settings(self) -> Mapping[str, Any]:
         """With the models of the results."""
-        models = dict.fromkeys(shown_model(each) for each in self.record["results"].values() if each.get("model"))
+        models = dict.fromkeys(
+            shown_model(each) for each in self.record.get("results", {}).values() if each.get("model")
+        )
         return {**({"model": " and ".join(models)} if models else {}), **self.record}
 
     def _index(self, statistic: str) -> int:
