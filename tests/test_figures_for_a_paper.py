@@ -441,6 +441,31 @@ def test_the_caption_of_a_difference_describes_both_runs(site):
     assert caption.endswith("the SHA-256 of the weights begin with 5f195bd5187a and abcdefabcdef.")
 
 
+def test_a_caption_says_what_is_drawn(results):
+    by_name = {type(result).__name__: result for result in results}
+    for name, selected, said in (
+        ("Predictions", {"show": "margin"}, "with the margin between the two likeliest tokens."),
+        ("Predictions", {}, "with the entropy of the prediction."),
+        ("LogitLens", {"step": 2, "show": "probability", "target": 1}, "with the probability of target 1, step 2."),
+        (
+            "RankStability",
+            {"statistic": "kendall"},
+            "how alike several results rank the same sites, by the rank correlation τ of Kendall.",
+        ),
+        ("PatchGrid", {"step": 2, "head": 1}, "by position and layer, step 2 and head 1."),
+        ("TrajectoryTrace", {"step": 3}, "at one denoising step, step 3."),
+        ("Trajectory", {"row": 0}, "when it was written, row 0."),
+    ):
+        caption = by_name[name].caption(**selected)
+        assert said in caption, caption
+        with pytest.raises(TypeError, match=r"caption\(\) got 'stepp', which does not choose what is drawn; "):
+            by_name[name].caption(stepp=1)
+    steering = [result for result in results if isinstance(result, SteeringVectors)]
+    assert {result.plot().get_ylabel() == "norm" for result in steering} == {
+        "shows the norm of" in result.caption() for result in steering
+    }
+
+
 def test_a_caption_needs_no_more_of_a_record_than_the_file_must_have(results):
     (stability,) = [result for result in results if type(result).__name__ == "RankStability"]
     record = {name: value for name, value in stability.record.items() if name in type(stability).ENTRIES}

@@ -191,6 +191,12 @@ class SteeringVectors(PicturedResult, Saved):
         steps = [str(step) for step in self.steps]
         return plots.labelled_lines(norms, labels, steps, "denoising step", "norm", title, ax)
 
+    def _shows(self) -> str:
+        if sum(norm.numel() for norm in self.norm.values()) == 1:
+            return f"the {_MOST_COMPONENTS} components in which the mean activations of two groups differ most"
+        along = "hook point" if self.steps is None else "denoising step"
+        return f"the norm of the difference between the mean activations of two groups, by {along}"
+
     def _components(self, ax: Any, title: str) -> Any:
         """The largest components of the only vector, the largest at the top."""
         (name,) = self.names

@@ -72,6 +72,7 @@ class Predictions(PicturedResult, Saved):
 
     KIND: ClassVar[str] = "predictions"
     SHOWS: ClassVar[str] = "what each denoising step predicts at each position, with the entropy of the prediction"
+    _SAID: ClassVar[tuple[str, ...]] = ("show",)
 
     steps: list[int]
     flags: UInt8[Tensor, "step batch byte"]
@@ -334,6 +335,11 @@ class Predictions(PicturedResult, Saved):
             title=title or f"{shown_model(self.record)}: what each step predicted",
             ax=ax,
         )
+
+    def _shows(self, show: str = "entropy") -> str:
+        colour = {"entropy": "entropy of the prediction", "probability": "probability of the likeliest token"}
+        of = colour.get(one_of(*SHOWN)("show", show), "margin between the two likeliest tokens")
+        return self.SHOWS.replace("entropy of the prediction", of)
 
     def _whole(self, entries: Tensor, absent: int | float) -> Tensor:
         """A table of all steps, rows and positions."""

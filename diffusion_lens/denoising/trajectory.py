@@ -27,12 +27,12 @@ from diffusion_lens.model.noise import schedule_of
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.text import to_completion
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.captions import caption_of, selection_of
 from diffusion_lens.records.identity import run_of
 from diffusion_lens.records.results import (
     Result,
     Saved,
     Table,
-    caption_of,
     load_result,
     shown_model,
     texts_of,
@@ -265,9 +265,9 @@ class Trajectory(Saved, Result):
 
         return plots.denoising_grid(*self._drawn(row), title=title, ax=ax, folded=folded)
 
-    def caption(self) -> str:
+    def caption(self, **selected: Any) -> str:
         """Two sentences for the legend of the picture, see `PicturedResult.caption`."""
-        return caption_of(self.SHOWS, self._settings())
+        return caption_of(self.SHOWS + selection_of(self.plot, selected), self._settings())
 
     def to_html(self, row: int = 0, *, folded: bool = True) -> str:
         """The canvas by step as a self-contained HTML page, tokens coloured by confidence; arguments as in `plot`."""

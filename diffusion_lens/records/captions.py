@@ -4,7 +4,8 @@ Every setting that decides the numbers is said, those that readers look for firs
 computation went, such as the time it took or the size of a batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from diffusion_lens.model.config import name_with_mode
@@ -57,6 +58,7 @@ _NOT_SAID = (
     "n_steps",
     "other",
 )
+_LOOKS = ("ax", "title", "limits", "folded", "cmap", "size", "font_size", "label", "against")  # of arguments of `plot`
 _COUNTED = {"facts": "fact", "deltas": "delta"}
 _NUMBERS = ("steps", "seeds", "layers", "swap")  # settings that may be lists of numbers
 _GROUPS = ("sampler", "loaded_with")  # settings with options of their own
@@ -89,6 +91,16 @@ def caption_of(shows: str, record: Mapping[str, Any]) -> str:
     second = "; ".join(said)
     of = f"For {' and '.join(models)}, the figure" if models else "The figure"
     return f"{of} shows {shows}." + (f" {second[0].upper()}{second[1:]}." if second else "")
+
+
+def selection_of(plot: Callable[..., Any], selected: Mapping[str, Any]) -> str:
+    """The arguments of `plot` that choose what is drawn, in words; a `TypeError` if it takes no such argument."""
+    fitting = [name for name in signature(plot).parameters if name not in _LOOKS]
+    if unknown := [name for name in selected if name not in fitting]:
+        takes = f"plot takes {', '.join(fitting)}" if fitting else "this picture has nothing to choose"
+        raise TypeError(f"caption() got {unknown[0]!r}, which does not choose what is drawn; {takes}")
+    words = [f"{name.replace('_', ' ')} {value}" for name, value in selected.items() if value is not None]
+    return f", {' and '.join(words)}" if words else ""
 
 
 def _each(record: Mapping[str, Any], say: Any) -> list[str]:

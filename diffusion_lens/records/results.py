@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.records.captions import caption_of as caption_of
-from diffusion_lens.records.captions import say_settings
+from diffusion_lens.records.captions import say_settings, selection_of
 from diffusion_lens.records.captions import shown_model as shown_model
 from diffusion_lens.records.identity import ATTRIBUTES, identity_of, require_named_hooks
 from diffusion_lens.records.identity import weights_sha256 as weights_sha256
@@ -485,15 +485,30 @@ class PicturedResult(Result):
     """A result with a picture. A class of your own states in `SHOWS` what its picture shows, for captions."""
 
     SHOWS: ClassVar[str]
+    _SAID: ClassVar[tuple[str, ...]] = ()  # arguments of `plot` by which `_shows` says something else
 
     @abstractmethod
     def plot(self, *args: Any, **settings: Any) -> Any:
         """Draw the picture; returns the matplotlib axes."""
 
-    def caption(self) -> str:
+    def caption(self, **selected: Any) -> str:
         """Two sentences for the legend of the picture: what it shows and of which model, and the settings and the hash
-        of the weights that the record has."""
-        return caption_of(self.SHOWS, self._settings())
+        of the weights that the record has.
+
+        Args:
+            selected: The arguments of `plot` that choose what is drawn, such as `step=2` or `show="probability"`.
+
+        Raises:
+            TypeError: `plot` has no such argument.
+        """
+        said = selection_of(self.plot, {name: x for name, x in selected.items() if name not in self._SAID})
+        return caption_of(
+            self._shows(**{name: x for name, x in selected.items() if name in self._SAID}) + said, self._settings()
+        )
+
+    def _shows(self) -> str:
+        """What the picture shows; takes the arguments of `plot` that `_SAID` names."""
+        return self.SHOWS
 
     def _picture(self) -> Any:
         """The axes of the picture that stands for the result."""

@@ -58,6 +58,7 @@ class RankStability(PicturedResult, Saved):
 
     KIND: ClassVar[str] = "rank stability"
     SHOWS: ClassVar[str] = "how alike several results rank the same sites"
+    _SAID: ClassVar[tuple[str, ...]] = ("statistic",)
     ENTRIES: ClassVar[Mapping[str, Any]] = {"top_k": int, "sites": int, "facts": list[str]}
 
     values: Float[Tensor, "statistic entry entry"]
@@ -100,6 +101,11 @@ class RankStability(PicturedResult, Saved):
             title=title or f"How alike the sites are ranked ({statistic})",
             ax=ax,
         )
+
+    def _shows(self, statistic: str = "spearman") -> str:
+        by = {"spearman": "the rank correlation ρ of Spearman", "kendall": "the rank correlation τ of Kendall"}
+        top = f"the overlap of the top {self.record['top_k']}"
+        return f"{self.SHOWS}, by {by.get(STATISTICS[self._index(statistic)], top)}"
 
     def _table(self) -> Table:
         pairs = list(combinations(range(len(self.names)), 2))

@@ -99,6 +99,7 @@ class LogitLens(PicturedResult, Saved):
 
     KIND: ClassVar[str] = "logit lens"
     SHOWS: ClassVar[str] = "what each layer predicts at each position, with the entropy of the prediction"
+    _SAID: ClassVar[tuple[str, ...]] = ("show", "target")
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "blank": int | None}
 
     top_tokens: Int[Tensor, "*step layer batch selected top"]
@@ -210,6 +211,15 @@ class LogitLens(PicturedResult, Saved):
             title=title or (f"{shown_model(self.record)}" if position is None else f"position {position}"),
             ax=ax,
         )
+
+    def _shows(self, show: str = "entropy", target: int = 0) -> str:
+        of = {
+            "entropy": "entropy of the prediction",
+            "kl": "KL divergence from the last layer",
+            "rank": f"rank of target {target}",
+            "probability": f"probability of target {target}",
+        }
+        return self.SHOWS.replace("entropy of the prediction", of[one_of(*SHOWN)("show", show)])
 
     def _values(self, show: str, target: int) -> Float[Tensor, "*step layer batch selected"]:
         """The numbers that a figure shows."""
