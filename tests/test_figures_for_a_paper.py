@@ -134,7 +134,6 @@ def test_a_small_figure_draws_every_row_and_column(results, plain):
         "RankStability": (2, 2),
         "AverageTrajectoryEffect": (STEPS, LAYERS),
         "Predictions": (17, STEPS),
-        "LayerCosines": (LAYERS, STEPS),
     }
     seen = set()
     for name, ax in pictures([each for each in results if type(each).__name__ in shapes], size=COLUMN):
