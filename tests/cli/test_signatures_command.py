@@ -95,7 +95,8 @@ def test_a_saved_result_is_drawn_again(both: tuple[Path, str], tmp_path: Path) -
     picture = tmp_path / "twin.png"
     ask = ["plot", str(both[0] / "tiny-ar.safetensors"), "--out", str(picture), "--json"]
     told = json.loads(CliRunner().invoke(app, ask).stdout)
-    assert told["results"] == {"kind": "reversal signatures"}
+    assert told["results"]["kind"] == "reversal signatures"
+    assert told["results"]["caption"].startswith("For tiny-ar, the figure shows ")
     assert picture.read_bytes() == PNG
 
 

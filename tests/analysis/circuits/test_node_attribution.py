@@ -147,7 +147,7 @@ def test_the_curve_of_faithfulness_has_a_logarithmic_axis():
     scores = torch.tensor([[3.0, 1.0, 2.0], [0.0, 4.0, 1.0]])
     curve = Faithfulness((100, 0, 10), scores, torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0]), record)
     ax = curve.plot()
-    lines = [line for line in ax.lines if line.get_marker() == "o"]
+    lines = [line for line in ax.lines if line.get_marker() not in ("None", "")]
     assert [line.get_label() for line in lines] == ["step 0", "step 4"]
     assert [list(line.get_xdata()) for line in lines] == [[0, 10, 100]] * 2
     assert [list(line.get_ydata()) for line in lines] == [[0.0, 0.5, 1.0], [1.0, 0.25, 0.0]]
