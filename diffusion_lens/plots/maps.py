@@ -120,7 +120,7 @@ def labelled_map(
     room = width - abs(right - left)
     label_axes(ax, xlabel, "", title, pad=_ABOVE_BAR * size / 8, room=room)
     label_places(ax.yaxis, range(len(rows)), names, size)
-    longest = max(letters_in(_UPRIGHT * height, size), int(_MAP_WIDTH * width / len(layers) / (LETTER * size)))
+    longest = max(letters_in(_UPRIGHT * height, size), int((width - left - right) / len(layers) / (LETTER * size)))
     columns = [shortened(str(layer), longest) for layer in layers]
     numbers = all(str(layer)[:1].isdigit() for layer in layers)
     label_places(ax.xaxis, range(len(layers)), columns, size, MOST_NUMBERS if numbers else None)

@@ -511,7 +511,7 @@ export class Explorer {
   /** The selection in words. */
   summary() {
     const seen = this.seen();
-    return seen ? stateAt(seen, seen.shown, seen.position) : "";
+    return seen ? `${this.shown.length > 1 ? `${seen.model.name}: ` : ""}${stateAt(seen, seen.shown, seen.position)}` : "";
   }
 
   stepBy(/** @type {number} */ change) {

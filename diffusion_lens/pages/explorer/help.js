@@ -30,5 +30,5 @@ const KEYS = [
 /** @returns {HTMLElement} */
 export function helpText() {
   const list = (/** @type {[string, string][]} */ entries) => h("dl", {}, ...entries.flatMap(([word, meaning]) => [h("dt", {}, word), h("dd", {}, meaning)]));
-  return h("div", { class: "dl-help-text", tabindex: 0 }, list(WORDS), h("h3", {}, "Keys"), list(KEYS));
+  return h("div", { class: "dl-help-text", tabindex: 0 }, h("h3", {}, "Keys"), list(KEYS), h("h3", {}, "Words"), list(WORDS));
 }

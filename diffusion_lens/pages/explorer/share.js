@@ -8,6 +8,7 @@ import { notebookOf } from "./notebook.js";
 import { drawPicture } from "./picture.js";
 import { predictedOf } from "./predicted.js";
 import { lengthOf, stepsOf } from "./runs.js";
+import { factsOfReasons } from "./why.js";
 
 /** @typedef {import("./types.js").Seen} Seen @typedef {import("./explorer.js").Explorer} Explorer */
 
@@ -72,7 +73,7 @@ export function shareMenu(explorer) {
     if (!source.page) all.unshift(["Page (.html)", "this file is the page", () => explorer.say("This file is the page: send it as it is.")]);
     else if (source.live) {
       all.unshift(["Page (.html)", `a file that opens anywhere, without a model: the runs that are shown${factsInWords(page.facts.length, explorer)}`, () => explorer.work("writing the page", async () =>
-        save([await source.page(page)], "html", "text/html", "the page"))]);
+        save([await source.page({ ...page, facts: [...new Set([...page.facts, ...(await factsOfReasons(explorer))])] })], "html", "text/html", "the page"))]);
     }
     if (link) {
       const [help, also] = !source.live ? ["an address that opens what you see", ""] : isLocal()

@@ -4,7 +4,7 @@
 import { measuredIn } from "./facts.js";
 import { lensAt } from "./lens_cells.js";
 import { predictedOf } from "./predicted.js";
-import { decisiveStep, finalWord } from "./runs.js";
+import { decisiveStep, describe, finalWord, interventionsOf } from "./runs.js";
 import { number, quoted } from "./words.js";
 
 /** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Fact} Fact @typedef {import("./explorer.js").Explorer} Explorer */
@@ -14,9 +14,46 @@ const DIRECTIONS = { p2d: "from the name to the description only", d2p: "from th
 /** Sentences, the most telling first.
  * @param {Explorer} explorer @param {Run} run @returns {Promise<string[]>} */
 export async function reasons(explorer, run) {
-  const fact = explorer.manifest.facts?.find(({ prompt, answer }) => prompt === run.prompt && plain(answer) === plain(run.verdict.answer));
-  const parts = [await preferred(explorer, run), ...(fact ? await otherWay(explorer, run, fact) : []), ...beside(explorer, run)];
+  const fact = factOf(explorer, run);
+  const parts = [changed(explorer, run), await preferred(explorer, run), ...(fact ? await otherWay(explorer, run, fact) : []), ...beside(explorer, run)];
   return parts.flat().filter(Boolean);
+}
+
+/** The fact that a run is asked for, where the table has it. @param {Explorer} explorer @param {Run} run */
+const factOf = (explorer, run) => explorer.manifest.facts?.find(({ prompt, answer }) => prompt === run.prompt && plain(answer) === plain(run.verdict?.answer));
+
+/** The same fact asked the other way round. @param {Explorer} explorer @param {Fact} fact @returns {Fact|undefined} */
+const otherFact = (explorer, fact) => (plain(fact.subject) ? explorer.manifest.facts.find((one) => one !== fact && plain(one.subject) &&
+  plain(one.answer).includes(plain(fact.subject)) && plain(fact.answer).includes(plain(one.subject))) : undefined);
+
+/** What is known of a fact on a model; computed where it is not.
+ * @param {Explorer} explorer @param {Fact} fact @param {number} model */
+async function measuredOn(explorer, fact, model) {
+  if ((fact.values[model]?.recalled ?? null) === null && explorer.source.fact) {
+    explorer.facts.take(fact, model, measuredIn(await explorer.source.fact({ id: fact.id, model, effect: false })));
+  }
+  return fact.values[model];
+}
+
+/** The facts that the reasons for the shown runs name, measured: a written page needs them.
+ * @param {Explorer} explorer @returns {Promise<number[]>} */
+export async function factsOfReasons(explorer) {
+  const ids = [];
+  for (const run of explorer.shown) {
+    const fact = factOf(explorer, run), other = fact && otherFact(explorer, fact);
+    if (other) await measuredOn(explorer, other, run.model);
+    ids.push(...[fact, other].filter(Boolean).map(({ id }) => id));
+  }
+  return ids;
+}
+
+/** What the changes of a run have done to its verdict.
+ * @param {Explorer} explorer @param {Run} run */
+function changed(explorer, run) {
+  const edits = interventionsOf(run), base = explorer.runs.find(({ id }) => id === run.base);
+  if (!edits.length) return [];
+  const before = base?.verdict ? ` Without ${edits.length > 1 ? "these changes" : "this change"} the answer is ${base.verdict.right ? "right" : "wrong"}.` : "";
+  return [`The run is changed: ${edits.map((edit) => describe(edit, explorer.runs)).join("; ")}.${before}`];
 }
 
 const plain = (/** @type {string|null} */ text) => (text ?? "").toLowerCase().replace(/[^\p{L}\p{N}]+/gu, " ").trim();
@@ -32,7 +69,8 @@ async function preferred(explorer, run) {
   const prediction = (await predictedOf(seen))?.at(step, position), written = finalWord(run, position);
   if (prediction) {
     const [[word, p]] = prediction.top, own = prediction.top.find(([one]) => one === answer);
-    said.push(`At position ${position}, step ${step} was ${p > 0.5 ? "sure of" : "most for"} ${quoted(word)} (${number(p)}).` +
+    const since = (await predictedOf(seen))?.committed(position) ?? null;
+    said.push(`At position ${position}, step ${step}${since !== null && since < step ? `, like all since step ${since},` : ""} was ${p > 0.5 ? "sure of" : "most for"} ${quoted(word)} (${number(p)}).` +
       (word === answer ? "" : own ? ` The answer's ${quoted(answer)} had ${number(own[1])}.` : ` The answer's ${quoted(answer)} was not among its ${prediction.top.length} likeliest tokens.`));
   }
   if (run.lens?.steps.includes(step) && run.lens.positions.includes(position)) {
@@ -57,15 +95,9 @@ async function otherWay(explorer, run, fact) {
     const reverse = fact.trained !== "both" && fact.trained !== fact.asked;
     said.push(`The fact was taught ${taught}; here it is asked ${reverse ? "the other way round" : "as it was taught"}.`);
   }
-  const other = explorer.manifest.facts.find((one) => one !== fact && plain(one.subject) && plain(one.answer).includes(plain(fact.subject)) && plain(fact.answer).includes(plain(one.subject)));
-  if (!other || !plain(fact.subject)) return said;
-  let values = other.values[run.model];
-  if ((values?.recalled ?? null) === null && explorer.source.fact) {
-    explorer.facts.take(other, run.model, measuredIn(await explorer.source.fact({ id: other.id, model: run.model, effect: false })));
-    values = other.values[run.model];
-  }
+  const other = otherFact(explorer, fact), values = other && await measuredOn(explorer, other, run.model);
   if ((values?.recalled ?? null) !== null) {
-    said.push(`Asked the other way, “${other.prompt}”, ${name} ${values.recalled ? "answers right" : "is wrong too"}: p(${other.answer.trim()}) ${number(values.p)}.`);
+    said.push(`Asked the other way, “${other.prompt}”, ${name}${interventionsOf(run).length ? ", unchanged," : ""} ${values.recalled ? "answers right" : "is wrong too"}: p(${other.answer.trim()}) ${number(values.p)}.`);
   }
   return said;
 }

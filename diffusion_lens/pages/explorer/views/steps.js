@@ -56,7 +56,7 @@ class StepsPane {
       const cellOf = (/** @type {number} */ r, /** @type {number} */ c) => canvasCell(seen, predicted, overlay, this.stepOf(seen, this.rows[r]), c);
       map.draw({
         rows: this.rows.map(({ from, to }) => (from === to ? `${steps[from]}` : `${steps[from]}–${steps[to]}`)),
-        columns: columnsOf(seen), colours: ramp("canvas", dark),
+        columns: columnsOf({ ...seen, step }), colours: ramp("canvas", dark),
         rowHeight: (r) => (this.rows[r].from === this.rows[r].to ? height : THIN),
         cell: (r, c) => {
           const { value, word, kinds } = cellOf(r, c);
