@@ -15,7 +15,7 @@ const DIRECTIONS = { p2d: "from the name to the description only", d2p: "from th
  * @param {Explorer} explorer @param {Run} run @returns {Promise<string[]>} */
 export async function reasons(explorer, run) {
   const fact = factOf(explorer, run);
-  const parts = [changed(explorer, run), await preferred(explorer, run), ...(fact ? await otherWay(explorer, run, fact) : []), ...beside(explorer, run)];
+  const parts = [whatChanged(explorer, run), await preferred(explorer, run), ...(fact ? await otherWay(explorer, run, fact) : []), ...beside(explorer, run)];
   return parts.flat().filter(Boolean);
 }
 
@@ -49,7 +49,7 @@ export async function factsOfReasons(explorer) {
 
 /** What the changes of a run have done to its verdict.
  * @param {Explorer} explorer @param {Run} run */
-function changed(explorer, run) {
+function whatChanged(explorer, run) {
   const edits = interventionsOf(run), base = explorer.runs.find(({ id }) => id === run.base);
   if (!edits.length) return [];
   const before = base?.verdict ? ` Without ${edits.length > 1 ? "these changes" : "this change"} the answer is ${base.verdict.right ? "right" : "wrong"}.` : "";
