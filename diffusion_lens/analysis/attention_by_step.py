@@ -43,6 +43,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Table, texts_of
 from diffusion_lens.settings import Whole, at_least, not_negative, pick_indices
+from diffusion_lens.settings.figures import styled
 
 QUANTITIES = ("scores", "cosines", "norms")
 _TINY = torch.finfo(torch.float32).tiny
@@ -117,6 +118,7 @@ class RetrievalHeads(ByStep):
         cells = [divmod(index, score.shape[1]) for index in order]
         return [(self.layers[layer], head, float(score[layer, head])) for layer, head in cells]
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The score by layer and head; returns the matplotlib axes."""
         score = self.score
@@ -303,6 +305,7 @@ class QKDecomposition(ByStep):
             results[name] = (own - others) / _deviation(values)[..., 0]
         return results
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The advantage of floating positions by layer, mean over steps, heads and rows; returns the axes."""
         means = []
@@ -456,6 +459,7 @@ class AttentionRollout(ByStep):
         if self.rollout.shape[-2:] != (size, size):
             raise ValueError(f"rollout is {list(self.rollout.shape)}, but there are {size} positions or regions")
 
+    @styled
     def plot(
         self, layer: Whole = -1, step: Whole = -1, row: Whole = 0, ax: Any = None, title: str | None = None
     ) -> Any:

@@ -37,6 +37,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer, origins_of
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Table, texts_of
 from diffusion_lens.settings import Whole, not_negative, one_of, pick_indices
+from diffusion_lens.settings.figures import styled
 
 KINDS = ("masked", "special", "prompt", "written")
 _BYTES_OF_A_POSITION = 13  # of equal attention, the number of queries and a flag
@@ -182,6 +183,7 @@ class AttentionSinks(ByStep):
         total = sum(counts.values())
         return [(self.words[int(token)], count / total) for token, count in counts.most_common(int(most))]
 
+    @styled
     def plot(self, layer: Whole = -1, row: Whole = 0, ax: Any = None, title: str | None = None) -> Any:
         """Attention received in one layer, mean over heads, by position and step; returns the matplotlib axes.
 

@@ -36,6 +36,7 @@ from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
 from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import Whole, checked_arguments, whole_number
+from diffusion_lens.settings.figures import styled
 
 _TABLES = ("embed.weight", "pos_embed.weight")  # with a row for each vector that they write
 _WRITERS = (".attn.o.weight", ".attn.o.bias", ".down.weight", ".down.bias")  # of a block, its experts included
@@ -97,6 +98,7 @@ class Projection(PicturedResult, Saved):
         chosen = (self.masked == masked).unsqueeze(-3).expand_as(self.values)
         return self.values.masked_fill(~chosen, torch.nan).nanmean(dim=(-2, -1))
 
+    @styled
     def plot(self, row: Whole | None = None, point: str | None = None, ax: Any = None, title: str | None = None) -> Any:
         """Draw the mean over all positions, by hook point and step; returns the matplotlib axes.
 

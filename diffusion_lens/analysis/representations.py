@@ -56,6 +56,7 @@ from diffusion_lens.records.results import (
     shown_model,
 )
 from diffusion_lens.settings import check_level, checked_arguments, takes
+from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import CompareSettings
 
 Vectors = Float[Tensor, "fact d"]
@@ -152,6 +153,7 @@ class Comparison(PicturedResult, Saved):
             for i, statistic in enumerate(self.statistics)
         }
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """Principal components, with a line between the two vectors of each fact. Returns the matplotlib axes.
 
@@ -162,6 +164,7 @@ class Comparison(PicturedResult, Saved):
             raise ValueError("these two sets of vectors have no common axes; plot_spectra() needs none")
         return plots.paired_scatter(self.coordinates, self.explained, self.names, ax=ax, title=title or self._title())
 
+    @styled
     def plot_spectra(self, ax: Any = None, title: str | None = None) -> Any:
         """The singular values of both sets. Returns the matplotlib axes."""
         return plots.spectra(
@@ -215,6 +218,7 @@ class Comparisons(PicturedResult, Saved):
         if not self.at:
             raise ValueError("there is no comparison")
 
+    @styled
     def plot(
         self,
         statistic: str = "cka",

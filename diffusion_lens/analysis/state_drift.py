@@ -45,6 +45,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, texts_of
 from diffusion_lens.settings import Whole, one_of
+from diffusion_lens.settings.figures import styled
 
 # The states that are compared, and where they pass.
 STATES = {"keys": "attn.hook_rot_k", "values": "attn.hook_v", "attention": "hook_attn_out", "mlp": "hook_mlp_out"}
@@ -111,6 +112,7 @@ class StateDrift(ByStep):
         means: Tensor = values.flatten(2).nanmean(dim=2)
         return means
 
+    @styled
     def plot(self, what: str = "values", group: str | None = None, ax: Any = None, title: str | None = None) -> Any:
         """Mean cosine of one kind of state by layer and step; returns the matplotlib axes."""
         means, of_group = self.mean(what, group), "" if group is None else f", {group} positions"
@@ -255,6 +257,7 @@ class LayerCosines(ByStep):
         means: Tensor = values.flatten(-2).nanmean(dim=-1)
         return means
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """Mean cosine by layer, over steps and rows, one line for each group of positions; returns the axes."""
         groups = [group for group, where in self.canvases.groups.items() if bool(where.any())]
@@ -371,6 +374,7 @@ class CacheDrift(PicturedResult, Saved):
         """The steps with a forward pass after which the cache holds something."""
         return tuple(self.record["steps"])
 
+    @styled
     def plot(self, what: str = "keys", ax: Any = None, title: str | None = None) -> Any:
         """The drift of the "keys" or "values" by layer and step; returns the matplotlib axes."""
         drift: Tensor = getattr(self, one_of("keys", "values")("what", what))

@@ -45,6 +45,7 @@ from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
 from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import Whole, at_least, plain_number, whole_numbers
+from diffusion_lens.settings.figures import styled
 
 _GROUPS = ("positive", "negative")
 _MOST_COMPONENTS = 12  # of a single vector that are drawn
@@ -178,6 +179,7 @@ class SteeringVectors(PicturedResult, Saved):
             hooks.append((name, while_masked(hook_fn) if positions == "masked" else hook_fn))
         return hooks
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The norm of each vector, by step or, without steps, by hook point; of a single vector the components in which
         the groups differ most, with the mean of each group. Returns the matplotlib axes."""

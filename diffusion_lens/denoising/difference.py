@@ -18,6 +18,7 @@ from torch import Tensor
 from diffusion_lens.model.text import END_TEXTS
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model, texts_of
 from diffusion_lens.settings import Whole, pick_indices
+from diffusion_lens.settings.figures import styled
 
 UNWRITTEN = -1
 _LONGEST = 40  # characters of a text in the line and in the title of the picture
@@ -124,6 +125,7 @@ class RunDifference(PicturedResult, Saved):
         (index,) = pick_indices("row", [row], len(self))
         return [f"{was} → {now}, from {when}" for was, now, when in self._changes(index)]
 
+    @styled
     def plot(self, row: Whole = 0, *, ax: Any = None, title: str | None = None, folded: bool = True) -> Any:
         """Both canvases by step: what is the same is pale, and where they differ both texts stand in a coloured cell;
         returns the matplotlib axes.

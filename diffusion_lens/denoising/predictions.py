@@ -31,6 +31,7 @@ from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model, texts_of
 from diffusion_lens.settings import Whole, at_least, checked_arguments, one_of, pick_indices
+from diffusion_lens.settings.figures import styled
 from weight_conversion import renamed_when_whole
 
 NOTHING = -1
@@ -292,6 +293,7 @@ class Predictions(PicturedResult, Saved):
             raise ValueError(f"{folder} contains no .safetensors file: save predictions of runs there")
         return map(Predictions.load, paths)
 
+    @styled
     def plot(
         self,
         row: Whole = 0,

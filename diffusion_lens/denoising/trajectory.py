@@ -39,6 +39,7 @@ from diffusion_lens.records.results import (
 )
 from diffusion_lens.records.schema import built, require_indices
 from diffusion_lens.settings import at_least, checked_arguments, one_of, whole_number
+from diffusion_lens.settings.figures import styled
 from weight_conversion import Architecture, NoiseSchedule, Variant
 
 _TENSORS = ("tokens", "canvases", "prompt", "revealed_at", "revealed_before", "confidence", "given", "real")
@@ -254,6 +255,7 @@ class Trajectory(Saved, Result):
         """The text at each position of one row, for every canvas."""
         return [[self.words[token] for token in canvas] for canvas in self.canvases[:, row].tolist()]
 
+    @styled
     def plot(self, row: int = 0, ax: Any = None, title: str | None = None, *, folded: bool = True) -> Any:
         """The canvas by step, tokens coloured by confidence; returns the matplotlib axes.
 

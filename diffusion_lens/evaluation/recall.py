@@ -37,6 +37,7 @@ from diffusion_lens.evaluation.scores import (
 )
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.records.results import Saved, Table, one_line, shaped, shown_model
+from diffusion_lens.settings.figures import styled
 
 DirectionPair = tuple[str | None, str | None]  # trained, queried
 
@@ -381,6 +382,7 @@ class Recall(StudyResult[Reply]):
             lines += [f"  {mark} {certainty}, not read in the source" for mark, certainty in marks.items()]
         return "\n".join(lines)
 
+    @styled
     def plot(self, score: str = "contained", level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
         """One line per cell over equally spaced steps, with its intervals; published numbers are dashed.
 

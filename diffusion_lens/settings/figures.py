@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 from diffusion_lens.settings import Real, Settings, fields_of, plain_number, setting
 from diffusion_lens.settings.arguments import kind_of, shown
 
-F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 SMALLEST, LARGEST = 0.5, 100.0  # inches of a side
 _FONTS = (3.0, 72.0)
 ENTRY = "cmap, size, font_size: Colour map, size in inches and font size, see `diffusion_lens.plots.style`."
@@ -118,7 +118,7 @@ def style(cmap: Any = None, size: Sequence[float] | None = None, font_size: Real
         STYLE.reset(token)
 
 
-def styled(draw: F) -> F:
+def styled(draw: Callable[..., R]) -> Callable[..., R]:
     """Let a function that draws take `cmap`, `size` and `font_size`. They stand in its signature and docstring.
 
     A size is refused beside `ax=`, whose figure has one.
@@ -148,7 +148,7 @@ def styled(draw: F) -> F:
     vars(drawn)[STYLED] = True
     vars(drawn)["__signature__"] = own.replace(parameters=known)
     drawn.__doc__ = _with_entry(draw.__doc__ or "")
-    return cast(F, drawn)
+    return cast(Callable[..., R], drawn)
 
 
 def _with_entry(text: str) -> str:

@@ -41,6 +41,7 @@ from diffusion_lens.model.text import require_tokenizer
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, require_same_settings, shown_model
 from diffusion_lens.settings import own_seed, takes
+from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training.corpus import HAS_MASK, Corpus, plain, prompts_of, read_corpus, read_texts, write_corpus
 from diffusion_lens.training.distillation import TwinLoss, begin_mask_row, masked_loss
@@ -116,6 +117,7 @@ class Adaptation(PicturedResult, Saved):
         )
         return "\n".join([*lines, f"nats per token: {said}", *(f"sample: {text!r}" for text in self.samples)])
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The loss of every update; returns the matplotlib axes."""
         from diffusion_lens import plots  # when it is drawn

@@ -61,6 +61,7 @@ from diffusion_lens.settings import (
     whole_number,
 )
 from diffusion_lens.settings.arguments import check_type
+from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import ACCUMULATE, MIXED_PRECISION
 from weight_conversion import as_json, write_json
 
@@ -186,6 +187,7 @@ class TrainingRecord(PicturedResult, Saved):
     record: dict[str, Any]
     evaluations: tuple[dict[str, Any], ...] = ()
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The loss of every step; returns the matplotlib axes."""
         from diffusion_lens import plots  # when it is drawn

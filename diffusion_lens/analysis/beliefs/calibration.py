@@ -48,6 +48,7 @@ from diffusion_lens.settings import (
     whole_number,
 )
 from diffusion_lens.settings.arguments import kind_of
+from diffusion_lens.settings.figures import styled
 
 MEASURES = ("confidence", "entropy", "margin")
 COURSES = ("first", "last", "mean", "slope", "variance")
@@ -105,6 +106,7 @@ class Calibration(PicturedResult, Saved):
     def _axes(self) -> Iterable[tuple[str, Any]]:
         return (("measure", MEASURES), ("reading", self.readings))
 
+    @styled
     def plot(self, show: str = "auroc", reading: str = "last", ax: Any = None, title: str | None = None) -> Any:
         """Draw AUROC by step, or a reliability diagram; returns the matplotlib axes.
 

@@ -31,6 +31,7 @@ from diffusion_lens.denoising.predictions import NOTHING, Predictions
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model, texts_of
 from diffusion_lens.settings import Real, checked_arguments, not_negative, one_of
+from diffusion_lens.settings.figures import styled
 
 PROPHET = (7.5, 5.0, 2.5)
 _PHASES = (0.33, 0.67)
@@ -145,6 +146,7 @@ class Commitment(PicturedResult, Saved):
         same = [(~stops | each.gather(0, place)[0]) for each in (self.settled, self.answer_settled)]
         return EarlyCommit(self._step_of(clear), *same)
 
+    @styled
     def plot(self, show: str = "commitment", ax: Any = None, title: str | None = None) -> Any:
         """Curves by step; returns the matplotlib axes.
 

@@ -28,6 +28,7 @@ from diffusion_lens.denoising.predictions import NOTHING, Predictions
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shaped, shown_model, texts_of
 from diffusion_lens.settings import Real, Whole, at_least, check_level, check_seed, checked_arguments
+from diffusion_lens.settings.figures import styled
 
 Tagger = Callable[[str], str | None] | Sequence[Sequence[str | None]]
 Frequencies = Mapping[int, Real] | Tensor
@@ -92,6 +93,7 @@ class RevealOrder(PicturedResult, Saved):
         """Number of written tokens of each class."""
         return torch.bincount(self.class_of[self.class_of >= 0], minlength=len(self.classes))
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """Mean rank of each class with its interval, the earliest first, and without classes the mean rank by position;
         returns the matplotlib axes."""

@@ -33,6 +33,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shown_model
 from diffusion_lens.settings import Whole, one_of, pick_indices, whole_number
+from diffusion_lens.settings.figures import styled
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,7 @@ class RemaskEffect(PicturedResult, Saved):
         """Sum of the KL over all other positions, in nats."""
         return self.kl.nansum(dim=1)
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The KL of each pair, a row for each masked position; returns the matplotlib axes."""
         return plots.labelled_map(

@@ -69,6 +69,7 @@ from diffusion_lens.model.config import reached
 from diffusion_lens.records.results import Table, shown_model
 from diffusion_lens.settings import own_seed, warn_user
 from diffusion_lens.settings.arguments import check_type
+from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import CONTROLS
 
 ROLES = (
@@ -413,6 +414,7 @@ class AverageEffect(FactAverage):
         ends = [self._interval(effect, level, of_total) for effect in self.effects.unbind(dim=1)]
         return torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
 
+    @styled
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
         """The AIE over layers, a curve with its interval for each role that occurs, and dotted those of the controls.
         Returns the matplotlib axes; a `ValueError` if no fact is averaged."""
@@ -510,6 +512,7 @@ class AverageTrajectoryEffect(FactAverage):
             control_corrupted=None if self.control_corrupted is None else self.control_corrupted[has_step, column],
         )
 
+    @styled
     def plot(self, role: str | None = None, ax: Any = None, title: str | None = None) -> Any:
         """The AIE of one role: steps down, with the one that reveals the answer at the bottom, and layers across.
 

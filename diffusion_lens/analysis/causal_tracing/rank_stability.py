@@ -34,6 +34,7 @@ from diffusion_lens.analysis.causal_tracing.average_result import AverageEffect
 from diffusion_lens.analysis.causal_tracing.trace import CausalTrace
 from diffusion_lens.records.results import PicturedResult, Saved, Table, network_of, shown_model
 from diffusion_lens.settings import Whole, at_least, check_level, check_seed, checked_arguments, one_of
+from diffusion_lens.settings.figures import styled
 
 STATISTICS = ("spearman", "kendall", "overlap")
 FEWEST = 6  # Persons with a range: resamples of fewer repeat too few of them to show what a choice of facts changes.
@@ -85,6 +86,7 @@ class RankStability(PicturedResult, Saved):
         value, low, high = (each[cell].item() for each in self._ends().values())
         return value, low, high
 
+    @styled
     def plot(self, statistic: str = "spearman", ax: Any = None, title: str | None = None) -> Any:
         """The matrix of one statistic, "spearman", "kendall" or "overlap". Returns the matplotlib axes."""
         values = self.values[self._index(statistic)]

@@ -59,6 +59,7 @@ from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shaped, shown_model
 from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import Whole, pick_indices, takes, whole_number
+from diffusion_lens.settings.figures import styled
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,6 +112,7 @@ class TemporalEffect(PicturedResult, Saved):
         below 0.01."""
         return share_of_total(self.indirect_effect, torch.tensor(self.clean - self.corrupted))
 
+    @styled
     def plot(self, step: Whole | None = None, ax: Any = None, title: str | None = None) -> Any:
         """The heat map of one step, on a colour scale that all steps share; returns the matplotlib axes.
 

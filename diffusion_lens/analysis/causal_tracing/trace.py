@@ -39,6 +39,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shaped, shown_model
 from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import pick_indices, takes
+from diffusion_lens.settings.figures import styled
 
 Scores = Float[Tensor, "sample selected"]
 LEAST_TOTAL_EFFECT = 0.01  # of which shares are given: the noise of ten samples may be as large as a smaller one
@@ -116,6 +117,7 @@ class CausalTrace(PicturedResult, Saved):
             most="indirect_effect",
         )
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
         """ROME's heat map: tokens down, the subject's starred, layers across. Returns the matplotlib axes.
 

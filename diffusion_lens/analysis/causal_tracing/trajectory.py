@@ -52,6 +52,7 @@ from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shaped, shown_model
 from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import Whole, one_of, pick_indices, takes
+from diffusion_lens.settings.figures import styled
 
 # Canvases that the corrupted runs read: those of the clean run, or those that each corrupted run writes itself.
 CANVASES = ("forced", "free")
@@ -151,6 +152,7 @@ class TrajectoryTrace(PicturedResult, Saved):
             record={**self.record, "step": step},
         )
 
+    @styled
     def plot(self, step: int, ax: Any = None, title: str | None = None) -> Any:
         """The heat map of one step, on a colour scale that all steps share; returns the matplotlib axes."""
         limits = float(self.corrupted.min()), float(self.scores.nan_to_num().max())

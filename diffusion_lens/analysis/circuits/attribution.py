@@ -51,6 +51,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
 from diffusion_lens.settings import Whole, at_least, one_of, whole_number
+from diffusion_lens.settings.figures import styled
 
 _TENSORS = ("scores", "clean", "corrupted")
 
@@ -118,6 +119,7 @@ class NodeScores(AttributionScores):
     KIND = "node scores"
     SHOWS: ClassVar[str] = "the effect on the metric of each attention head and MLP, estimated by attribution"
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
         """Heat map of heads and MLPs by layer; the title has the score of the embedding. Returns the matplotlib axes.
 
@@ -206,6 +208,7 @@ class EdgeScores(AttributionScores):
         pairs = (divmod(int(index), len(self.readers)) for index in flat)
         return Circuit(frozenset((self.writers[row], self.readers[column]) for row, column in pairs), self.graph)
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
         """Heat map of the edges, summed over the heads of a layer: writers down, readers across. Returns the matplotlib
         axes.

@@ -36,6 +36,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
 from diffusion_lens.settings import Whole
+from diffusion_lens.settings.figures import styled
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,6 +77,7 @@ class Faithfulness(PicturedResult, Saved):
         steps = {} if self.record["steps"] is None else {"step": self.record["steps"]}
         return Table.of_cells({**steps, "edges": self.sizes}, {"score": self.scores, "share": self.share})
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None, label: str | None = None) -> Any:
         """Curve of `share` by the number of edges, on a logarithmic axis; one curve for each step, or one with a label.
         Returns the matplotlib axes.

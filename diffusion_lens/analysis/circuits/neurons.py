@@ -34,6 +34,7 @@ from diffusion_lens.plots import readable
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table
 from diffusion_lens.settings import Whole, at_least, pick_indices
+from diffusion_lens.settings.figures import styled
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,6 +91,7 @@ class NeuronScores(PicturedResult, Saved):
                 sums[position, layers.index(layer)] += score
         return sums
 
+    @styled
     def plot(self, step: int | None = None, ax: Any = None, title: str | None = None) -> Any:
         """Heat map of `by_position`: positions down, layers across. Returns the matplotlib axes."""
         sums, index = self.by_position(step), self._index(step)

@@ -51,6 +51,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, value_in_words
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shown_model
 from diffusion_lens.settings import Whole, at_least, whole_number
+from diffusion_lens.settings.figures import styled
 
 STATES = ("clean", "spliced", "zero_ablated", "mean_ablated")
 
@@ -127,6 +128,7 @@ class DictionaryLoss(PicturedResult, Saved):
         ablated = self._sums(baseline, level)
         return _ratio(ablated - self._sums("spliced", level), ablated - self._sums("clean", level))
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The recovered shares and the variance explained by noise level, with standard errors. Returns the axes."""
         levels = range(len(self.spans))

@@ -29,6 +29,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shown_model
 from diffusion_lens.settings import Whole, at_least, check_seed, one_of
+from diffusion_lens.settings.figures import styled
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,6 +81,7 @@ class GraphFaithfulness(PicturedResult, Saved):
         """The share of the target that each random graph keeps."""
         return self.shares[0, 1:]
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The kept share of each objective, by step; returns the matplotlib axes."""
         order = self.steps.sort(stable=True).indices

@@ -34,6 +34,7 @@ from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model
 from diffusion_lens.settings import Real, Whole, at_least, checked_arguments, plain_number
+from diffusion_lens.settings.figures import styled
 from weight_conversion import write_json
 
 _COLUMNS = ("step", "kind", "layer", "head", "position", "branch", "token", "other", "effect", "inflow", "influence")
@@ -252,6 +253,7 @@ class RunGraph(PicturedResult, Saved):
         write_json(circuit_tracer.as_graph(shown, target.stem), target)
         return target
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None, most: Whole = 200) -> Any:
         """Steps from top to bottom, layers from left to right, and in each step positions from top to bottom: a dot for
         each node, as large as its effect, lines for edges, heavy ones for decisions. Returns the matplotlib axes.

@@ -41,6 +41,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shaped, shown_model, texts_of
 from diffusion_lens.settings import Whole, one_of, pick_indices, takes, whole_number
+from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import LensSettings
 
 # Name of each table, its last axis if it has one after [step layer batch selected], and whether it contains integers.
@@ -155,6 +156,7 @@ class LogitLens(PicturedResult, Saved):
         layers = torch.tensor([*(self.layers[i] for i in order.flip(0).tolist()), -1])
         return torch.where(n_layers > 0, layers[n_layers - 1], -1)
 
+    @styled
     def plot(
         self,
         position: Whole | None = None,

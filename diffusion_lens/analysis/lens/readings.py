@@ -22,6 +22,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer, normalized
 from diffusion_lens.records.identity import identity_of
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model
 from diffusion_lens.settings import Whole, pick_indices
+from diffusion_lens.settings.figures import styled
 
 NOTHING = -1
 
@@ -140,6 +141,7 @@ class Translators(PicturedResult, Saved):
                 f"read layers={[*self.layers, model.cfg.n_layers]}"
             )
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The loss of each layer by iteration; returns the matplotlib axes."""
         curves = {f"layer {layer}": losses for layer, losses in zip(self.layers, self.losses.T, strict=True)}

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from diffusion_lens import plots
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shaped
+from diffusion_lens.settings.figures import styled
 
 _TITLE = "Effect of patching a clean state"
 
@@ -122,6 +123,7 @@ class PatchGrid(PicturedResult, Saved):
         n_cell_axes = self.scores.dim() - self.corrupted.dim()
         return self.scores - self.corrupted.view(*self.corrupted.shape, *[1] * n_cell_axes)
 
+    @styled
     def plot(
         self,
         step: int | None = None,

@@ -15,6 +15,7 @@ from diffusion_lens.analysis.steering_vectors import short_name
 from diffusion_lens.hooks.names import nearest
 from diffusion_lens.records.results import PicturedResult, Saved, Table
 from diffusion_lens.settings import one_of
+from diffusion_lens.settings.figures import styled
 
 
 def _renamed(old: str, new: str) -> Any:
@@ -209,6 +210,7 @@ class LinearProbe(PicturedResult, Saved):
             return numbers
         return (states @ weights.flatten(1).mT + bias).argmax(dim=-1)
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The score by hook point with both controls; returns the matplotlib axes."""
         label = self.record.get("label", "time")

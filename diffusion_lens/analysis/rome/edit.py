@@ -55,6 +55,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, network_of, provenance
 from diffusion_lens.settings import Whole, at_least, checked_arguments
+from diffusion_lens.settings.figures import styled
 
 
 @checked_arguments
@@ -195,6 +196,7 @@ class EditReport(PicturedResult, Saved):
     def _table(self) -> Table:
         return Table({"probe": range(len(self.groups)), **by_probe(self.groups, self.wins, self.probabilities)})
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """Share of wins by group, before and after. Returns the matplotlib axes."""
         table = self.table()

@@ -60,6 +60,7 @@ from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, one_line, provenance, shown_model
 from diffusion_lens.records.schema import require_indices
 from diffusion_lens.settings import Settings, Whole, at_least, setting, text_tuple
+from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import ValueSettings, check_key_position
 from weight_conversion import as_json
 
@@ -280,6 +281,7 @@ class EditStudy(StudyResult[EditOutcome]):
         before, after = _harmonic(values.mean(dim=0)).tolist()
         return HarmonicScore(before, after, *_by_state(*map(_harmonic, ends)), len(ids))
 
+    @styled
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None, scored: Scored = "wins") -> Any:
         """Plot the scores by group, before and after, with intervals over requests. Returns the axes."""
         table = self.table(level, scored=scored)
@@ -295,6 +297,7 @@ class EditStudy(StudyResult[EditOutcome]):
             ylabel=_YLABELS[scored],
         )
 
+    @styled
     def plot_by_target_length(
         self, level: float = 0.95, ax: Any = None, title: str | None = None, scored: Scored = "wins"
     ) -> Any:

@@ -43,6 +43,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, network_of, one_line, provenance, shown_model
 from diffusion_lens.settings import checked_arguments, one_of, pick_indices, takes
+from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import FIRST_TOKENS, VectorFields
 from weight_conversion import Architecture
 
@@ -221,6 +222,7 @@ class KeyValueStudy(StudyResult[FactVectors]):
         }
         return Table.of_cells({"fact": self.ids, "layer": self.layers}, values)
 
+    @styled
     def plot(self, level: float = 0.95, ax: Any = None, title: str | None = None) -> Any:
         """Plot p(answer) with v* by layer, one curve with its interval for each direction. Returns the axes."""
         rows: dict[str, list[int]] = {}

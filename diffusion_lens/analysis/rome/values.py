@@ -50,6 +50,7 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
 from diffusion_lens.settings import Whole, at_least, takes
+from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import ValueSettings
 
 # Positions of padding that cost about as much as another pass over the weights, measured on a CPU (a GPU: more).
@@ -101,6 +102,7 @@ class ValueResult(PicturedResult, Saved):
         terms = dict(zip(LOSS_TERMS, self.losses.T, strict=True))
         return Table({"iteration": range(len(self.losses)), **terms})
 
+    @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
         """The losses by iteration. Returns the matplotlib axes."""
         iterations = [str(i) for i in range(len(self.losses))]

@@ -15,6 +15,7 @@ from diffusion_lens.analysis.over_facts.study import FactResult, StudyResult
 from diffusion_lens.analysis.signatures.gradients import EMBEDDING, HEAD
 from diffusion_lens.records.results import Saved, Table, one_line, shown_model
 from diffusion_lens.settings import one_of
+from diffusion_lens.settings.figures import styled
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,6 +239,7 @@ class ReversalSignatures(StudyResult[FactSignatures]):
             raise ValueError(f"name={name!r}; it must be one of {', '.join(values)}")
         return values[name]
 
+    @styled
     def plot(
         self,
         against: "ReversalSignatures | Sequence[ReversalSignatures]" = (),

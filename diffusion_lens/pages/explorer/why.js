@@ -79,7 +79,7 @@ async function preferred(explorer, run) {
     const best = Math.min(...ranks), layer = (/** @type {number} */ i) => run.lens.labels[i];
     if (cells[0]?.target === answer && written !== answer && Number.isFinite(best)) {
       said.push(first >= 0 ? `${quoted(answer)} was first at layer ${layer(first)}, and was overtaken later.` :
-        `No layer puts ${quoted(answer)} first: it comes nearest at layer ${layer(ranks.indexOf(best))}, with ${best} tokens before it.`);
+        `No layer puts ${quoted(answer)} first: it comes nearest at layer ${layer(ranks.indexOf(best))}, with ${best} token${best === 1 ? "" : "s"} before it.`);
     } else if (written === answer && first >= 0) {
       said.push(`${quoted(answer)} is first from layer ${layer(cells.findLastIndex((cell) => cell?.rank !== 0) + 1)} on.`);
     }
