@@ -69,8 +69,8 @@ def answers_of(prompt: str, facts: Sequence[Fact], written: Iterable[tuple[str, 
     found = [(fact.answer, "an answer of the table") for fact in facts if fact.prompt == prompt]
     said = [(name, text.strip()) for name, text in written if any(map(str.isalnum, text))]
     found += [(text if prompt[-1:].isspace() else f" {text}", f"{name} wrote this") for name, text in said]
-    answers: dict[str, str] = {}
-    for text, why in found:
-        # Two models may write the same, and the answer of a fact.
-        answers[text] = f"{answers[text]}; {why}" if text in answers and why not in answers[text] else why
-    return [{"text": text, "why": why} for text, why in answers.items()][:MOST]
+    answers: dict[str, list[str]] = {}
+    for text, why in found:  # Two models may write the same, and the answer of a fact; one may write it twice.
+        if why not in answers.setdefault(text, []):
+            answers[text].append(why)
+    return [{"text": text, "why": "; ".join(reasons)} for text, reasons in answers.items()][:MOST]

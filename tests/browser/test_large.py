@@ -74,7 +74,7 @@ def test_views_change_at_once(opened: Callable[..., Any], sizes: dict[str, Path]
     for _ in range(3):
         page = opened(f"{sizes['wide'].as_uri()}#view={view}&layer=10&step=1&position=40")
         measured = {}
-        for name, changes in {"own": OWN.get(view, []), **CHANGES}.items():
+        for name, changes in {**({"own": OWN[view]} if view in OWN else {}), **CHANGES}.items():
             if not (name == "cells" and view == "token"):
                 page.wait_for_timeout(300)  # The neighbours of a step are decoded while nothing else happens.
                 measured[name] = timed(page, changes)

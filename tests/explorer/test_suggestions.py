@@ -107,3 +107,11 @@ def test_wrong_requests_are_refused(session):
     ):
         with pytest.raises(error, match=message):
             session.suggest(*given)
+
+
+def test_what_two_models_wrote_names_both_however_often():
+    written = [("a", " tin."), ("b", " tin."), ("b", " tin."), ("a", " ore.")]
+    assert answers_of("x is", [], written) == [
+        {"text": " tin.", "why": "a wrote this; b wrote this"},
+        {"text": " ore.", "why": "a wrote this"},
+    ]
