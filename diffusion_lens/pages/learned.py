@@ -1,10 +1,10 @@
-"""The numbers of what analyses have learned about a run, packed as `diffusion_lens/pages/views.py` describes::
+"""The numbers of what analyses have learned about a run, packed as `diffusion_lens/pages/views.py` describes.
 
-    circuit/{step}  nodes [writer]: the score of each writer; writer, reader, score [n]: the edges of the largest
-                    absolute scores, by the index of their ends; header: clean, corrupted, n_edges
-    experts/{step}  experts [layer pos chosen], best first; weights [layer pos chosen], NaN where they are not known
-    conditioning    words [step pos], -1 where a step reads none; streak [step]; finished [step]
-    signatures      for each measure: [bar 4], mean, both ends of its interval, and the value of the run's own fact
+- circuit/{step}: nodes [writer], the score of each writer; writer, reader, score [n], the edges of the largest absolute
+  scores, by the index of their ends; header: clean, corrupted, n_edges.
+- experts/{step}: experts [layer pos chosen], best first; weights [layer pos chosen], NaN where they are not known.
+- conditioning: words [step pos], -1 where a step reads none; streak [step]; finished [step].
+- signatures: for each measure [bar 4], the mean, both ends of its interval, and the value of the run's own fact.
 
 The view of the same name, a file of `explorer/views/`, shows each.
 """
