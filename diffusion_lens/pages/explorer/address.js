@@ -53,7 +53,7 @@ export function written(state, runs, all) {
 
 /** What an address selects; what it does not name, or names wrongly, is left out.
  * @param {string} hash @returns {Opened} */
-export function readAddress(hash) {
+function readAddress(hash) {
   const given = new URLSearchParams(hash.replace(/^#/, ""));
   /** @type {any} */ const state = {};
   for (const name of TEXTS) if (given.has(name)) state[name] = given.get(name);

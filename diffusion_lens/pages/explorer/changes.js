@@ -7,7 +7,7 @@ import { describe, interventionsOf, lastStep, nameIn } from "./runs.js";
 
 /** A token is changed in the canvas that is shown, which the next step reads; after the last step, in that step's.
  * @param {Seen} seen */
-export const forcedStep = ({ run, shown }) => Math.min(shown + 1, lastStep(run));
+const forcedStep = ({ run, shown }) => Math.min(shown + 1, lastStep(run));
 
 /** The interventions of a run as sentences, each with a button that undoes it where a run can be computed.
  * @param {any} explorer @param {Run} run */

@@ -17,11 +17,10 @@ import { helpText } from "./help.js";
 import { clamp } from "./numbers.js";
 import { predictedOf } from "./predicted.js";
 import { AnswerForm, PromptForm } from "./prompt.js";
-import { decisiveStep, differenceInWords, differences, lastStep, lengthOf, modelOf, nameIn, stateAt, stepsOf } from "./runs.js";
+import { codeOf, decisiveStep, differenceInWords, differences, lastStep, lengthOf, modelOf, nameIn, stateAt, stepsOf } from "./runs.js";
 import { shareMenu } from "./share.js";
 import { VIEWS } from "./views.js";
 import { reasons } from "./why.js";
-import { fillIn } from "./words.js";
 import { Work } from "./work.js";
 
 /** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Spec} Spec @typedef {import("./types.js").State} State */
@@ -123,8 +122,6 @@ export class Explorer {
   }
 
   build() {
-    const chosen = (/** @type {string} */ name, convert = (/** @type {string} */ x) => /** @type {any} */ (x)) =>
-      h("select", { onchange: (/** @type {any} */ event) => this.set({ [name]: convert(event.target.value) }) });
     const { live } = this.source;
     this.columns = [new Column(this), new Column(this)];
     this.form = live ? new PromptForm(this) : null;
@@ -145,7 +142,7 @@ export class Explorer {
     this.slider = h("input", { type: "range", min: 0, step: 1, oninput: () => { this.play(false); this.set({ step: this.steps[Number(this.slider.value)] }); } });
     this.stepText = h("span", { class: "dl-step-text" });
     this.playing = button("Play", () => this.play(!this.timer), { "aria-pressed": "false" });
-    this.overlaySelect = chosen("canvas");
+    this.overlaySelect = h("select", { onchange: () => this.set({ canvas: this.overlaySelect.value }) });
     this.overlay = field("Colours show", this.overlaySelect);
     this.legend = h("span", { class: "dl-legend" });
     const step = (/** @type {number} */ by, /** @type {string} */ text, /** @type {string} */ label) =>
@@ -190,8 +187,8 @@ export class Explorer {
     this.root.addEventListener("keydown", (/** @type {any} */ event) => {
       if (event.target.closest("input:not([type=range]):not([type=checkbox]), textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "[" || event.key === "]") { this.play(false); this.stepBy(event.key === "[" ? -1 : 1); }
-      // The token and the layer that have the focus are selected already, so the space bar has nothing else to do there.
       if (event.key === "?") this.show("Words and keys", helpText());
+      // The token and the layer that have the focus are selected already, so the space bar has nothing else to do there.
       if (event.key === " " && !event.target.closest("button:not([aria-pressed=true]:is(.dl-text *, .dl-layers *)), input, [role=grid], summary, a")) { event.preventDefault(); this.play(!this.timer); }
     }, { signal });
     // Who looks at something wants it to hold still.
@@ -542,9 +539,7 @@ export class Explorer {
 
   /** The code that gives a view's numbers, with the selection in it. */
   code(/** @type {string} */ view, /** @type {string} */ title, /** @type {Record<string, any>} */ values = {}, run = this.active.run) {
-    const { step, shown, block, layer, head, position } = this.seen(run), trace = run.traces.find(({ name }) => name === this.state.trace) ?? run.traces[0];
-    const selected = { step: view === "canvas" ? shown : step, layer: view === "attention" ? block : layer, head, position, name: trace?.name ?? "", ...values };
-    const code = fillIn(run.python?.[view] ?? "", selected);
+    const code = codeOf(this.seen(run), view, values);
     const pre = h("pre", { tabindex: 0 }, h("code", {}, code));
     const copy = button("Copy", async () => {
       try {

@@ -1,23 +1,22 @@
 /** What is seen as a Jupyter notebook, nbformat 4.5: the code of the run, and of the view with the selection filled in. */
 
 import { settingsOf } from "./picture.js";
-import { fillIn, readable } from "./words.js";
+import { codeOf, shownTrace } from "./runs.js";
+import { readable } from "./words.js";
 
 /** @typedef {import("./types.js").Seen} Seen */
 
 /** The code of a view for a selection; null where the run has no numbers of it there.
  * @param {Seen} seen @param {string} view @returns {string|null} */
-function codeOf({ run, shown, step: explained, position, layer, block, head, state }, view) {
-  const step = view === "canvas" ? shown : explained;
-  const trace = run.traces.find(({ name }) => name === state.trace) ?? run.traces[0], code = run.python[view];
+function codeWithNumbers(seen, view) {
+  const { run, step, position, block } = seen;
   const known = {
     lens: run.lens?.steps.includes(step) && run.lens.positions.includes(position),
     attention: run.attention?.steps.includes(step) && run.attention.layers.includes(block),
-    trace: trace?.steps.includes(step),
+    trace: shownTrace(seen)?.steps.includes(step),
     predictions: run.predictions?.steps.includes(step),
   };
-  if (!code || !(known[view] ?? true)) return null;
-  return fillIn(code, { step, position, head, layer: view === "attention" ? block : layer, name: trace?.name ?? "" });
+  return known[view] ?? true ? codeOf(seen, view) || null : null;
 }
 
 /** The notebook of one or two runs.
@@ -36,8 +35,8 @@ export function notebookOf(shown) {
     markdown(`## ${seen.model.name}\n\n${fenced([`run:      ${readable(run.label)}`, `prompt:   ${readable(run.prompt)}`,
       ...(settings ? [`settings: ${settings}`] : []), `shown:    step ${step}, position ${position}`].join("\n"))}`);
     code(run.python.run);
-    code(`${beyond(codeOf(seen, "canvas"))}\nwords`);
-    const open = codeOf(seen, seen.state.view) ?? codeOf(seen, "predictions");
+    code(`${beyond(codeWithNumbers(seen, "canvas"))}\nwords`);
+    const open = codeWithNumbers(seen, seen.state.view) ?? codeWithNumbers(seen, "predictions");
     if (open) code(beyond(open));
     code("trajectory.plot()");
   }

@@ -2,7 +2,7 @@
 
 /** @typedef {import("./types.js").Run} Run @typedef {import("./types.js").Intervention} Intervention */
 
-import { number, quoted, readable, shorten } from "./words.js";
+import { fillIn, number, quoted, readable, shorten } from "./words.js";
 
 /** What is asked of the steps of a run for every cell of a picture: those that it can show, and the index of each.
  * @type {WeakMap<Run, {shown: number[], index: Map<number, number>}>} */
@@ -225,3 +225,23 @@ export function isRight(run, step, position) {
 
 /** What the first screen reads of a guided run. @param {Run} run */
 export const branchOf = (run) => (run.guided ? ", conditional branch" : "");
+
+/** The position at which the selected token is predicted: its own, or the one before it.
+ * @param {import("./types.js").Seen} seen */
+export const queryOf = ({ position, model }) => Math.max(0, position - (model.shift ?? 0));
+
+/** The position whose token is predicted at a position: the inverse of `queryOf`.
+ * @param {import("./types.js").Seen} seen @param {number} query */
+export const predictedAt = ({ run, model }, query) => Math.min(lengthOf(run) - 1, query + (model.shift ?? 0));
+
+/** The trace that is chosen, or the first one; null for none.
+ * @param {import("./types.js").Seen} seen @returns {import("./types.js").Trace|null} */
+export const shownTrace = ({ run, state }) => run.traces.find(({ name }) => name === state.trace) ?? run.traces[0] ?? null;
+
+/** The Python code of a view with a selection in it; "" where there is none.
+ * @param {import("./types.js").Seen} seen @param {string} view @param {Record<string, any>} values  in place of what is selected */
+export function codeOf(seen, view, values = {}) {
+  const { run, shown, step, position, layer, block, head } = seen, name = shownTrace(seen)?.name ?? "";
+  const selected = { step: view === "canvas" ? shown : step, layer: view === "attention" ? block : layer, head, position, name };
+  return fillIn(run.python?.[view] ?? "", { ...selected, ...values });
+}

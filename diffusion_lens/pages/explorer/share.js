@@ -136,7 +136,7 @@ async function pictureOf(explorer, step = explorer.state.step) {
 
 /** A file's name from models and prompt, in letters that every system takes.
  * @param {Seen[]} shown */
-export function fileName(shown) {
+function fileName(shown) {
   const text = [...shown.map(({ model }) => model.name), shown[0].run.prompt].join("-");
   const safe = text.normalize("NFKD").replace(/\p{M}/gu, "").replace(/[^A-Za-z0-9]+/g, "-").toLowerCase().slice(0, LONGEST_NAME);
   return safe.replace(/^-+|-+$/g, "") || "run";

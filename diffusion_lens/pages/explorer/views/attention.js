@@ -4,7 +4,7 @@ import { ramp } from "../colours.js";
 import { button, drawLegend, h, setText } from "../elements.js";
 import { columnsOf, MapPane, readingOf, rowHeight } from "../map_pane.js";
 import { clamp, read } from "../numbers.js";
-import { finalWord, isReached, lengthOf, listed, placeIn, sameStep, silenced } from "../runs.js";
+import { finalWord, isReached, lengthOf, listed, placeIn, predictedAt, queryOf, sameStep, silenced } from "../runs.js";
 import { quoted, shorten } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen @typedef {import("../types.js").Table} Table */
@@ -27,7 +27,7 @@ export const attentionView = {
 
 class AttentionPane {
   constructor() {
-    this.pane = new MapPane({ label: "Attention", corner: "query", code: () => "attention", choose: (seen, r, c) => ({ position: Math.min(lengthOf(seen.run) - 1, r + (seen.model.shift ?? 0)), key: c, ...sameStep(seen) }) });
+    this.pane = new MapPane({ label: "Attention", corner: "query", code: () => "attention", choose: (seen, r, c) => ({ position: predictedAt(seen, r), key: c, ...sameStep(seen) }) });
     this.heads = h("div", { class: "dl-heads", role: "group", "aria-label": "Heads" });
     this.words = h("div", { class: "dl-reads" });
     this.pane.map.element.before(this.heads, this.words);
@@ -93,7 +93,7 @@ class AttentionPane {
   /** What the selected position reads, what reads it, and which heads read most what it reads.
    * @param {Seen} seen @param {Table} pattern */
   drawWords(seen, pattern) {
-    const { run, model, position, block, head, key, select } = seen, query = queryOf(seen), [nHeads, n] = pattern.shape;
+    const { run, position, block, head, key, select } = seen, query = queryOf(seen), [nHeads, n] = pattern.shape;
     const strongest = (/** @type {number} */ count, /** @type {(i: number) => number} */ weight) => Array.from({ length: count }, (_, i) => ({ i, x: weight(i) }))
       .filter(({ x }) => x >= LEAST_WEIGHT).sort((a, b) => b.x - a.x).slice(0, MOST_NAMED);
     const line = (/** @type {string} */ words, /** @type {{i: number, x: number}[]} */ found, /** @type {(i: number) => string} */ name, /** @type {(i: number) => any} */ chosen) =>
@@ -103,11 +103,9 @@ class AttentionPane {
     const reads = strongest(n, (k) => read(pattern, head, query, k)), meant = key ?? reads.find(({ i }) => i !== query)?.i ?? query;
     this.words.replaceChildren(...(silent ? [h("p", { class: "dl-bad" }, silent)] : []),
       line(`In head ${head}, ${own} reads`, reads, place, (k) => ({ key: k })),
-      line("It is read by", strongest(n, (q) => (isReached(seen, q) ? read(pattern, head, q, query) : 0)), place, (q) => ({ position: Math.min(n - 1, q + (model.shift ?? 0)), key: query, ...sameStep(seen) })),
+      line("It is read by", strongest(n, (q) => (isReached(seen, q) ? read(pattern, head, q, query) : 0)), place, (q) => ({ position: predictedAt(seen, q), key: query, ...sameStep(seen) })),
       line(`Heads in which it reads ${place(meant)} most:`, strongest(nHeads, (one) => read(pattern, one, query, meant)), (one) => `head ${one}`, (one) => ({ head: one, key: meant })));
   }
 }
 
-/** The position at which the selected token is predicted: the row of the map that is marked. */
-const queryOf = (/** @type {Seen} */ { position, model }) => Math.max(0, position - (model.shift ?? 0));
 const finalQuoted = (/** @type {Seen} */ { run }, /** @type {number} */ position) => quoted(finalWord(run, position) ?? "·");

@@ -5,7 +5,7 @@ import { button, drawBars, drawCourse, h, setText } from "../elements.js";
 import { lensAt } from "../lens_cells.js";
 import { read } from "../numbers.js";
 import { predictedOf } from "../predicted.js";
-import { branchOf, finalWord, isGiven, isReached, lengthOf, listed, placeIn, sameStep, silenced, sites, stateAt, stepsOf, wordAfter } from "../runs.js";
+import { branchOf, finalWord, isGiven, isReached, lengthOf, listed, placeIn, predictedAt, queryOf, sameStep, silenced, sites, stateAt, stepsOf, wordAfter } from "../runs.js";
 import { number, quoted, signed } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen */
@@ -100,7 +100,7 @@ class TokenPane {
 
   /** What restoring the selected cell does to the answer, in a sentence, or a button that computes it. */
   restoredLine(/** @type {Seen} */ seen, /** @type {import("../types.js").Trace} */ trace) {
-    const { block, position, step, model } = seen, at = Math.max(0, position - (model.shift ?? 0)), name = `trace/${trace.name}/${step}`, line = h("p", { class: "dl-numbers" });
+    const { block, position, step } = seen, at = queryOf(seen), name = `trace/${trace.name}/${step}`, line = h("p", { class: "dl-numbers" });
     const say = async () => {
       const { tables: { scores }, header: { corrupted } } = await seen.chunk(name);
       const row = trace.positions.indexOf(at), column = trace.layers.indexOf(block), score = row < 0 || column < 0 ? NaN : read(scores, row, column);
@@ -119,7 +119,7 @@ class TokenPane {
 
   /** What is read where the selected token is predicted, and which positions read that place, by head. */
   async drawAttention(/** @type {Seen} */ seen) {
-    const { run, block, head, position, step, model } = seen, { attention } = run, at = Math.max(0, position - (model.shift ?? 0));
+    const { run, block, head, position, step, model } = seen, { attention } = run, at = queryOf(seen);
     this.attentionCard.hidden = !attention;
     if (!attention) return;
     setText(this.attentionHeading, `Attention of block ${block} at step ${step}${branchOf(run)}`);
@@ -140,6 +140,6 @@ class TokenPane {
     this.attention.replaceChildren(...(silent ? [h("p", { class: "dl-bad" }, silent)] : []),
       h("p", {}, at === position ? `The token is predicted at its own position.` : `The token is predicted at the position before it, ${placeIn(seen, at)}.`),
       line("It reads", (p, one) => read(pattern, one, at, p), (p) => ({ key: p })),
-      line("It is read by", (p, one) => read(pattern, one, p, at), (p) => ({ position: p + (model.shift ?? 0), key: at, ...sameStep(seen) })));
+      line("It is read by", (p, one) => read(pattern, one, p, at), (p) => ({ position: predictedAt(seen, p), key: at, ...sameStep(seen) })));
   }
 }

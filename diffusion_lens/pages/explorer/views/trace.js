@@ -4,7 +4,7 @@ import { ramp } from "../colours.js";
 import { button, drawLegend, fillSelect, h, setText } from "../elements.js";
 import { columnsOf, MapPane, readingOf, rowHeight } from "../map_pane.js";
 import { clamp, read } from "../numbers.js";
-import { finalWord, listed, sameStep, sites } from "../runs.js";
+import { finalWord, listed, sameStep, shownTrace, sites } from "../runs.js";
 import { number, quoted, readable, shorten, signed } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen @typedef {import("../types.js").Trace} Trace @typedef {import("../types.js").Chunk} Chunk */
@@ -25,8 +25,6 @@ export const traceView = {
   create: () => new TracePane(),
 };
 
-/** @returns {Trace|null} */
-const shownTrace = (/** @type {Seen} */ { run, state }) => run.traces.find(({ name }) => name === state.trace) ?? run.traces[0] ?? null;
 const tracedLayers = (/** @type {Trace} */ trace) => [...trace.layers].reverse();
 
 class TracePane {
