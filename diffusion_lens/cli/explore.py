@@ -129,8 +129,8 @@ def explore(
 
     # 2. Load the models, and compute the first run on each.
     from diffusion_lens.explorer import Session
-    from diffusion_lens.explorer.explore import compute_facts
     from diffusion_lens.explorer.prompts import first_specs
+    from diffusion_lens.explorer.widget import compute_facts
     from diffusion_lens.pages.page import LARGEST_PAGE
 
     loaded = [choices[0].load()]

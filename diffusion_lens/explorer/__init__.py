@@ -4,9 +4,9 @@
 `diffusion-lens explore` serves a page on this machine. All three show the runs of a `Session`.
 """
 
-from diffusion_lens.explorer.explore import explore
 from diffusion_lens.explorer.session import Session
 from diffusion_lens.explorer.spec import Intervention, Spec
+from diffusion_lens.explorer.widget import explore
 from diffusion_lens.pages.custom_view import CustomView
 
 __all__ = ["CustomView", "Intervention", "Session", "Spec", "explore"]

@@ -3,7 +3,7 @@
 The values of a fact on a model are
 
     recalled     whether what the run writes after the prompt, up to the end token, has the answer as whole words
-                 (`explorer.verdict`)
+                 (`explorer.page_of_run`)
     p            probability of the answer on the first canvas of the run, on which all of it is masked: the product of
                  its tokens' probabilities, as in a trace; on a causal model by the chain rule
     commitment   step from which every position of the answer keeps the token that is finally written: the largest of

@@ -23,10 +23,9 @@ from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.explorer.as_python import TOP_K, TRACE_SCORES, lens_call, query_statement
 from diffusion_lens.explorer.learned import EXPERTS, WEIGHTS, conditioning_view, layers_of_experts
-from diffusion_lens.explorer.page_of_run import canvas_entry
+from diffusion_lens.explorer.page_of_run import canvas_entry, verdict_of, written_by
 from diffusion_lens.explorer.plan import Plan, check_position, require_reached
 from diffusion_lens.explorer.spec import FORCE, Spec
-from diffusion_lens.explorer.verdict import verdict_of, written_by
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.names import FwdHooks, loop_hook
 from diffusion_lens.model.noise import hidden_tokens

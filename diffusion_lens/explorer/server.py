@@ -35,9 +35,8 @@ from logging import getLogger
 from threading import Event
 from typing import Any, TypeVar
 
-from diffusion_lens.explorer.requests import PageRequest, SuggestionRequest
-from diffusion_lens.explorer.session import Session
-from diffusion_lens.explorer.turns import RequestCancelledError
+from diffusion_lens.explorer.session import RequestCancelledError, Session
+from diffusion_lens.explorer.spec import PageRequest, SuggestionRequest
 from diffusion_lens.pages.modules import explorer_files
 from diffusion_lens.pages.page import document
 

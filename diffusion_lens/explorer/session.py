@@ -1,9 +1,16 @@
-"""`Session`: one or two models, and the runs that the explorer asks of them."""
+"""`Session`: one or two models, and the runs that the explorer asks of them.
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+One request computes at a time, says how far it is, and ends when nobody waits for it. Results are kept within a bound
+on memory.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from threading import RLock
+from typing import Any, TypeVar
 
 from diffusion_lens.analysis.engine.batching import watching
 from diffusion_lens.denoising import TrajectoryCache
@@ -11,19 +18,110 @@ from diffusion_lens.denoising.samplers import fitting_samplers
 from diffusion_lens.explorer.as_python import LOGITS
 from diffusion_lens.explorer.facts_table import FactsTable
 from diffusion_lens.explorer.live_run import LiveRun
-from diffusion_lens.explorer.memory import Memory
+from diffusion_lens.explorer.page_of_run import written_by
 from diffusion_lens.explorer.plan import Plan, settings_of
-from diffusion_lens.explorer.prompts import greedy_spec
-from diffusion_lens.explorer.requests import FactRequest, PageRequest, SuggestionRequest, check_state
-from diffusion_lens.explorer.spec import Intervention, Spec
-from diffusion_lens.explorer.suggestions import answers_of, subjects_of
-from diffusion_lens.explorer.turns import Cancelled, Turns, never
-from diffusion_lens.explorer.verdict import written_by
+from diffusion_lens.explorer.prompts import answers_of, greedy_spec, subjects_of
+from diffusion_lens.explorer.spec import FactRequest, Intervention, PageRequest, Spec, SuggestionRequest, check_state
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.pages.page import FORMAT, LARGEST_PAGE, SHOWN_OF_HASH, Page, PageRun
 from diffusion_lens.records.identity import describe_hooks, weights_sha256
 from diffusion_lens.settings import pick_indices
+
+Cancelled = Callable[[], bool]
+_ATTENTION = 0.1  # seconds after which a request that waits for its turn asks whether it is cancelled
+
+
+class RequestCancelledError(Exception):
+    """Nobody waits for the result of a request any more."""
+
+
+def never() -> bool:
+    """A request that is not cancelled."""
+    return False
+
+
+class Turns:
+    """Lets one request compute at a time: hooks of two requests on one model must not mix.
+
+    Attributes:
+        progress: What the present request does, how many parts are done, and how many there are: {"what": "denoising",
+            "done": 3, "of": 16}; empty where nothing is computed. Other threads may read it.
+    """
+
+    def __init__(self) -> None:
+        self.progress: dict[str, str | int] = {}
+        self._lock = RLock()
+        self._cancelled: Cancelled = never  # of the request whose turn it is
+
+    @contextmanager
+    def turn(self, cancelled: Cancelled = never) -> Iterator[None]:
+        """The turn of a request: no other computes in the meantime.
+
+        Args:
+            cancelled: Whether nobody waits for the result any more. It is asked before the turn and at every part.
+
+        Raises:
+            RequestCancelledError: The request is cancelled.
+        """
+        while not self._lock.acquire(timeout=_ATTENTION):
+            _require_wanted(cancelled)
+        before = self._cancelled, self.progress
+        try:
+            self._cancelled = cancelled
+            self.go_on()
+            yield
+        finally:
+            self._cancelled, self.progress = before
+            self._lock.release()
+
+    def go_on(self) -> None:
+        """Raise a `RequestCancelledError` if the request whose turn it is was cancelled."""
+        _require_wanted(self._cancelled)
+
+    def at(self, what: str, done: int, of: int) -> None:
+        """Say how far the present request is; then as `go_on`."""
+        self.progress = {"what": what, "done": done, "of": of}
+        self.go_on()
+
+
+def _require_wanted(cancelled: Cancelled) -> None:
+    if cancelled():
+        raise RequestCancelledError("the request was cancelled")
+
+
+T = TypeVar("T")
+
+
+class Memory:
+    """Results within a bound on memory, in bytes; those that were not used for longest are dropped first.
+
+    A result that is larger than the bound is computed at every request.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.n_bytes = 0
+        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+
+    def get(self, key: Hashable, compute: Callable[[], T], size: Callable[[T], int]) -> T:
+        """The result of a key, which is computed if it is not kept."""
+        if key not in self._kept:
+            result = compute()
+            self._kept[key] = (result, size(result))
+            self.n_bytes += size(result)
+            while self.n_bytes > self.max_bytes:
+                _, (_, dropped) = self._kept.popitem(last=False)
+                self.n_bytes -= dropped
+            return result
+        self._kept.move_to_end(key)
+        kept: T = self._kept[key][0]
+        return kept
+
+    def kept(self, key: Hashable) -> Any:
+        """The result of a key if it is kept, else `None`."""
+        return self._kept[key][0] if key in self._kept else None
+
 
 LARGEST_MEMORY = 2**30
 MOST_RUNS = 512
@@ -166,7 +264,7 @@ class Session:
 
     def suggest(self, prompt: str, cancelled: Cancelled = never) -> dict[str, Any]:
         """Subjects and answers for a prompt: names of the session's facts and capitalised words, and answers of facts
-        and what each model wrote (`explorer.suggestions`). A model that cannot be asked suggests nothing.
+        and what each model wrote (`explorer.prompts`). A model that cannot be asked suggests nothing.
 
         Returns:
             {"subjects": [{"text", "spans", "why"}, ...], "answers": [{"text", "why"}, ...]}, where spans are the

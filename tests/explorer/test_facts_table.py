@@ -11,7 +11,7 @@ from diffusion_lens.analysis import average_indirect_effect, causal_trace, trace
 from diffusion_lens.data import toy_facts
 from diffusion_lens.evaluation import recall_by_steps
 from diffusion_lens.explorer import Session, Spec, explore
-from diffusion_lens.explorer.requests import PageRequest
+from diffusion_lens.explorer.spec import PageRequest
 
 LENGTH = toy_facts.SENTENCE_LENGTH
 FACTS = toy_facts.load().facts()[::67]

@@ -8,7 +8,7 @@ import torch
 
 from diffusion_lens import Fact
 from diffusion_lens.explorer import Session, explore
-from diffusion_lens.explorer.turns import RequestCancelledError
+from diffusion_lens.explorer.session import RequestCancelledError
 from diffusion_lens.explorer.widget import LARGEST_KEPT, saved
 
 FACT = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")

@@ -13,7 +13,7 @@ from page_reader import as_selected, predicted_at, ran, unpack
 from diffusion_lens import Fact
 from diffusion_lens.analysis import logit_lens, noise_scale, trace_trajectory
 from diffusion_lens.explorer import Session, Spec
-from diffusion_lens.explorer.turns import RequestCancelledError
+from diffusion_lens.explorer.session import RequestCancelledError
 from diffusion_lens.interventions import at_steps, mean_ablate, on_branch, replace, swap, zero_ablate
 
 PROMPT, ANSWER = "Gustav Geisser is the", " brave drummer of Rolsen."

@@ -7,7 +7,7 @@ import pytest
 from diffusion_lens import Fact, load_pair
 from diffusion_lens.data import toy_facts
 from diffusion_lens.explorer import Session
-from diffusion_lens.explorer.suggestions import answers_of, capitalised, subjects_of
+from diffusion_lens.explorer.prompts import answers_of, capitalised, subjects_of
 
 FACT = toy_facts.load().facts("p2d", "p2d")[0]
 
@@ -33,7 +33,7 @@ def test_each_model_places_a_subject_among_its_own_tokens(session, monkeypatch):
     words, letters = session.models
     by_word = [(word.start(), word.end()) for word in re.finditer(r"\S+", FACT.prompt)]
     spans = {id(words): by_word, id(letters): [(i, i + 1) for i in range(len(FACT.prompt))]}
-    monkeypatch.setattr("diffusion_lens.explorer.suggestions.token_spans", lambda model, prompt: spans[id(model)])
+    monkeypatch.setattr("diffusion_lens.explorer.prompts.token_spans", lambda model, prompt: spans[id(model)])
     found = subjects_of(session.models, FACT.prompt, [FACT])[0]
     start = FACT.prompt.index(FACT.subject)
     n_before, n_words = len(FACT.prompt[:start].split()), len(FACT.subject.split())

@@ -6,7 +6,7 @@ from diffusion_lens import Fact, HookedDiffusionTransformer
 from diffusion_lens.analysis import trace_trajectory
 from diffusion_lens.denoising import Trajectory
 from diffusion_lens.explorer import Session
-from diffusion_lens.explorer.verdict import recorded_by, verdict_of, written_by
+from diffusion_lens.explorer.page_of_run import recorded_by, verdict_of, written_by
 
 PROMPT, RIGHT, WRONG = "the sailor of Kaurgate is", " Plerrick Baupling.", " Mondall Rorrick."
 
