@@ -18,10 +18,12 @@ from transformer_lens.utilities.slice import Slice
 
 from diffusion_lens.denoising.cache import CacheFilter, TrajectoryCache
 from diffusion_lens.denoising.canvas import Prompt, lay_out
-from diffusion_lens.denoising.denoise import denoise, denoise_and_check_hooks, denoise_with_cache
-from diffusion_lens.denoising.generate import (
+from diffusion_lens.denoising.denoise import (
     INSTEAD,
     RETURN_TYPES,
+    denoise,
+    denoise_and_check_hooks,
+    denoise_with_cache,
     end_tokens,
     ended_positions,
     filled_with_ends,

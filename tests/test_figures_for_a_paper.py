@@ -24,7 +24,7 @@ from diffusion_lens.analysis import (
     average_trajectory_effect,
     trace_trajectory,
 )
-from diffusion_lens.plots.looks import LINES, MARKERS
+from diffusion_lens.plots.axes import LINES, MARKERS
 from diffusion_lens.records.results import PicturedResult
 
 COLUMN = (3.3, 2.2)  # inches

@@ -14,7 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from diffusion_lens import Fact, HookedDiffusionTransformer, hooked_diffusion_transformer
 from diffusion_lens.analysis import compute_key, edge_attribution, logit_lens, patch_grid
-from diffusion_lens.denoising.generate import INSTEAD
+from diffusion_lens.denoising.denoise import INSTEAD
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.interventions import while_predicting
 from diffusion_lens.model.text import to_completion

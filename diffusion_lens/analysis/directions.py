@@ -29,9 +29,9 @@ from diffusion_lens.analysis.steering_vectors import short_name
 from diffusion_lens.denoising.cache import activation_shape
 from diffusion_lens.hooks.names import NamesFilter, resid_post, resid_pre
 from diffusion_lens.interventions import unit_vector
-from diffusion_lens.model.edits import Edit
 from diffusion_lens.model.inputs import require_sum
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.model.weights import Edit
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance
 from diffusion_lens.records.schema import require_indices

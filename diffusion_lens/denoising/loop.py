@@ -58,8 +58,8 @@ from diffusion_lens.model.config import UNREACHED, reached
 from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.hooking import require_set_up
 from diffusion_lens.model.noise import Head, schedule_of
-from diffusion_lens.model.self_conditioning import expected_embedding
 from diffusion_lens.model.shapes import PosMask, Tokens
+from diffusion_lens.model.time import expected_embedding
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import provenance
 from diffusion_lens.settings import Whole

@@ -7,6 +7,6 @@
 from diffusion_lens.explorer.session import Session
 from diffusion_lens.explorer.spec import Intervention, Spec
 from diffusion_lens.explorer.widget import explore
-from diffusion_lens.pages.custom_view import CustomView
+from diffusion_lens.pages.page import CustomView
 
 __all__ = ["CustomView", "Intervention", "Session", "Spec", "explore"]

@@ -13,7 +13,7 @@ from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance, w
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.config import DiffusionConfig, reached
 from diffusion_lens.model.readout import READOUTS
-from diffusion_lens.pages import learned
+from diffusion_lens.pages import views
 from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.results import differences, network_of
 
@@ -58,7 +58,7 @@ def circuit_view(trajectory: Trajectory, scores: Any, row: int) -> View:
             f"the circuit is between inputs that are no canvases of row {row} of the trajectory. Attribute the run "
             "itself, with steps=, or a fact on a canvas that the run reads"
         )
-    return learned.circuit_view(scores, steps, sides[0], len(record["clean_tokens"][0]))
+    return views.circuit_view(scores, steps, sides[0], len(record["clean_tokens"][0]))
 
 
 def _steps_that_read(trajectory: Trajectory, record: dict[str, Any], row: int) -> list[int]:
@@ -94,11 +94,11 @@ def experts_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> Vi
         tables = [cache[step].cache_dict.get(f"blocks.{layer}.mlp.{WEIGHTS}") for layer in layers]
         weights = [None if table is None else table[row] for table in tables]
         if layers:
-            chunks[f"experts/{step}"] = learned.experts_chunk([choice[row] for choice in chosen], weights)
+            chunks[f"experts/{step}"] = views.experts_chunk([choice[row] for choice in chosen], weights)
     if not chunks:
         raise ValueError("experts= contains no choice of experts")
     steps = [int(name.partition("/")[2]) for name in chunks]
-    return View(learned.experts_entry(layers, _n_experts(trajectory), steps), chunks)
+    return View(views.experts_entry(layers, _n_experts(trajectory), steps), chunks)
 
 
 def _n_experts(trajectory: Trajectory) -> int:
@@ -121,7 +121,7 @@ def conditioning_view(trajectory: Trajectory, row: int, words: Words) -> View | 
     # Files of earlier versions lack the texts of tokens that were handed on, and never written.
     texts = {token: trajectory.words.get(token, f"token {token}") for token in likeliest.unique().tolist()}
     streak, finished = (x[: len(steps), row] for x in (handed.streak, handed.finished))
-    return learned.conditioning_view(likeliest, streak, finished, list(steps), texts, words)
+    return views.conditioning_view(likeliest, streak, finished, list(steps), texts, words)
 
 
 def signatures_view(trajectory: Trajectory, signatures: Any, row: int) -> View:
@@ -144,7 +144,7 @@ def signatures_view(trajectory: Trajectory, signatures: Any, row: int) -> View:
             f"the signatures are of {len(signatures.ids)} facts, and the prompt of row {row} is the beginning of none "
             "of their sentences. Denoise the prompt of one of them, or compute the signatures of this fact"
         )
-    return learned.signatures_view(signatures, own)
+    return views.signatures_view(signatures, own)
 
 
 def _begins_with(prompt: Mapping[int, int], canvas: Mapping[str, Any], trajectory: Trajectory) -> bool:

@@ -30,7 +30,7 @@ from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.hooks.names import FwdHooks, loop_hook
 from diffusion_lens.model.noise import hidden_tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.pages import learned, views
+from diffusion_lens.pages import views
 from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.identity import identity_of, run_of
 
@@ -210,7 +210,7 @@ class LiveRun:
             (read,) = Inputs.of(self.plan.model, self.trajectory, fwd_hooks=hooks).at(step)
             states = read.states([point for points in by_name for point in points], fwd_hooks=hooks)
         chosen, weights = ([states[point][0].cpu() for point in points] for points in by_name)
-        return learned.experts_chunk(chosen, weights)
+        return views.experts_chunk(chosen, weights)
 
     def learned_chunks(self, steps: Sequence[int]) -> dict[str, bytes]:
         """The chunks of experts at some steps, and of self-conditioning, by name; none if the model has neither."""
@@ -296,7 +296,7 @@ def _described(plan: Plan, run: Trajectory, words: Words, asked: Asked) -> dict[
     targets = words.indices(asked.final, texts)
     traces, answer, learnt = _traces(plan, run, asked, steps), None, dict[str, Any]()
     if model.cfg.experts is not None:
-        learnt["experts"] = learned.experts_entry(layers_of_experts(model.cfg), model.cfg.experts.n_experts, steps)
+        learnt["experts"] = views.experts_entry(layers_of_experts(model.cfg), model.cfg.experts.n_experts, steps)
     if run.handed is not None:
         learnt["conditioning"] = {"steps": steps}
     if (query := asked.query) is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis import commitment
 from diffusion_lens.denoising.cache import TrajectoryCache
-from diffusion_lens.denoising.generate import end_tokens
+from diffusion_lens.denoising.denoise import end_tokens
 from diffusion_lens.denoising.predictions import Predictions
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.explorer.as_python import (
@@ -43,9 +43,7 @@ from diffusion_lens.model.config import reached
 from diffusion_lens.model.text import END_TEXTS, to_completion
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.pages import views
-from diffusion_lens.pages.custom_view import CustomView
-from diffusion_lens.pages.modules import view_names
-from diffusion_lens.pages.page import SHOWN_OF_HASH, Page, PageRun
+from diffusion_lens.pages.page import SHOWN_OF_HASH, CustomView, Page, PageRun, view_names
 from diffusion_lens.pages.views import View, Words
 from diffusion_lens.records.results import shown_model
 

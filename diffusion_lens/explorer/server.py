@@ -14,8 +14,8 @@ the result, or {"error", "unknown"}, where unknown says that there is no such ru
 JSON with a status of its own, as everywhere.
 
 Whoever reaches the server can make the models compute, so it listens on 127.0.0.1 unless another address is asked for,
-and every request needs the session's random token: the page in its address, the others in the header X-Token. A
-request whose Host is not this server's is refused, since a web page elsewhere may point its own name to 127.0.0.1 (DNS
+and every request needs the session's random token: the page in its address, the others in the header X-Token. A request
+whose Host is not this server's is refused, since a web page elsewhere may point its own name to 127.0.0.1 (DNS
 rebinding). No other origin may read an answer (no CORS), and the page may send requests to this server only.
 
 What nobody waits for is not computed: a request ends when its client leaves. A connection is closed if it does not send
@@ -37,8 +37,7 @@ from typing import Any, TypeVar
 
 from diffusion_lens.explorer.session import RequestCancelledError, Session
 from diffusion_lens.explorer.spec import PageRequest, SuggestionRequest
-from diffusion_lens.pages.modules import explorer_files
-from diffusion_lens.pages.page import document
+from diffusion_lens.pages.page import document, explorer_files
 
 LARGEST_REQUEST = 2**20
 SECONDS = 10.0  # in which a request has to be sent

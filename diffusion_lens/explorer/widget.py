@@ -14,8 +14,8 @@ The module in the browser sends messages {id, ask, ...}:
 
 Work is done in a thread, one message after the other, so that a message that cancels is read meanwhile. While one is
 worked on, {id, progress: {what, done, of}} is sent at most ten times a second, and {id, alive: true} every few seconds,
-which tells a long step from a kernel that has gone. An error is {id, ok: false, error}, with
-unknown: true where there is no such run, chunk or fact, and cancelled: true where the message was cancelled.
+which tells a long step from a kernel that has gone. An error is {id, ok: false, error}, with unknown: true where there
+is no such run, chunk or fact, and cancelled: true where the message was cancelled.
 
 Hooks of the explorer are attached to the model while it computes, so a cell that is run meanwhile waits until it has
 finished.
@@ -37,8 +37,7 @@ from diffusion_lens.explorer.session import Cancelled, RequestCancelledError, Se
 from diffusion_lens.explorer.spec import PageRequest, Spec, SuggestionRequest
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
-from diffusion_lens.pages.modules import explorer_files
-from diffusion_lens.pages.page import LARGEST_PAGE, html_path, write_page
+from diffusion_lens.pages.page import LARGEST_PAGE, explorer_files, html_path, write_page
 from diffusion_lens.settings import Whole, whole_numbers
 
 Models = HookedDiffusionTransformer | Sequence[HookedDiffusionTransformer]

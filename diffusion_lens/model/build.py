@@ -36,8 +36,7 @@ from diffusion_lens.model.mlp import (
     Router,
 )
 from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions, Rotary
-from diffusion_lens.model.self_conditioning import SelfConditioning
-from diffusion_lens.model.time import TimeEmbedding
+from diffusion_lens.model.time import SelfConditioning, TimeEmbedding
 from weight_conversion import ALIGNMENT, N_FREQUENCIES, Architecture, tensor_shapes
 
 DISK = "disk"

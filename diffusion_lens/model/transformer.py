@@ -50,9 +50,8 @@ from diffusion_lens.model.mlp import MixtureOfExperts
 from diffusion_lens.model.noise import Head, head_of
 from diffusion_lens.model.positions import PassPositions, Positions
 from diffusion_lens.model.readout import READOUTS, Readout
-from diffusion_lens.model.self_conditioning import SelfConditioning, expected_embedding
 from diffusion_lens.model.shapes import PosMask, Resid, Tokens
-from diffusion_lens.model.time import NetworkTime, one_time_for_all
+from diffusion_lens.model.time import NetworkTime, SelfConditioning, expected_embedding, one_time_for_all
 from diffusion_lens.settings import Whole, check_bool, checked_arguments, pick_layer, whole_number, whole_numbers
 from diffusion_lens.settings.arguments import kind_of, shown
 from weight_conversion import fold, folded_architecture, is_constant

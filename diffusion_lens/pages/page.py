@@ -1,20 +1,207 @@
-"""`Page`: runs with their views, as one HTML file that needs no network or as an element of a notebook."""
+"""`Page`: runs with their views, as one HTML file that needs no network or as an element of a notebook.
+
+The explorer's ES modules are put together as one that stands in the file. Each imports names of its neighbours, `import
+{ a, b } from "./neighbour.js";`, and exports its own. The one module has them in the order of their imports, without
+these statements: all names are in one scope, so each is unique. A `CustomView` is one that a user has written, with its
+data.
+"""
 
 import base64
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from html import escape
-from pathlib import Path
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.pages.modules import explorer_files
-from diffusion_lens.pages.views import View, Words, trace_entry, trace_view
+from diffusion_lens.pages.views import Stored, View, Words, pack, trace_entry, trace_view
 from weight_conversion import renamed_when_whole
+
+FIRST = "mount.js"  # imports the others
+_IMPORT = re.compile(r'^import \{[^}]*\} from "([^"]+)";\n', re.MULTILINE)
+_TYPE = r"(?:/\*\*.*\*/ )?"  # a JSDoc comment before a statement on its line
+_EXPORT = re.compile(rf"^({_TYPE})export (?=(?:async )?(?:function|class|const|let)\b)", re.MULTILINE)
+_NOTHING = re.compile(r"^export \{\};\n", re.MULTILINE)
+_EXPORTED = re.compile(rf"^{_TYPE}export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+_VIEW = re.compile(r"^export const \w+ = \{\n  name: \"(\w+)\"", re.MULTILINE)
+_NAMED = re.compile(rf"^{_TYPE}(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+_ALSO = re.compile(r"^(?:export )?(?:const|let) \w+ = [^({\[\n]*;", re.MULTILINE)  # further names in one statement
+
+
+@cache
+def explorer_files() -> tuple[str, str]:
+    """The explorer as one module, and its style, safe to stand inside an HTML element.
+
+    Raises:
+        ValueError: Two modules define one name, or a file contains a tag that would end its element.
+    """
+    texts = dict(_ordered(FIRST))
+    counted = Counter(name for text in texts.values() for name in _names(text))
+    if twice := [name for name, count in counted.items() if count > 1]:
+        raise ValueError(f"several modules of the explorer define {', '.join(twice)}; rename all but one")
+    module = "\n".join(standing_alone(text) for text in texts.values())
+    style = _read("explorer.css")
+    require_safe("the module", module)
+    require_safe("explorer.css", style)
+    return module, style
+
+
+def _names(text: str) -> set[str]:
+    """The names that a module defines for all others."""
+    return {*_NAMED.findall(text), *(name for line in _ALSO.findall(text) for name in re.findall(r", (\w+) = ", line))}
+
+
+@cache
+def exported_names() -> frozenset[str]:
+    """The names that the explorer's modules export."""
+    return frozenset(name for _, text in _ordered(FIRST) for name in _EXPORTED.findall(text))
+
+
+@cache
+def view_names() -> frozenset[str]:
+    """The names of the explorer's own views."""
+    return frozenset(name for _, text in _ordered(FIRST) for name in _VIEW.findall(text))
+
+
+def require_safe(name: str, text: str) -> None:
+    """Raise a `ValueError` if a text would end or escape its HTML element."""
+    if any(mark in text.lower() for mark in ("</script", "</style", "<!--")):
+        raise ValueError(f"{name} contains an HTML tag that would end its element; write it in two parts")
+
+
+def standing_alone(text: str) -> str:
+    """A module without its imports and exports."""
+    return _EXPORT.sub(r"\1", _NOTHING.sub("", _IMPORT.sub("", text)))
+
+
+def _ordered(name: str, known: set[str] | None = None) -> Iterator[tuple[str, str]]:
+    """A module and those that it imports, each once and after those that it needs."""
+    known = set() if known is None else known
+    if name in known:
+        return
+    known.add(name)
+    text = _read(name)
+    for path in _IMPORT.findall(text):
+        yield from _ordered(_joined(PurePosixPath(name).parent, path), known)
+    yield name, text
+
+
+def _joined(folder: PurePosixPath, path: str) -> str:
+    """The name of a module that another one in this folder imports."""
+    parts: list[str] = [*folder.parts]
+    for part in PurePosixPath(path).parts:
+        parts = parts[:-1] if part == ".." else [*parts, part]
+    return "/".join(parts)
+
+
+def _read(name: str) -> str:
+    return files("diffusion_lens.pages").joinpath("explorer", *name.split("/")).read_text(encoding="utf-8")
+
+
+_OWN_VIEW = re.compile(
+    r"^export const view = \{\s*(?:/\*.*?\*/\s*)?name: [\"']([a-z][a-z0-9_]*)[\"']", re.MULTILINE | re.DOTALL
+)
+_IMPORTED = re.compile(r'^import \{([^}]*)\} from "[^"]+";$', re.MULTILINE)
+_REST = re.compile(r"^(?:import|export)\b.*", re.MULTILINE)
+
+
+@dataclass(frozen=True, eq=False)
+class CustomView:
+    """A view of one's own, for `trajectory.explore(path, views=[...])`.
+
+    The module is a JavaScript file with `export const view = {name: "...", title: ..., missing, create}`; the page
+    "Add a view" describes these. It may import names of the explorer's own modules, such as
+    `import { h } from "./elements.js";`, and nothing else. Its other names are its own.
+
+    Attributes:
+        module: The file.
+        entry: Plain data for JSON. The view reads them as `seen.run[name]`.
+        chunks: By name, the arrays of each chunk by name: tensors or arrays of integers or floats, stored in 32 bits,
+            or `Stored`. The view reads them by `await seen.chunk("{view}/{chunk}")`.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file has no view, imports something else, or contains a tag that would end its element.
+        TypeError: The entry is not plain data, or an array contains no numbers.
+    """
+
+    module: str | Path
+    entry: Mapping[str, Any] = field(default_factory=dict)
+    chunks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _ = self.script, self.packed
+        try:
+            json.dumps(dict(self.entry), allow_nan=False)
+        except ValueError:
+            raise ValueError("the entry contains NaN or infinity, which JSON does not have: use None") from None
+
+    @cached_property
+    def _text(self) -> str:
+        return Path(self.module).read_text(encoding="utf-8")
+
+    @property
+    def name(self) -> str:
+        """Name of the view."""
+        found = _OWN_VIEW.search(self._text)
+        if found is None:
+            raise ValueError(
+                f'{self.module} has no view. It must contain `export const view = {{ name: "...", ...}};`, where the '
+                "name comes first and consists of small letters, digits and underscores"
+            )
+        return found[1]
+
+    @cached_property
+    def script(self) -> str:
+        """The statement that adds the view to a page."""
+        text, name = self._text, self.name
+        imported = {part.strip() for names in _IMPORTED.findall(text) for part in names.split(",") if part.strip()}
+        if unknown := sorted(imported - exported_names()):
+            raise ValueError(
+                f"{self.module} imports {', '.join(unknown)}, which no module of the explorer exports; the files under "
+                f"diffusion_lens/pages/explorer, from {FIRST} on, say what there is"
+            )
+        alone = standing_alone(text)
+        if rest := _REST.search(alone):
+            raise ValueError(
+                f"{self.module} contains {rest[0]!r}. A view may only import names of the explorer's modules, "
+                '`import { a, b } from "./elements.js";`, and export constants and functions'
+            )
+        require_safe(str(self.module), text)
+        # In a function, so that its names are its own; the name of the function tells where an error comes from.
+        return f"addView((function {name}_view() {{\n{alone}\nreturn view;\n}})());"
+
+    @cached_property
+    def packed(self) -> dict[str, bytes]:
+        """The bytes of each chunk by its full name."""
+        return {
+            f"{self.name}/{chunk}": pack({array: _stored(f"{chunk}/{array}", x) for array, x in arrays.items()})
+            for chunk, arrays in self.chunks.items()
+        }
+
+
+def _stored(name: str, x: Any) -> Stored:
+    """An array as a chunk stores it."""
+    if isinstance(x, Stored):
+        return x
+    kind = x.detach().cpu().float().numpy() if isinstance(x, Tensor) and x.is_floating_point() else np.asarray(x)
+    if kind.dtype.kind in "biu":
+        if kind.size and not -(2**31) <= int(kind.min()) <= int(kind.max()) < 2**31:
+            raise ValueError(f"{name} has integers that do not fit into 32 bits: {kind.min()} to {kind.max()}")
+        return Stored.integers(kind)
+    if kind.dtype.kind == "f":
+        return Stored.numbers(kind)
+    raise TypeError(f"{name} is an array of {kind.dtype}; a chunk contains integers and floats")
+
 
 FORMAT = 1
 LARGEST_PAGE = 16 * 2**20  # bytes

@@ -9,9 +9,11 @@ from diffusion_lens.plots.axes import (
     HUES,
     RESTORED,
     Figure,
+    Look,
     css_size,
     figure_of,
     label_axes,
+    look,
     one_axes,
     panels,
     png_of,
@@ -42,7 +44,6 @@ from diffusion_lens.plots.curves import (
     spectra,
 )
 from diffusion_lens.plots.graphs import run_graph
-from diffusion_lens.plots.looks import Look, look
 from diffusion_lens.plots.maps import edge_map, heat_map, labelled_map, token_map, trace_panels
 from diffusion_lens.settings.figures import style
 

@@ -1,23 +1,249 @@
-"""Building blocks of all figures: new figures, their display in notebooks, colours, and token labels for an axis.
+"""Building blocks of all figures: new figures, their display in notebooks, their look, and labels for an axis.
 
 A script gets axes and saves their figure, so pyplot does not track figures. In a Jupyter kernel, `CELL` keeps the
 figures of the running cell, and shows each once, at the cell's end, in the order of drawing. Axes that are the value of
 a cell, or are given to `display` or to `ipywidgets.interact`, show their figure in place of the text `<Axes: ...>`.
+
+The look is what `style` chooses, or a default. The default colours of lines are those of Okabe & Ito (2008), without
+yellow, which is too light on white. Readers with any kind of colour blindness can tell them apart, and so can a reader
+of a grey print by the markers and line styles.
+
+Every second, third, ... tick label is drawn where all would collide. How much room there is depends on the size of the
+axes, which is known when the figure is laid out. So the ticks are chosen then, as matplotlib chooses those of numbers.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+from unicodedata import east_asian_width
 
-from diffusion_lens.plots.looks import figure_size, luminance, points
-from diffusion_lens.plots.ticks import LETTER, letters_in, room_of, width_of
+import numpy as np
+
 from diffusion_lens.settings.arguments import kind_of, shown
+from diffusion_lens.settings.figures import STYLE
+
+FONT_SIZE = 9.0  # points of the labels of axes
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", "-.", ":")
+HATCHES = ("", "", "////", "....")
+BASELINE = "0.55"
+CELLS: dict[str, Any] = {"interpolation": "none"}  # Cells of a map keep their colours, also at their edges.
+_LISTED = 20  # colours of the largest map that is a list to choose from
+_LIGHTEST = 0.6  # relative luminance of a line that is seen on white
+
+
+class Look(NamedTuple):
+    """How one of several lines or groups of bars is drawn."""
+
+    colour: Any
+    marker: str
+    dash: str
+    hatch: str
+
+
+def points(size: int) -> float:
+    """A font size that is `size` where labels have the default of 9 points."""
+    chosen = STYLE.get().font_size
+    return size * (1.0 if chosen is None else float(chosen) / FONT_SIZE)
+
+
+def figure_size(width: float, height: float) -> tuple[float, float]:
+    """The chosen size of a figure in inches, or this one."""
+    chosen = STYLE.get().size
+    return (width, height) if chosen is None else (chosen[0], chosen[1])
+
+
+def colour_map(default: str) -> Any:
+    """The chosen colour map, or this one."""
+    chosen = STYLE.get().cmap
+    return default if chosen is None else chosen
+
+
+def look(index: int, n: int | None = None) -> Look:
+    """How the line `index` of `n` is drawn; without `n`, of a number that is not known yet."""
+    colours = _colours(index, n)
+    # Where colours repeat, and where they are many, dashes differ as well.
+    turn = max(index // len(colours), index // len(LINES))
+    return Look(
+        colours[index % len(colours)],
+        MARKERS[index % len(MARKERS)],
+        DASHES[turn % len(DASHES)],
+        HATCHES[index % len(HATCHES)],
+    )
+
+
+def n_curves(ax: Any) -> int:
+    """How many curves axes have. Curves have markers, and other lines have none."""
+    return sum(line.get_marker() not in ("", "None", None) for line in ax.lines)
+
+
+def _colours(index: int, n: int | None) -> list[Any]:
+    """The colours to choose from, as many as it takes for the line `index`."""
+    if STYLE.get().cmap is None:
+        return list(LINES)
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    chosen = STYLE.get().cmap
+    mapped = colormaps[chosen] if isinstance(chosen, str) else chosen
+    if mapped.N <= _LISTED:
+        return [to_hex(mapped(i)) for i in range(mapped.N)]
+    colours = mapped(np.arange(mapped.N))
+    visible = colours[luminance(colours) <= _LIGHTEST]
+    visible = visible if len(visible) else colours
+    places = [_spread(i) for i in range(index + 1)] if n is None else np.linspace(0, 1, max(n, index + 1))
+    return [to_hex(visible[round(float(place) * (len(visible) - 1))]) for place in places]
+
+
+def _spread(i: int) -> float:
+    """The place of a colour on a map, away from those of the colours before it: 0, 1, 1/2, 1/4, 3/4, 1/8, ..."""
+    if i < 2:
+        return float(i)
+    halves = 1 << ((i - 1).bit_length() - 1)
+    return (2 * (i - 1 - halves) + 1) / (2 * halves)
+
+
+def luminance(colours: Any) -> Any:
+    """Relative luminance of colours by WCAG 2, between 0 (black) and 1 (white).
+
+    Args:
+        colours: Array with red, green and blue between 0 and 1 on its last axis, and perhaps an opacity.
+    """
+    import numpy as np
+
+    parts = np.asarray(colours, dtype=float)[..., :3]
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return linear @ np.array([0.2126, 0.7152, 0.0722])
+
+
+LETTER, _WIDE_LETTER = 0.62, 1.0  # mean widths of letters in font sizes
+_LINE = 1.25  # height of a line, and of the space to the next, in font sizes
+_SPACE = 0.8  # between neighbouring labels of one row, in font sizes
+_SAFE = 0.6  # share of the width of axes that is left to the map when row labels and a colour bar have their room
+
+
+class Names:
+    """The label of each place, as a function of the tick."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.names = names
+
+    def __call__(self, x: Any, pos: int | None = None) -> str:
+        return self.names.get(round(x), "")
+
+
+def places_with_room(places: Sequence[int], apart: float, most: int | None) -> Any:
+    """A locator of matplotlib: ticks at every place, or at every second, third, ... where labels would collide.
+
+    Args:
+        places: Coordinates of the ticks, ascending.
+        apart: Least distance of two ticks in points.
+        most: Largest number of ticks.
+    """
+    return _locator()(places, apart, most)
+
+
+@cache
+def _locator() -> type[Any]:
+    from matplotlib.ticker import Locator
+
+    class PlacesWithRoom(Locator):
+        def __init__(self, places: Sequence[int], apart: float, most: int | None) -> None:
+            self.places: Any = np.asarray(places, dtype=float)
+            self.apart, self.most = apart, most
+
+        def __call__(self) -> Any:
+            axis: Any = self.axis
+            ax, n = axis.axes, len(self.places)
+            if n < 2:
+                return self.places
+            along = np.zeros((n, 2))
+            side = int(axis.axis_name == "y")
+            along[:, side] = self.places
+            along[:, 1 - side] = (ax.get_ylim if side == 0 else ax.get_xlim)()[0]
+            at = ax.transData.transform(along)[:, side] * 72 / ax.figure.dpi
+            first = 1 if self.most is None else -(-n // self.most)
+            every = next((k for k in range(first, n) if np.abs(np.diff(at[::k])).min() >= self.apart), n)
+            return self.places[::every]
+
+        def tick_values(self, vmin: float, vmax: float) -> Any:
+            return self()
+
+        def __reduce__(self) -> Any:  # Figures can be pickled and copied.
+            return places_with_room, (self.places.astype(int).tolist(), self.apart, self.most), vars(self)
+
+    return PlacesWithRoom
+
+
+def label_places(
+    axis: Any,
+    places: Sequence[int],
+    labels: Sequence[str],
+    size: float,
+    most: int | None = None,
+    *,
+    all: bool = False,
+) -> None:
+    """Label the places of an axis. Names that would collide across are turned upright; of more, some are left out.
+
+    Args:
+        axis: `ax.xaxis` or `ax.yaxis`.
+        labels: Text of each place. None is taken for a formula.
+        size: Font size in points.
+        most: Largest number of labels.
+        all: Whether each label is needed, such as those of bars.
+    """
+    across = axis.axis_name == "x"
+    widest = max((width_of(label, size) for label in labels), default=0.0)
+    names = any(not _is_number(label) for label in labels)
+    upright = across and names and len(labels) * (widest + _SPACE * size) > _SAFE * room_of(axis.axes)[0]
+    n_lines = max((label.count("\n") + 1 for label in labels), default=1)
+    apart = widest + _SPACE * size if across and not upright else _LINE * size * n_lines
+    axis.set_major_locator(places_with_room(places, 0.0 if all else apart, most))
+    axis.set_major_formatter(Names(dict(zip(places, labels, strict=True))))
+    axis.set_tick_params(labelsize=size, labelrotation=90 if upright else 0)
+    for tick in axis.get_major_ticks(
+        min(len(places), most or len(places))
+    ):  # Without parse_math=False a "$" in a token would begin a formula.
+        tick.label1.set_parse_math(False)
+
+
+def width_of(text: str, size: float) -> float:
+    """About how wide the longest line of a text is, in points."""
+    lines = (sum(_WIDE_LETTER if east_asian_width(c) in "WF" else LETTER for c in line) for line in text.split("\n"))
+    return size * max(lines)
+
+
+def letters_in(width: float, size: float) -> int:
+    """About how many letters fit in this width in points, at least 4."""
+    return max(4, int(width / (LETTER * size)))
+
+
+def room_of(ax: Any) -> tuple[float, float]:
+    """Width and height in points of the part of the figure that axes and their labels have for themselves."""
+    width, height = (72 * float(side) / ax.figure.dpi for side in (ax.figure.bbox.width, ax.figure.bbox.height))
+    place = ax.get_subplotspec()
+    if place is None:
+        box = ax.get_position()
+        return width * min(1.0, 1.3 * box.width), height * min(1.0, 1.3 * box.height)
+    grid = place.get_gridspec()
+    widths, heights = grid.get_width_ratios(), grid.get_height_ratios()
+    of_columns = sum(widths[place.colspan.start : place.colspan.stop]) / sum(widths)
+    of_rows = sum(heights[place.rowspan.start : place.rowspan.stop]) / sum(heights)
+    return width * of_columns, height * of_rows
+
+
+def _is_number(label: str) -> bool:
+    return label.lstrip("-").replace(".", "", 1).isdigit()
+
 
 Figure: TypeAlias = Any  # A matplotlib figure. Matplotlib is imported on first use.
 DPI = 120.0  # dots per inch of a figure in a notebook

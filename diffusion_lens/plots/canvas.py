@@ -10,9 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from diffusion_lens.plots.axes import ink_on, label_axes, one_axes, readable, shortened
-from diffusion_lens.plots.looks import CELLS, colour_map, figure_size, look, points
-from diffusion_lens.plots.ticks import LETTER, label_places
+from diffusion_lens.plots.axes import (
+    CELLS,
+    LETTER,
+    colour_map,
+    figure_size,
+    ink_on,
+    label_axes,
+    label_places,
+    look,
+    one_axes,
+    points,
+    readable,
+    shortened,
+)
 from diffusion_lens.settings.figures import STYLE, styled
 
 WIDEST = 14  # positions side by side; a longer canvas is drawn in bands, one below the other

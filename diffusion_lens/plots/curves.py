@@ -9,9 +9,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.plots.axes import RESTORED, label_axes, one_axes, panels, shortened
-from diffusion_lens.plots.looks import BASELINE, Look, figure_size, look, n_curves, points
-from diffusion_lens.plots.ticks import label_places, letters_in, room_of, width_of
+from diffusion_lens.plots.axes import (
+    BASELINE,
+    RESTORED,
+    Look,
+    figure_size,
+    label_axes,
+    label_places,
+    letters_in,
+    look,
+    n_curves,
+    one_axes,
+    panels,
+    points,
+    room_of,
+    shortened,
+    width_of,
+)
 from diffusion_lens.settings.figures import STYLE, styled
 
 MOST_LABELS = 12  # of an axis with one place for each layer or step

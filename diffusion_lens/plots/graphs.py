@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusion_lens.plots.axes import label_axes, one_axes, readable
-from diffusion_lens.plots.looks import colour_map, points
+from diffusion_lens.plots.axes import colour_map, label_axes, one_axes, points, readable
 from diffusion_lens.settings.figures import styled
 
 _MARKERS = {"token": "s", "embed": "s", "head": "o", "mlp": "D", "decision": ">", "target": "*", "error": "x"}

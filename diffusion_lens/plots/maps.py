@@ -9,20 +9,26 @@ from torch import Tensor
 
 from diffusion_lens.plots.axes import (
     ABSENT,
+    CELLS,
     HUES,
+    LETTER,
     RESTORED,
     Figure,
+    colour_map,
     ink_on,
     label_axes,
+    label_places,
+    letters_in,
     one_axes,
     panels,
+    points,
     readable,
+    room_of,
     row_labels,
     short_answer,
     shortened,
+    width_of,
 )
-from diffusion_lens.plots.looks import CELLS, colour_map, points
-from diffusion_lens.plots.ticks import LETTER, label_places, letters_in, room_of, width_of
 from diffusion_lens.settings.figures import styled
 
 MOST_NUMBERS = 12  # of columns

@@ -1,7 +1,7 @@
 """How figures look: three settings that every function that draws takes as keywords.
 
 `styled` adds the keywords to a function, and keeps what a call gives in a context variable while it draws. The parts
-of figures read it there (`diffusion_lens.plots.looks`), so no function hands the settings on.
+of figures read it there (`diffusion_lens.plots.axes`), so no function hands the settings on.
 """
 
 import re

@@ -72,7 +72,7 @@ def start(
     **traits: Any,
 ) -> Any:
     """The widget, with other entries of the lens, and other constants of the module, where they are given."""
-    from diffusion_lens.pages.modules import explorer_files
+    from diffusion_lens.pages.page import explorer_files
 
     large = explorer_pages.large_page(12, 3, 2)
     (run,) = large.runs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion_lens.pages import modules
+from diffusion_lens.pages import page as modules
 
 EXPLORER = Path(modules.__file__).parent / "explorer"
 Write = Callable[..., None]

@@ -50,8 +50,8 @@ from diffusion_lens.analysis.rome.keys import KeyResult, pick_edited_layer
 from diffusion_lens.analysis.rome.values import ValueResult
 from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before_gate, require_same_model
 from diffusion_lens.facts.fact import Probe, Query
-from diffusion_lens.model.edits import say_layers
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.model.weights import say_layers
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import PicturedResult, Saved, Table, network_of, provenance
 from diffusion_lens.settings import Whole, at_least, checked_arguments

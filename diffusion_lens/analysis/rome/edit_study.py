@@ -54,8 +54,8 @@ from diffusion_lens.analysis.rome.keys import compute_keys, lay_out_request, pic
 from diffusion_lens.analysis.rome.values import optimize_values
 from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.facts.fact import Fact, Probe, Query
-from diffusion_lens.model.edits import say_layers
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.model.weights import say_layers
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, one_line, provenance, shown_model
 from diffusion_lens.records.schema import require_indices

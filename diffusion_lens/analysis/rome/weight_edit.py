@@ -1,6 +1,6 @@
 """Edits of down-projections, which ROME and MEMIT compute.
 
-An edit adds to the down-projection W of each of its blocks a product A Bᵀ of few columns (`model/edits.py` writes it).
+An edit adds to the down-projection W of each of its blocks a product A Bᵀ of few columns.
 """
 
 from abc import abstractmethod
@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.model.edits import Edit
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.model.weights import Edit
 from weight_conversion import export
 
 

@@ -6,8 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from diffusion_lens.denoising.sampler import Proposal, Sampler
-from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
-from diffusion_lens.denoising.samplers.canvases import EntropyBound
+from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, EntropyBound, FirstHitting
 from diffusion_lens.denoising.samplers.masked import (
     Ancestral,
     Blocks,

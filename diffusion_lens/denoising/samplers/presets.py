@@ -11,8 +11,7 @@ the last block beyond it.
 """
 
 from diffusion_lens.denoising.sampler import Proposal
-from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, FirstHitting
-from diffusion_lens.denoising.samplers.canvases import EntropyBound
+from diffusion_lens.denoising.samplers.by_block import BlockConfidence, BlockPosterior, EntropyBound, FirstHitting
 from diffusion_lens.denoising.samplers.masked import Ancestral, Blocks, Confidence, ConfidenceThreshold
 from diffusion_lens.denoising.samplers.transitions import Posterior, Score, UniformPosterior
 from diffusion_lens.settings import checked_arguments, not_negative, one_of

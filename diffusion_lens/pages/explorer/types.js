@@ -98,7 +98,7 @@
  * @property {{labels: string[], layers: number[], positions: number[], steps: number[], k: number, targets: number[]}|null} lens
  * @property {{layers: number[], n_heads: number, steps: number[]}|null} attention
  * @property {Trace[]} traces
- * @property {Circuit|null} [circuit]  this and the next three are described in `diffusion_lens/pages/learned.py`
+ * @property {Circuit|null} [circuit]  this and the next three are described in `diffusion_lens/pages/views.py`
  * @property {{layers: number[], n_experts: number, steps: number[]}|null} [experts]
  * @property {{steps: number[]}|null} [conditioning]
  * @property {{measures: any[], facts: any[], n_facts: number}|null} [signatures]
