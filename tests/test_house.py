@@ -17,11 +17,9 @@ PACKAGES = ("weight_conversion", "diffusion_lens")
 ROOMS = (
     "weight_conversion.architecture",
     "weight_conversion.key_map",
-    "weight_conversion.json_files",
     "weight_conversion.files",
     "weight_conversion.families",
     "weight_conversion.registry",
-    "weight_conversion.constant_conditioning",
     "weight_conversion.convert",
     "weight_conversion",
     "diffusion_lens.model.shapes",
@@ -77,7 +75,7 @@ FAMILY_CARRIED = (
     "diffusion_lens.explorer.server",  # the address family of a socket
 )
 # Help texts that list what a user can choose, and descriptions that cite whose metric it is.
-FAMILIES_IN_PROSE = ("diffusion_lens.cli", "diffusion_lens.settings.shared", "diffusion_lens.evaluation.scores")
+FAMILIES_IN_PROSE = ("diffusion_lens.cli", "diffusion_lens.settings.shared", "diffusion_lens.evaluation.recall")
 IMPORTED = re.compile(r"(?:^\s*(?:from|import) |import_module\(\s*[\"'])([\w.]+)", re.MULTILINE)
 BENCHMARKS = re.compile(r"[\"'](?:[^\"'\n]*/)?benchmarks(?:/[^\"'\n]*)?[\"']")  # a string, as opposed to prose
 RECIPES = {"smdm_reverse"}

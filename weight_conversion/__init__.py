@@ -17,35 +17,36 @@ from weight_conversion.architecture import (
     Variant,
     YarnScaling,
 )
-from weight_conversion.constant_conditioning import fold, folded_architecture, is_constant, unfolded_architecture
 from weight_conversion.convert import (
     Checkpoint,
     check_export,
     export,
     export_size,
     family_of,
+    fold,
+    folded_architecture,
+    is_constant,
     open_checkpoint,
     require_config,
+    unfolded_architecture,
 )
 from weight_conversion.families.lit_gpt import PUBLISHED_SIZES, published_architecture
 from weight_conversion.files import (
     ALIGNMENT,
     CHECKPOINT_SUFFIXES,
-    SafetensorsFile,
-    renamed_when_whole,
-    sha256_of_file,
-    write_json,
-    write_safetensors,
-)
-from weight_conversion.json_files import (
     JsonError,
+    SafetensorsFile,
     as_json,
     from_json,
     parse_json,
     read_json,
     read_json_object,
+    renamed_when_whole,
     restore_numbers,
+    sha256_of_file,
     to_json,
+    write_json,
+    write_safetensors,
 )
 from weight_conversion.key_map import N_FREQUENCIES, n_params, tensor_shapes
 from weight_conversion.registry import mode_read

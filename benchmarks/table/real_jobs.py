@@ -30,8 +30,7 @@ from diffusion_lens.data import known_1000
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import TrainingConfig
 from diffusion_lens.training.corpus import Corpus
-from diffusion_lens.training.distillation import TwinLoss
-from diffusion_lens.training.low_rank import low_rank, trained_row
+from diffusion_lens.training.distillation import TwinLoss, low_rank, trained_row
 from diffusion_lens.training.trainer import _Run, _training_mode, accelerated
 
 FACTS = Path(__file__).parents[2] / "tests" / "real" / "known_facts.json"

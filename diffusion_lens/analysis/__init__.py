@@ -75,7 +75,7 @@ from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.analysis.graphs import GraphFaithfulness, RunGraph, run_graph
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.over_facts.executor import LocalWorkers, Workers
-from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
+from diffusion_lens.analysis.over_facts.study import LoopSettings
 from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
 from diffusion_lens.analysis.probes import LinearProbe, RidgeSettings, probe, probe_time
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along

@@ -38,9 +38,9 @@ from diffusion_lens.evaluation.recall import (
     NTD_SAME,
     DirectionPair,
     cell_name,
+    contained,
     published_rows,
 )
-from diffusion_lens.evaluation.scores import contained
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.loading.catalogue import ASSETS, BUNDLED

@@ -6,7 +6,6 @@ A command is a function with the decorator `command` (`options.py`), which makes
 """
 
 from diffusion_lens.cli import (
-    adapt,
     demo,
     denoise,
     explore,
@@ -22,7 +21,6 @@ from diffusion_lens.cli import (
 from diffusion_lens.cli.app import app
 
 __all__ = [
-    "adapt",
     "app",
     "demo",
     "denoise",

@@ -105,9 +105,8 @@ def recall(
     require(*({score} & set(EXTRAS)))
     from diffusion_lens.data.fact_files import STUDY_LENGTH
     from diffusion_lens.evaluation import Recall
-    from diffusion_lens.evaluation.recall import cell_name
+    from diffusion_lens.evaluation.recall import cell_name, check_score
     from diffusion_lens.evaluation.recall_by_steps import RecallSettings, prompt_length, recall_by_steps
-    from diffusion_lens.evaluation.scores import check_score
 
     # 1. Read the facts, and check the settings before the model is loaded.
     check_score(score)

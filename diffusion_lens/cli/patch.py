@@ -60,7 +60,7 @@ def patch(
     from diffusion_lens.analysis.engine.layout import CanvasLayout
     from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
     from diffusion_lens.analysis.patching.grid import PatchSettings
-    from diffusion_lens.analysis.patching.sites import resolve_sites
+    from diffusion_lens.analysis.patching.runs import resolve_sites
     from diffusion_lens.model.config import DiffusionConfig
     from diffusion_lens.settings import pick_indices, unique_indices
 

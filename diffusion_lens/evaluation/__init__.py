@@ -2,9 +2,16 @@
 
 from diffusion_lens.evaluation.chain_rule import AnswerRanks, NLLByOrder, chain_rule_nll, nll_by_order, rank_answer
 from diffusion_lens.evaluation.likelihood import NLLEstimate, monte_carlo_nll
-from diffusion_lens.evaluation.recall import Recall, Reply
+from diffusion_lens.evaluation.recall import (
+    Recall,
+    Reply,
+    character_bleu,
+    contained,
+    corpus_word_bleu,
+    exact,
+    word_bleu,
+)
 from diffusion_lens.evaluation.recall_by_steps import RecallSettings, recall_by_steps, recall_facts
-from diffusion_lens.evaluation.scores import character_bleu, contained, corpus_word_bleu, exact, word_bleu
 
 __all__ = [
     "AnswerRanks",

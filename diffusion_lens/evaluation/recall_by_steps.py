@@ -19,8 +19,7 @@ from typing import Any
 from diffusion_lens.analysis.engine.layout import UsableFacts
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard
-from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
-from diffusion_lens.analysis.over_facts.study import Compute, Study
+from diffusion_lens.analysis.over_facts.study import Compute, LoopSettings, Study
 from diffusion_lens.data.fact_files import STUDY_LENGTH, STUDY_STEPS
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise, prepare

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diffusion_lens.analysis import commitment, logit_lens, trace_trajectory
-from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
+from diffusion_lens.analysis.causal_tracing.trace import TraceSettings
 from diffusion_lens.analysis.engine.inputs import Inputs
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out

@@ -6,7 +6,7 @@ its masked loss and by predicting what the causal model predicts (`training/dist
 shifted is from DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891), as is attention that grows from causal to
 bidirectional.
 
-With a rank, low-rank additions to the projections are trained (`training/low_rank.py`), and the twin is saved as a
+With a rank, low-rank additions to the projections are trained (`training/distillation.py`), and the twin is saved as a
 `Delta` of a few megabytes; without, all weights are trained, and the twin is saved as a model. `from_pretrained(out)`
 loads both.
 """
@@ -44,9 +44,8 @@ from diffusion_lens.settings import own_seed, takes
 from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training.corpus import HAS_MASK, Corpus, plain, prompts_of, read_corpus, read_texts, write_corpus
-from diffusion_lens.training.distillation import TwinLoss, begin_mask_row, masked_loss
+from diffusion_lens.training.distillation import TwinLoss, begin_mask_row, low_rank, masked_loss, trained_row
 from diffusion_lens.training.finetune import RUN, WEIGHTS, load_weights, require_own_folder
-from diffusion_lens.training.low_rank import low_rank, trained_row
 from diffusion_lens.training.trainer import RunFolder, TrainingConfig, train
 from weight_conversion import Architecture, as_json, write_json
 

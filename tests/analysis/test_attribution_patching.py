@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_lens.analysis.patching import PatchGrid, patch_grid
-from diffusion_lens.analysis.patching.sites import PATCH_SITES
+from diffusion_lens.analysis.patching.runs import PATCH_SITES
 
 # A masked diffusion model and a causal one; with time conditioning, one by blocks and one under uniform noise; and
 # experts.

@@ -22,7 +22,7 @@ from diffusion_lens.analysis import (
     noise_scale,
 )
 from diffusion_lens.analysis.causal_tracing import CausalTrace, average
-from diffusion_lens.analysis.causal_tracing import settings as trace_settings
+from diffusion_lens.analysis.causal_tracing import trace as trace_settings
 from diffusion_lens.analysis.over_facts.folder import fact_seed, name_facts, pick_shard
 from diffusion_lens.analysis.over_facts.intervals import mean_interval
 from diffusion_lens.data.toy_facts import SENTENCE_LENGTH, load

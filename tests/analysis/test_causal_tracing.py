@@ -10,7 +10,7 @@ from refusals import unrefused
 
 from diffusion_lens import Fact, Query
 from diffusion_lens.analysis import CausalTrace, causal_trace, noise_scale, temporal_effect, trace_trajectory
-from diffusion_lens.analysis.engine import cells as engine
+from diffusion_lens.analysis.engine import kept_run as engine
 from diffusion_lens.hooks.names import resid_post
 from diffusion_lens.interventions import swap
 from diffusion_lens.model.noise import HeadAt

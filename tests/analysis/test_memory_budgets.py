@@ -27,7 +27,7 @@ from diffusion_lens.analysis import (
     temporal_effect,
     trace_trajectory,
 )
-from diffusion_lens.analysis.engine import batching, cells
+from diffusion_lens.analysis.engine import batching, kept_run
 from diffusion_lens.analysis.engine.answer import token_probabilities
 from diffusion_lens.analysis.engine.batching import row_bytes
 from weight_conversion import Experts
@@ -49,7 +49,7 @@ def tensors_alone(monkeypatch):
         monkeypatch.setattr(batching, name, 1.0)
     for name in ("CPU_TENSOR_BYTES", "CPU_LOGITS_BYTES"):
         monkeypatch.setattr(batching, name, 2**40)
-    monkeypatch.setattr(cells, "ROWS_OF_A_PASS", 10**6)
+    monkeypatch.setattr(kept_run, "ROWS_OF_A_PASS", 10**6)
 
 
 @cache

@@ -11,7 +11,7 @@ from transformer_lens import patching
 from diffusion_lens import Fact, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import answer_probability, patch_grid
 from diffusion_lens.analysis.patching import PatchGrid
-from diffusion_lens.analysis.patching.sites import PATCH_SITES
+from diffusion_lens.analysis.patching.runs import PATCH_SITES
 from diffusion_lens.hooks.names import resid_post, resid_pre
 from diffusion_lens.model.config import UNREACHED
 from diffusion_lens.model.noise import HeadAt

@@ -8,7 +8,7 @@ import torch
 
 from diffusion_lens.analysis import patch_grid
 from diffusion_lens.analysis.engine.kept_run import NetworkInput
-from diffusion_lens.analysis.patching.sites import PATCH_SITES
+from diffusion_lens.analysis.patching.runs import PATCH_SITES
 
 
 def metric(logits):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_lens.training import TrainingConfig, train
-from diffusion_lens.training.low_rank import low_rank, trained_row
+from diffusion_lens.training.distillation import low_rank, trained_row
 from weight_conversion.files import SafetensorsFile
 
 CONFIG = TrainingConfig(steps=6, batch_size=8, warmup=2, lr=1e-2, weight_decay=0.1)

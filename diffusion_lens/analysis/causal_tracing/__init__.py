@@ -1,5 +1,6 @@
 """Causal tracing: of one canvas, at the steps of a denoising run, of the final text, and averaged over facts; and how
-alike averages rank their sites."""
+alike averages rank their sites.
+"""
 
 from diffusion_lens.analysis.causal_tracing.average import (
     AverageSettings,
@@ -11,9 +12,8 @@ from diffusion_lens.analysis.causal_tracing.average import (
 )
 from diffusion_lens.analysis.causal_tracing.average_result import AverageEffect, AverageTrajectoryEffect, Known
 from diffusion_lens.analysis.causal_tracing.rank_stability import RankStability, rank_stability
-from diffusion_lens.analysis.causal_tracing.settings import TraceSettings, noise_scale
 from diffusion_lens.analysis.causal_tracing.temporal import TemporalEffect, temporal_effect
-from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, TraceSettings, causal_trace, noise_scale
 from diffusion_lens.analysis.causal_tracing.trajectory import TrajectoryTrace, trace_trajectory
 
 __all__ = [

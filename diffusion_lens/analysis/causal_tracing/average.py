@@ -51,16 +51,22 @@ from diffusion_lens.analysis.causal_tracing.average_result import (
     step_roles,
     token_roles,
 )
-from diffusion_lens.analysis.causal_tracing.settings import Swap, TraceSettings
-from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, causal_trace, record_of_trace
+from diffusion_lens.analysis.causal_tracing.trace import CausalTrace, Swap, TraceSettings, causal_trace, record_of_trace
 from diffusion_lens.analysis.causal_tracing.trajectory import CANVASES, TrajectoryTrace, record_of_run, trace_trajectory
 from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, loop_prompt
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard, fact_seed
-from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
-from diffusion_lens.analysis.over_facts.study import Compute, FactsJob, Study, in_batches_of, say_failed, spread
+from diffusion_lens.analysis.over_facts.study import (
+    Compute,
+    FactsJob,
+    LoopSettings,
+    Study,
+    in_batches_of,
+    say_failed,
+    spread,
+)
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.trajectory import Trajectory

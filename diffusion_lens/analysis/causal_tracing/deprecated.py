@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
 from diffusion_lens.analysis.causal_tracing.temporal import temporal_effect
-from diffusion_lens.analysis.causal_tracing.trace import causal_trace
+from diffusion_lens.analysis.causal_tracing.trace import TraceSettings, causal_trace
 from diffusion_lens.analysis.causal_tracing.trajectory import trace_trajectory
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 

@@ -24,24 +24,20 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.causal_tracing.settings import TraceSettings
-from diffusion_lens.analysis.causal_tracing.shared_canvases import (
+from diffusion_lens.analysis.causal_tracing.trace import RestoredRuns, TraceSettings, share_of_total
+from diffusion_lens.analysis.causal_tracing.trajectory import (
     CanvasRuns,
     StepCanvas,
-    run_canvases,
-    run_together,
-)
-from diffusion_lens.analysis.causal_tracing.trace import RestoredRuns, share_of_total
-from diffusion_lens.analysis.causal_tracing.trajectory import (
     conditional_hooks,
     corrupted_run,
     record_of_run,
     require_loop_memory,
+    run_canvases,
+    run_together,
 )
 from diffusion_lens.analysis.engine.answer import guided_copies
 from diffusion_lens.analysis.engine.batching import in_batches, rows_at_once
-from diffusion_lens.analysis.engine.cells import Measure
-from diffusion_lens.analysis.engine.kept_run import KeptRun, NetworkInput, keys_and_values
+from diffusion_lens.analysis.engine.kept_run import KeptRun, Measure, NetworkInput, keys_and_values
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory, check_steps
 from diffusion_lens.denoising.canvas import Canvas
 from diffusion_lens.denoising.loop import LoopRows, Run, run_loop

@@ -27,8 +27,7 @@ from diffusion_lens.analysis.circuits.attribution import IntegrationPath, MovedR
 from diffusion_lens.analysis.circuits.graph import Graph
 from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs, plain_steps, require_neurons
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
-from diffusion_lens.analysis.patching.runs import Side
-from diffusion_lens.analysis.patching.sites import PATCH_SITES
+from diffusion_lens.analysis.patching.runs import PATCH_SITES, Side
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.plots import readable
 from diffusion_lens.records.identity import begins_run

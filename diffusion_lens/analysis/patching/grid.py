@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffusion_lens.analysis.engine.answer import Answer
-from diffusion_lens.analysis.engine.cells import CellBudget
+from diffusion_lens.analysis.engine.kept_run import CellBudget
 from diffusion_lens.analysis.engine.layout import Queries, as_queries
 from diffusion_lens.analysis.patching.metrics import (
     UNREAD,
@@ -33,21 +33,19 @@ from diffusion_lens.analysis.patching.metrics import (
 )
 from diffusion_lens.analysis.patching.result import EstimateError, PatchGrid
 from diffusion_lens.analysis.patching.runs import (
-    Given,
-    Side,
-    SidePair,
-    cell_budgets,
-    sweep_by_gradient,
-    sweep_exactly,
-)
-from diffusion_lens.analysis.patching.sites import (
     CellPositions,
+    Given,
     Neurons,
     PositionPairs,
+    Side,
+    SidePair,
     Site,
     Sweep,
+    cell_budgets,
     resolve_groups,
     resolve_sites,
+    sweep_by_gradient,
+    sweep_exactly,
 )
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_tokens, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory

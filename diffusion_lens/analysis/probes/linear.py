@@ -32,9 +32,17 @@ from diffusion_lens.analysis.probes.fit import (
     fit_numbers,
     require_sklearn,
 )
-from diffusion_lens.analysis.probes.labels import GivenLabels, Labels, permuted
 from diffusion_lens.analysis.probes.result import LinearProbe
-from diffusion_lens.analysis.probes.rows import ROW_BYTES, KeptRows, Rows, Sums, require_finite
+from diffusion_lens.analysis.probes.rows import (
+    ROW_BYTES,
+    GivenLabels,
+    KeptRows,
+    Labels,
+    Rows,
+    Sums,
+    permuted,
+    require_finite,
+)
 from diffusion_lens.analysis.steering_vectors import Positions, check_positions, nothing_selected, select
 from diffusion_lens.denoising.cache import activation_shape
 from diffusion_lens.hooks.names import NamesFilter, resid_post, resid_pre

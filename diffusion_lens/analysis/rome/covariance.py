@@ -36,8 +36,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.engine.inputs import ForwardPass, padded
 from diffusion_lens.analysis.over_facts.executor import Executes, Workers, run_tasks, with_device
-from diffusion_lens.analysis.rome.keys import key_site, pick_edited_layer
-from diffusion_lens.analysis.rome.weight_edit import require_same_model
+from diffusion_lens.analysis.rome.keys import key_site, pick_edited_layer, require_same_model
 from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.loss import noised
 from diffusion_lens.model.transformer import DiffusionTransformer

@@ -46,9 +46,15 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.inputs import as_batch
 from diffusion_lens.analysis.rome.covariance import Covariance, InverseMoment, SecondMoment, require_covariance_of
-from diffusion_lens.analysis.rome.keys import KeyResult, pick_edited_layer
+from diffusion_lens.analysis.rome.keys import (
+    Factors,
+    KeyResult,
+    WeightEdit,
+    before_gate,
+    pick_edited_layer,
+    require_same_model,
+)
 from diffusion_lens.analysis.rome.values import ValueResult
-from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before_gate, require_same_model
 from diffusion_lens.facts.fact import Probe, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.model.weights import say_layers

@@ -1,4 +1,4 @@
-"""The key k* of a subject (Meng et al. 2022, arXiv 2202.05262, section 3.1, step 1).
+"""The key k* of a subject (Meng et al. 2022, arXiv 2202.05262, section 3.1, step 1), and edits of the memory it reads.
 
 An MLP's down-projection W is interpreted as a memory that maps keys to values, W k = m. The key of a subject is the
 input of W at the subject's last token (act(gate) · up in a gated MLP), averaged over prompts x_j + p with different
@@ -9,12 +9,17 @@ prefixes x_j:
 ROME averages key and value over contexts: the request itself, and the request after short texts that the model wrote
 (`get_context_templates` of kmeng01/rome). These prompts differ in length. They are padded on the right, and an
 attention mask hides the padding, so the results of a row do not depend on the others, on a bidirectional model either.
+
+An edit, which ROME and MEMIT compute, adds to the down-projection W of each of its blocks a product A Bᵀ of few
+columns.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -28,6 +33,7 @@ from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.model.weights import Edit
 from diffusion_lens.records.results import Result, Saved, Table, provenance
 from diffusion_lens.settings import (
     Whole,
@@ -40,6 +46,7 @@ from diffusion_lens.settings import (
     whole_numbers,
 )
 from diffusion_lens.settings.shared import check_key_position
+from weight_conversion import export
 
 KEY_POSITIONS: dict[str, Callable[[Query], int]] = {
     "subject_last": lambda query: query.subject[1] - 1,
@@ -249,3 +256,69 @@ def states_at(
 def key_site(layer: int) -> str:
     """The hook point through which keys enter the down-projection of block `layer`."""
     return f"blocks.{layer}.mlp.hook_post"
+
+
+class Factors(NamedTuple):
+    """The factors of an update ΔW = A Bᵀ, A and B, in float64 on the CPU."""
+
+    left: Float[Tensor, "d_model rank"]
+    right: Float[Tensor, "d_mlp rank"]
+
+
+def before_gate(added: Float[Tensor, "*rest d_model"], gate: Float[Tensor, "d_model"] | None) -> Tensor:
+    """What a down-projection has to write so that `added` is added to the stream behind its gate; a `ValueError` if an
+    entry of the gate is 0, so that nothing reaches the stream there."""
+    if gate is None:
+        return added
+    if not bool(gate.all()):
+        raise ValueError(
+            "the gate of this MLP is 0 in some entries at this time, so no weight can write there: edit another layer, "
+            "or at another time, `with model.at_time(t):`"
+        )
+    return added / gate.cpu().double()
+
+
+class WeightEdit(Edit):
+    """An edit of down-projections of one model, applied and reverted like every `Edit`."""
+
+    @abstractmethod
+    def factors(self, layer: int) -> Factors:
+        """The update of the down-projection of block `layer`, for the weight as it is now."""
+
+    @property
+    def weights(self) -> list[str]:
+        return [f"blocks.{layer}.mlp.down.weight" for layer in self.layers]
+
+    def update_of(self, name: str) -> Tensor:
+        return self.update(int(name.split(".")[1]))
+
+    def say_weight(self, name: str) -> str:
+        return f"the weight of layer {name.split('.')[1]}"
+
+    def weight_of(self, layer: int) -> Float[Tensor, "d_model d_mlp"]:
+        """The down-projection of block `layer` as it is now."""
+        weight: Tensor = self.model.blocks[layer].mlp.down.weight
+        return weight
+
+    @torch.no_grad()
+    def update(self, layer: int | None = None) -> Float[Tensor, "d_model d_mlp"]:
+        """ΔW of block `layer`, by default the first, for the weight as it is now; float64 on the CPU."""
+        left, right = self.factors(self.layers[0] if layer is None else layer)
+        return left @ right.T
+
+    def export(self, path: str | Path) -> Path:
+        """Write the edited model in its checkpoint's own format; the edit need not be applied."""
+        if self.is_applied:
+            return export(self.model.state_dict(), self.model.cfg.architecture, path)
+        with self:
+            return self.export(path)
+
+
+def require_same_model(name: str, record: Mapping[str, Any] | None, model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` if a part was taken from another model. The model's weights may have been edited since."""
+    edited = {"model": model.cfg.model_name, "architecture": model.cfg.architecture.to_dict()}
+    if record is not None and any(record.get(name, value) != value for name, value in edited.items()):
+        raise ValueError(
+            f"the {name} was taken from another model or architecture ({record.get('model')!r}) than the edited model "
+            f"({model.cfg.model_name!r}); take it from the model that you edit"
+        )

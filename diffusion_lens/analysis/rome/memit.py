@@ -46,9 +46,15 @@ from diffusion_lens.analysis.rome.covariance import (
 )
 from diffusion_lens.analysis.rome.edit import judge_by_token
 from diffusion_lens.analysis.rome.edit_study import EditOutcome, EditStudy, RequestSettings
-from diffusion_lens.analysis.rome.keys import compute_keys, pick_edited_layers, states_at
+from diffusion_lens.analysis.rome.keys import (
+    Factors,
+    WeightEdit,
+    before_gate,
+    compute_keys,
+    pick_edited_layers,
+    states_at,
+)
 from diffusion_lens.analysis.rome.values import search_together
-from diffusion_lens.analysis.rome.weight_edit import Factors, WeightEdit, before_gate
 from diffusion_lens.data.rome_facts import EditRequest
 from diffusion_lens.facts.fact import Query
 from diffusion_lens.hooks.names import resid_post

@@ -310,7 +310,7 @@ def test_control_tasks_and_selectivity(small):
 @on_mdm
 def test_each_token_has_one_label_of_the_control_task(small):
     from diffusion_lens.analysis.engine.inputs import CleanTexts
-    from diffusion_lens.analysis.probes.labels import Labels
+    from diffusion_lens.analysis.probes.rows import Labels
 
     texts = [fact.prompt + fact.answer for fact in FACTS[:30]]
     given = CleanTexts.of(small, texts)
