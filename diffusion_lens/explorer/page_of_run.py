@@ -26,6 +26,7 @@ from diffusion_lens.explorer.learned import (
     circuit_view,
     conditioning_view,
     experts_view,
+    graph_view,
     signatures_view,
 )
 from diffusion_lens.explorer.same_run import cached_steps, require_network, require_shape
@@ -59,6 +60,7 @@ def page_of(
     answer: str | None = None,
     *,
     circuit: Any = None,
+    graph: Any = None,
     experts: TrajectoryCache | None = None,
     signatures: Any = None,
     custom: Sequence[CustomView] = (),
@@ -105,6 +107,9 @@ def page_of(
         if result is not None:
             shown[name] = _accepted(name, make, trajectory, result, row)
             python[name] = codes[name] if name in codes else saved_code(name, result)
+    if graph is not None:
+        shown["graph"] = _accepted("graph", graph_view, trajectory, graph, row, words)
+        python["graph"] = saved_code("graph", graph)
     if (conditioned := conditioning_view(trajectory, row, words)) is not None:
         shown["conditioning"], python["conditioning"] = conditioned, codes["conditioning"]
     present = {*shown, *(["trace"] if traced else [])}
