@@ -22,8 +22,8 @@ EXPERTS, WEIGHTS = "hook_experts", "hook_router_weights"
 MISSING = {
     "circuit": "trajectory.explore(path, circuit=edge_attribution(model, trajectory, other, metric, steps=[0])) shows "
     "the heads and MLPs that make the difference to another run, and the edges between them.",
-    "graph": "trajectory.explore(path, graph=run_graph(model, trajectory, position, prompt)) shows the parts, by step and "
-    "layer, through which the difference to the run of another prompt passes.",
+    "graph": "trajectory.explore(path, graph=run_graph(model, trajectory, position, prompt)) shows the parts, by step "
+    "and layer, through which the difference to the run of another prompt passes.",
     "experts": "trajectory.explore(path, experts=cache) shows which experts each position chose, where trajectory, "
     'cache = model.denoise_with_cache(prompt, names_filter=["blocks.1.mlp.hook_experts", '
     '"blocks.1.mlp.hook_router_weights"]).',

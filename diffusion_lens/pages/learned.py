@@ -2,8 +2,8 @@
 
 - circuit/{step}: nodes [writer], the score of each writer; writer, reader, score [n], the edges of the largest absolute
   scores, by the index of their ends; header: clean, corrupted, n_edges.
-- graph: step, layer, head, position, branch, token, other, effect [node]; source, target, decision [edge]; header: names,
-  ids and kinds of the nodes, and the document of circuit-tracer, which has the weights of the edges and the influences.
+- graph: step, layer, head, position, branch, token, other, effect [node]; source, target, decision [edge]; header:
+  names, ids and kinds of the nodes, and the document of circuit-tracer, which has the weights and influences.
 - experts/{step}: experts [layer pos chosen], best first; weights [layer pos chosen], NaN where they are not known.
 - conditioning: words [step pos], -1 where a step reads none; streak [step]; finished [step].
 - signatures: for each measure [bar 4], the mean, both ends of its interval, and the value of the run's own fact.

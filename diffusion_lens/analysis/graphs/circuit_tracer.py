@@ -2,9 +2,9 @@
 
 The format has embeddings at layer "E", features at numbered layers, errors, and logits above the last layer. The steps
 of a run are unrolled: of L blocks, step k has the layers k (L + 2) for the embeddings that the run wrote, then one for
-each block, and k (L + 2) + L + 1 for its decisions, which are the logits of the last step. A given token is one embedding,
-whatever number of steps read it. Heads, MLPs, written embeddings and earlier decisions have the type "cross layer
-transcoder", with their names as labels.
+each block, and k (L + 2) + L + 1 for its decisions, which are the logits of the last step. A given token is one
+embedding, whatever number of steps read it. Heads, MLPs, written embeddings and earlier decisions have the type "cross
+layer transcoder", with their names as labels.
 
 The viewers keep the nodes whose `influence` is at most a threshold: the share of all influence that this node and those
 with a larger one have. They read the probability of the target from its label.

@@ -332,7 +332,7 @@ class GraphPane {
     const ids = new Set([...pinnedIds, ...supernodes.flatMap(([, ...members]) => members)]);
     for (const { id } of nodes) ids.delete(id);
     await this.pick(picked);
-    seen.say(`Loaded ${pinnedIds.length} pins and ${supernodes.length} groups of ${file.name}. ${ids.size ? `${ids.size} nodes of them are not in this graph.` : ""}`);
+    seen.say(`Pins: ${pinnedIds.length}, groups: ${supernodes.length}${ids.size ? `; ${ids.size} of their nodes are not in this graph` : ""}.`);
   }
 
   /** What the menu "Share" saves of this view. @returns {import("../types.js").Saved[]} */
