@@ -213,3 +213,16 @@ def handed_on() -> HandedOn:
         steps=5,
     )
     return HandedOn(model, trajectory, activations)
+
+
+@cache
+def graphed(name: str = "site-mdm") -> tuple[Any, Any]:
+    """A run of a bundled model that describes a person, and its graph against another person."""
+    from diffusion_lens import HookedDiffusionTransformer
+    from diffusion_lens.analysis import run_graph
+    from diffusion_lens.data import site_facts
+
+    told = [person for person in site_facts.load().people if person.trained == "p2d"]
+    model = HookedDiffusionTransformer.from_pretrained(name, device="cpu")
+    run = model.denoise(f"{told[4].name} is the", max_new_tokens=6, steps=6 if model.cfg.has_mask else None)
+    return run, run_graph(model, run, 6, f"{told[5].name} is the", metric="margin")

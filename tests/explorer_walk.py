@@ -1,7 +1,10 @@
 """What a person does on an explorer page, and what the page then says, for the tests in the browser."""
 
 import re
+from pathlib import Path
 from typing import Any
+
+from playwright.sync_api import expect
 
 SETTLED = ".dl-explorer[data-state=ready]:not(.dl-computing)"
 SIZES = ((1280, 800), (700, 640), (400, 800))  # of the window, in pixels
@@ -115,4 +118,30 @@ def difference(changed: Any, base: Any, model: Any) -> list[str]:
         " → ".join(" ".join(text[p] for p in places).strip() or "nothing" for text in texts)
         + f", from step {min(since[p] for p in places)}"
         for places in stretches
+    ]
+
+
+def share(page: Any, name: str) -> None:
+    page.get_by_role("button", name="Share", exact=True).click()
+    page.get_by_role("button", name=re.compile(f"^{name}")).click()
+
+
+def saved(page: Any, name: str, folder: Path) -> Path:
+    """The file that an entry of the menu saves."""
+    with page.expect_download(timeout=60_000) as download:
+        share(page, name)
+    path = folder / download.value.suggested_filename
+    download.value.save_as(path)
+    expect(page.get_by_role("status")).to_contain_text(f"as {path.name}.")
+    return path
+
+
+def violations(page: Any, axe: str) -> list[str]:
+    """What axe-core calls serious or critical, with the elements."""
+    page.evaluate(axe)  # what the page's policy does not admit as an element
+    found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")["violations"]
+    return [
+        f"{one['id']}: {one['help']}: {[node['target'] for node in one['nodes']][:4]}, {one['nodes'][0].get('any')}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
     ]

@@ -472,6 +472,7 @@ class Trajectory(Saved, Result):
         predictions: Any = None,
         answer: str | None = None,
         circuit: Any = None,
+        graph: Any = None,
         experts: TrajectoryCache | None = None,
         signatures: Any = None,
         views: Sequence[Any] = (),
@@ -495,6 +496,7 @@ class Trajectory(Saved, Result):
             answer: Text that should follow the prompt, such as " Paris"; the page says whether the run wrote it. By
                 default that of the trace.
             circuit: `edge_attribution` or `node_attribution` between this run, or a canvas of it, and other inputs.
+            graph: `run_graph(model, trajectory, position, prompt)`, pruned or not, whose clean run is this one.
             experts: Cache with the choices of routers, `blocks.{i}.mlp.hook_experts`, of some layers and steps; with
                 `hook_router_weights` the page shows their weights too.
             signatures: `reversal_signatures(model, pairs)` whose pairs contain the fact of this run.
@@ -519,7 +521,13 @@ class Trajectory(Saved, Result):
         if path is not None:
             html_path(path)
         traces = () if trace is None else tuple(trace) if isinstance(trace, Sequence) else (trace,)
-        learned: dict[str, Any] = {"circuit": circuit, "experts": experts, "signatures": signatures, "custom": views}
+        learned: dict[str, Any] = {
+            "circuit": circuit,
+            "graph": graph,
+            "experts": experts,
+            "signatures": signatures,
+            "custom": views,
+        }
         page = page_of(self, lens, traces, attention, predictions, whole_number("row", row), answer, **learned)
         return page if path is None else write_page(page, path, whole_number("max_bytes", max_bytes))
 

@@ -1,4 +1,4 @@
-"""Views of what analyses have learned about a run: circuits, experts, self-conditioning and signatures.
+"""Views of what analyses have learned about a run: circuits, graphs, experts, self-conditioning and signatures.
 
 As on every page, a result is shown only if it is of this run: made under the network that wrote it, on its canvases.
 """
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from diffusion_lens.analysis.graphs.circuit_tracer import as_graph
+from diffusion_lens.analysis.graphs.within_step import KINDS
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance, without_canvas_hooks
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -21,6 +23,8 @@ EXPERTS, WEIGHTS = "hook_experts", "hook_router_weights"
 MISSING = {
     "circuit": "trajectory.explore(path, circuit=edge_attribution(model, trajectory, other, metric, steps=[0])) shows "
     "the heads and MLPs that make the difference to another run, and the edges between them.",
+    "graph": "trajectory.explore(path, graph=run_graph(model, trajectory, position, prompt)) shows the parts, by step "
+    "and layer, through which the difference to the run of another prompt passes.",
     "experts": "trajectory.explore(path, experts=cache) shows which experts each position chose, where trajectory, "
     'cache = model.denoise_with_cache(prompt, names_filter=["blocks.1.mlp.hook_experts", '
     '"blocks.1.mlp.hook_router_weights"]).',
@@ -77,6 +81,25 @@ def _reads(trajectory: Trajectory, step: int, tokens: list[list[int]], row: int)
     given = [[token for token in one if token >= 0] for one in tokens]
     canvases = [one[reached(one)].tolist() for one in trajectory.canvases[index].cpu()]
     return given in (canvases, [canvases[row]])
+
+
+def graph_view(trajectory: Trajectory, graph: Any, row: int, words: Words) -> View:
+    """A `RunGraph`, pruned or not, whose clean run is this one.
+
+    Raises:
+        ValueError: The graph is of another network or run.
+    """
+    require_network("graph", graph.record, trajectory)
+    clean = graph.runs["clean"]
+    if clean.first_step != trajectory.first_step or not torch.equal(
+        clean.canvases[:, 0].cpu(), trajectory.canvases[:, row].cpu()
+    ):
+        raise ValueError(
+            f"the graph is of the run {clean.text[0]!r}, and not of row {row} of the trajectory. Give the trajectory "
+            "to run_graph as the clean run"
+        )
+    kinds = [KINDS[kind] for kind in graph.kind.tolist()]
+    return views.graph_view(graph, *as_graph(graph, "graph"), kinds, words)
 
 
 def experts_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> View:

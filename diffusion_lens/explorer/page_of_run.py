@@ -35,6 +35,7 @@ from diffusion_lens.explorer.learned import (
     circuit_view,
     conditioning_view,
     experts_view,
+    graph_view,
     require_network,
     require_shape,
     signatures_view,
@@ -68,6 +69,7 @@ def page_of(
     answer: str | None = None,
     *,
     circuit: Any = None,
+    graph: Any = None,
     experts: TrajectoryCache | None = None,
     signatures: Any = None,
     custom: Sequence[CustomView] = (),
@@ -114,6 +116,9 @@ def page_of(
         if result is not None:
             shown[name] = _accepted(name, make, trajectory, result, row)
             python[name] = codes[name] if name in codes else saved_code(name, result)
+    if graph is not None:
+        shown["graph"] = _accepted("graph", graph_view, trajectory, graph, row, words)
+        python["graph"] = saved_code("graph", graph)
     if (conditioned := conditioning_view(trajectory, row, words)) is not None:
         shown["conditioning"], python["conditioning"] = conditioned, codes["conditioning"]
     present = {*shown, *(["trace"] if traced else [])}

@@ -449,6 +449,7 @@ def _largest(page: Page) -> str:
         "trace": "trace fewer steps",
         "facts": "give fewer of them",
         "circuit": "take fewer steps, circuit=scores.at_step(...)",
+        "graph": "prune it, graph=graph.prune(0.9)",
         "experts": "cache fewer layers or steps of hook_experts",
     }
     largest: Iterable[str] = sorted(sizes, key=lambda view: -sizes[view])

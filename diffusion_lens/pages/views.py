@@ -7,6 +7,9 @@
     trace/{name}/{step}       scores [pos layer]; header: clean, corrupted, highest
     circuit/{step}            nodes [writer], the score of each; writer, reader, score [n], the edges of the largest
                               absolute scores, by the index of their ends; header: clean, corrupted, n_edges
+    graph                     step, layer, head, position, branch, token, other, effect [node]; source, target,
+                              decision [edge]; header: names, ids and kinds of the nodes, and the document of
+                              circuit-tracer, which has the weights and influences
     experts/{step}            experts [layer pos chosen], best first; weights [layer pos chosen], NaN where not known
     conditioning              words [step pos], -1 where a step reads none; streak [step]; finished [step]
     signatures                for each measure [bar 4]: the mean, both ends of its interval, the run's own fact
@@ -287,6 +290,30 @@ def circuit_view(scores: Any, steps: Sequence[int], side: str, n_rows: int) -> V
         "n_rows": n_rows,
     }
     return View(entry, chunks)
+
+
+def graph_view(graph: Any, document: Mapping[str, Any], ids: Sequence[str], kinds: Sequence[str], words: Words) -> View:
+    """A `RunGraph`, and what circuit-tracer reads of it.
+
+    Args:
+        document: The graph in the JSON of circuit-tracer.
+        ids, kinds: Id in the document, and kind, of each node.
+    """
+    columns = ("step", "layer", "head", "position", "branch", "source", "target", "decision")
+    arrays = {name: Stored.integers(getattr(graph, name)) for name in columns}
+    arrays |= {name: Stored.integers(words.indices(getattr(graph, name), graph.words)) for name in ("token", "other")}
+    arrays["effect"] = Stored.numbers(graph.effect)
+    position, token = graph.record["target"]
+    entry = {
+        "step": graph.record["target_step"],
+        "position": position,
+        "word": words.index(token, graph.words),
+        "metric": graph.record["metric"].replace("_", " "),
+        "clean": graph.clean,
+        "corrupted": graph.corrupted,
+        "text": graph.runs["corrupted"].text[0],
+    }
+    return View(entry, {"graph": pack(arrays, document=document, ids=list(ids), names=graph.names, kinds=list(kinds))})
 
 
 def experts_entry(layers: Sequence[int], n_experts: int, steps: Sequence[int]) -> dict[str, Any]:

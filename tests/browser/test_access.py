@@ -7,22 +7,11 @@ from typing import Any
 import explorer_maps as maps
 import pytest
 from explorer_maps import LENS
-from explorer_walk import SIZES, apply, ask, drawer, settings, settled, step_to
+from explorer_walk import SIZES, apply, ask, drawer, settings, settled, step_to, violations
 from playwright.sync_api import expect
 
 Open = Callable[..., Any]
 WIDTHS, THEMES = (1280, 400), ("light", "dark")
-
-
-def violations(page: Any, axe: str) -> list[str]:
-    """What axe-core calls serious or critical, with the elements."""
-    page.evaluate(axe)  # what the page's policy does not admit as an element
-    found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")["violations"]
-    return [
-        f"{one['id']}: {one['help']}: {[node['target'] for node in one['nodes']][:4]}, {one['nodes'][0].get('any')}"
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 import chromium
 import explorer_pages
 import pytest
+from explorer_walk import violations
 from snippets import run_python, same_output
 
 Open = Callable[..., Any]
@@ -18,13 +19,6 @@ LABEL = "([view, row, column]) => document.querySelector(`.dl-${view} .dl-map`).
 def spoken(number: float) -> str:
     """A number as a page says it."""
     return f"{number:+.3f}".replace("-", "−")
-
-
-def violations(page: Any, axe: str) -> list[str]:
-    """What axe-core calls serious or critical."""
-    page.add_script_tag(content=axe)
-    found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")["violations"]
-    return [f"{one['id']}: {one['nodes'][0]['target']}" for one in found if one["impact"] in ("serious", "critical")]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import explorer_pages
 import nbformat
 import pytest
+from explorer_walk import saved, share
 from PIL import Image, ImageChops
 from playwright.sync_api import expect
 
@@ -39,21 +40,6 @@ WATCH = """async (address) => {
     const seconds = film.currentTime;
     return [canvas.width, canvas.height, seconds, first.filter((x, i) => Math.abs(x - last[i]) > 30).length];
 }"""
-
-
-def share(page: Any, name: str) -> None:
-    page.get_by_role("button", name="Share", exact=True).click()
-    page.get_by_role("button", name=re.compile(f"^{name}")).click()
-
-
-def saved(page: Any, name: str, folder: Path) -> Path:
-    """The file that an entry of the menu saves."""
-    with page.expect_download(timeout=60_000) as download:
-        share(page, name)
-    path = folder / download.value.suggested_filename
-    download.value.save_as(path)
-    expect(page.get_by_role("status")).to_contain_text(f"as {path.name}.")
-    return path
 
 
 def texts_of(picture: Path) -> list[str]:

@@ -1,4 +1,6 @@
-"""What a page shows of circuits, experts, self-conditioning and signatures: the numbers of the results, of this run."""
+"""What a page shows of circuits, graphs, experts, conditioning and signatures: the numbers of results of this run."""
+
+import json
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ import torch
 from page_reader import PageFile, as_selected, ran, unpack
 from small_networks import diffusion_gemma
 
-from diffusion_lens.analysis import TaughtPair, edge_attribution, node_attribution, reversal_signatures
+from diffusion_lens.analysis import TaughtPair, edge_attribution, node_attribution, reversal_signatures, run_graph
 from diffusion_lens.explorer import Session
 from diffusion_lens.interventions import zero_ablate
 
@@ -82,6 +84,43 @@ def test_circuits_of_other_runs_and_networks_are_refused(tiny, attributed):
         run.explore(circuit=changed)
     with pytest.raises(TypeError, match=r"circuit= is no such result\. trajectory\.explore\(path, circuit="):
         run.explore(circuit=edges.at_step(0).top(5))
+
+
+def test_a_graph_has_its_nodes_edges_and_document(tiny, tmp_path):
+    batch = tiny.denoise([PROMPT, "Wanda Larsh is the"], **SETTINGS)
+    run, position = batch.row(1), 7
+    graph = run_graph(tiny, run, position, PROMPT, points=4)
+    for shown in (graph, graph.prune(most=20)):
+        page = PageFile(batch.explore(graph=shown, row=1).html())
+        header, arrays = page.read("graph")
+        assert page.run()["words"][page.run()["graph"]["word"]] == run.words[int(run.tokens[0, position])]
+        assert header["document"] == json.loads(shown.to_json(tmp_path / "graph.json").read_text())
+        nodes, edges = shown.nodes.sort_index(), shown.edges.sort_index()
+        assert header["names"] == nodes.name.tolist()
+        assert header["kinds"] == nodes.kind.tolist()
+        for name in ("step", "layer", "head", "position", "branch"):
+            assert arrays[name].tolist() == nodes[name].tolist()
+        np.testing.assert_allclose(arrays["effect"], nodes.effect, rtol=1e-6)
+        texts = [page.run()["words"][word] if word >= 0 else None for word in arrays["token"]]
+        assert texts == [shown.words[token] if token >= 0 else None for token in nodes.token]
+        for end in ("source", "target"):
+            ids = [header["ids"][node] for node in arrays[end]]
+            assert ids == [link[end] for link in header["document"]["links"]]
+            assert arrays[end].tolist() == edges[end].tolist()
+        assert (arrays["decision"] == 1).tolist() == (edges.kind == "decision").tolist()
+
+
+def test_graphs_of_other_runs_and_networks_are_refused(tiny):
+    run, other = (tiny.denoise(prompt, **SETTINGS) for prompt in (PROMPT, "Wanda Geisser is the"))
+    graph = run_graph(tiny, run, 7, other, points=2)
+    with pytest.raises(ValueError, match=r"not of row 0 of the trajectory.*trajectory\.explore\(path, graph=run_graph"):
+        other.explore(graph=graph)
+    with tiny.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", zero_ablate())]):
+        changed = tiny.denoise(PROMPT, **SETTINGS)
+    with pytest.raises(ValueError, match="the graph is of another network than the one that wrote the trajectory"):
+        changed.explore(graph=graph)
+    with pytest.raises(TypeError, match=r"graph= is no such result\. trajectory\.explore\(path, graph="):
+        run.explore(graph=graph.nodes)
 
 
 @pytest.fixture(params=WITH_EXPERTS)

@@ -1,4 +1,4 @@
-"""`pages.modules`: the explorer's ES modules as the one module of a page."""
+"""`pages.page`: the explorer's ES modules as the one module of a page."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -250,7 +250,7 @@ class RunGraph(PicturedResult, Saved):
         shown = self if step is None else self._of_nodes(self.step.eq(int(step)), {"only_step": int(step)})
         if not len(shown):
             raise ValueError(f"step {step} has no nodes; the graph has {sorted(set(self.step.tolist()))}")
-        write_json(circuit_tracer.as_graph(shown, target.stem), target)
+        write_json(circuit_tracer.as_graph(shown, target.stem)[0], target)
         return target
 
     @styled

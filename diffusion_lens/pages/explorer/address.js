@@ -5,7 +5,7 @@
 /** @typedef {{index: number, name: string, weights: string}} Named  a model of a link; its weights may be unknown, "" */
 /** @typedef {{state: Partial<State>, specs: Spec[], models: Named[], problem: string|null}} Opened  what a link names */
 
-const TEXTS = ["run", "compare", "left", "view", "canvas", "colour", "trace"];
+const TEXTS = ["run", "compare", "left", "view", "canvas", "colour", "trace", "graph"];
 const NUMBERS = ["step", "position", "layer", "head", "key"];
 const MOST_SPECS = 32, LONGEST_SPECS = 2 ** 18; // runs of a link, and their characters
 

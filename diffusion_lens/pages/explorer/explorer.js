@@ -30,7 +30,7 @@ const WHOLE_PLAY = 5000, SLOWEST = 700; // milliseconds for all steps, and at mo
 const QUICK = 300, PAUSE = 120; // milliseconds between selections that follow quickly, and before a chunk is asked for then
 /** What is selected where nothing says otherwise. @type {State} */
 const START = {
-  run: "", compare: "", left: "", step: -1, position: -1, layer: -1, head: 0, key: null, view: "", colour: "top", canvas: "confidence", trace: "", facts: false,
+  run: "", compare: "", left: "", step: -1, position: -1, layer: -1, head: 0, key: null, view: "", colour: "top", canvas: "confidence", trace: "", graph: "", facts: false,
   written: true,
 };
 

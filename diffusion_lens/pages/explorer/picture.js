@@ -17,12 +17,16 @@ const FONT = "'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif";
 const WIDTH = 720, BESIDE = 480, PAD = 28; // px of one run, of one of two that stand side by side, and of the margin
 const LINE = 38, BOX = 29, SIZE = 15; // px of a line of tokens, a box and its font
 const LONGEST = 32; // characters of a token
-const INKS = {
+/** The colours of paper, text and lines. */
+export const INKS = {
   light: { paper: "#ffffff", ink: "#1b1f24", soft: "#57606a", line: "#d8dee4", right: "#116329", wrong: "#a1260d" },
   dark: { paper: "#14171b", ink: "#e6e9ed", soft: "#a3adb8", line: "#373e47", right: "#7ee787", wrong: "#ff9a80" },
 };
+/** Attributes of a picture that stands in a file of its own. */
+export const SVG_ROOT = { xmlns: SVG, "font-family": FONT };
+
 /** @param {string} tag @param {Record<string, any>} attributes @param {...(Node|string)} children @returns {any} */
-function drawn(tag, attributes, ...children) {
+export function drawn(tag, attributes, ...children) {
   const element = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, typeof value === "number" ? String(Math.round(10 * value) / 10) : value);
   element.append(...children);
@@ -217,7 +221,7 @@ export function drawPicture(seens, step, predictions) {
   const wide = beside ? BESIDE : WIDTH, gap = 40;
   const inks = dark ? INKS.dark : INKS.light;
   const width = 2 * PAD + (beside ? runs.length * wide + (runs.length - 1) * gap : wide);
-  const picture = drawn("svg", { xmlns: SVG, role: "img", "aria-label": parts.map(({ said }) => said).join("; "), "font-family": FONT, width });
+  const picture = drawn("svg", { ...SVG_ROOT, role: "img", "aria-label": parts.map(({ said }) => said).join("; "), width });
   let x = PAD, y = PAD - 8, lowest = y;
   parts.forEach(({ element, height }, i) => {
     element.setAttribute("transform", `translate(${x} ${y})`);

@@ -64,6 +64,9 @@ export function shareMenu(explorer) {
         ? ["Film (.webm)", "the same in more colours, recorded as it plays", () => film("webm", "video/webm", webmFilm)]
         : ["Film (.webm)", "this browser cannot record one", () => explorer.say("This browser cannot record a film; it can write a GIF.")],
     ];
+    for (const { name, help, ending, type, make } of explorer.active.pane(explorer.view).pane.files?.() ?? []) {
+      all.push([name, help, () => explorer.work("saving", async () => save([await make()], ending, type, name))]);
+    }
     if (coded.length) {
       const code = coded.map(({ run }) => `${run.python.run}\n`).join("\n\n");
       all.push(["Notebook (.ipynb)", "the code, to run and to change", () =>

@@ -98,7 +98,12 @@
  * @property {{labels: string[], layers: number[], positions: number[], steps: number[], k: number, targets: number[]}|null} lens
  * @property {{layers: number[], n_heads: number, steps: number[]}|null} attention
  * @property {Trace[]} traces
+<<<<<<< HEAD
  * @property {Circuit|null} [circuit]  this and the next three are described in `diffusion_lens/pages/views.py`
+=======
+ * @property {Circuit|null} [circuit]  this and the next four are described in `diffusion_lens/pages/views.py`
+ * @property {{step: number, position: number, word: number, metric: string, clean: number, corrupted: number, text: string}|null} [graph]
+>>>>>>> graphview
  * @property {{layers: number[], n_experts: number, steps: number[]}|null} [experts]
  * @property {{steps: number[]}|null} [conditioning]
  * @property {{measures: any[], facts: any[], n_facts: number}|null} [signatures]
@@ -145,6 +150,7 @@
  * @property {string} canvas  what the colours of the canvas show
  * @property {string} colour  what the colours of the lens show
  * @property {string} trace  name of the trace
+ * @property {string} graph  what is pinned, grouped and selected in the graph, as JSON; "" for nothing
  * @property {boolean} facts  whether the table of facts is open
  * @property {boolean} written  whether the step that wrote the selected token is explained in place of the slider's
  *
@@ -177,6 +183,9 @@
  * @property {HTMLElement} element
  * @property {(seen: Seen) => void|Promise<void>} draw  show a selection; after each `await` it asks `seen.current()`
  * @property {(position: number) => void} [hover]  mark a position under the pointer; -1 for none
+ * @property {() => Saved[]} [files]  what the menu "Share" can save of it
+ *
+ * @typedef {{name: string, help: string, ending: string, type: string, make: () => Promise<BlobPart>}} Saved
  *
  * @typedef {Object} View  one small file under views/
  * @property {string} name  in the address, in `run.python` and `run.missing`, and as a class of CSS

@@ -372,3 +372,23 @@ def test_the_json_has_every_node_and_edge_once(either: Any, tmp_path: Any) -> No
         assert len(document["links"]) <= len(shown)
     with pytest.raises(ValueError, match="has no nodes"):
         graph.to_json(tmp_path / "graph.json", 77)
+
+
+def test_the_json_is_what_the_viewers_read(either: Any, tmp_path: Any) -> None:
+    """They take p from the label of a logit, and keep the nodes up to a share of all influence."""
+    import json
+
+    graph = graph_of(either, points=4).prune(0.8)
+    for step in (None, *set(graph.step.tolist())):
+        nodes = json.loads(graph.to_json(tmp_path / "graph.json", step).read_text())["nodes"]
+        logits = [node["clerp"] for node in nodes if node["feature_type"] == "logit"]
+        assert logits
+        for said in logits:
+            float(said.split("(p=")[1].split(")")[0])  # NaN where the clean run writes the token at another step
+        assert max(node["influence"] for node in nodes) == pytest.approx(1)
+    nodes = json.loads(graph.to_json(tmp_path / "graph.json").read_text())["nodes"]
+    (target,) = (node for node in nodes if node["is_target_logit"])
+    p = float(graph.runs["clean"].confidence[0, graph.record["target"][0]])
+    assert f"(p={p:.3f})" in target["clerp"]
+    assert target["token_prob"] == pytest.approx(p)
+    assert target["influence"] == pytest.approx(1 / float(graph.influence.sum()))

@@ -3,6 +3,7 @@
 import { ramp, paint } from "../colours.js";
 import { button, drawLegend, field, h, setText } from "../elements.js";
 import { clamp, read } from "../numbers.js";
+import { drawn } from "../picture.js";
 import { listed } from "../runs.js";
 import { number, signed } from "../words.js";
 
@@ -34,13 +35,6 @@ function endOf(name, model, keyHeads) {
   const heads = shared > 1 ? `heads ${first}–${first + shared - 1}` : `head ${first}`;
   return { name, layer: Number(layer), head: first, lane: first + (shared - 1) / 2, text: `${what}${heads} of block ${layer}` };
 }
-
-const svg = (/** @type {string} */ tag, /** @type {Record<string, any>} */ attributes, /** @type {any[]} */ ...children) => {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
-  element.append(...children);
-  return element;
-};
 
 class CircuitPane {
   constructor() {
@@ -112,8 +106,8 @@ class CircuitPane {
     const lines = edges.map((edge) => {
       const [x0, y0] = at(edge.from), [x1, y1] = at(edge.to), middle = (y0 + y1) / 2, share = Math.abs(edge.score) / strongest;
       const text = `${edge.from.text} → ${edge.to.text}: ${signed(edge.score)}`;
-      const line = svg("path", { d: `M${x0} ${y0}C${x0} ${middle} ${x1} ${middle} ${x1} ${y1}`, class: edge.score < 0 ? "dl-edge dl-below" : "dl-edge",
-        "stroke-width": (0.6 + 5 * share).toFixed(2), stroke: colour(edge.score < 0 ? -1 : 1, 1) }, svg("title", {}, text));
+      const line = drawn("path", { d: `M${x0} ${y0}C${x0} ${middle} ${x1} ${middle} ${x1} ${y1}`, class: edge.score < 0 ? "dl-edge dl-below" : "dl-edge",
+        "stroke-width": (0.6 + 5 * share).toFixed(2), stroke: colour(edge.score < 0 ? -1 : 1, 1) }, drawn("title", {}, text));
       line.addEventListener("pointerenter", () => this.seen.say(text));
       line.addEventListener("click", () => this.pick(edge.to, edge.from));
       Object.assign(edge, { line });
@@ -121,19 +115,19 @@ class CircuitPane {
     }).reverse();
     const nodes = parts.map(({ part, score }) => {
       const [cx, cy] = at(part), is = part.layer === block && part.head === head;
-      const node = svg("circle", { cx, cy, r: 7, fill: colour(score), class: is ? "dl-node dl-now" : "dl-node" }, svg("title", {}, `${part.text}: ${signed(score)}`));
+      const node = drawn("circle", { cx, cy, r: 7, fill: colour(score), class: is ? "dl-node dl-now" : "dl-node" }, drawn("title", {}, `${part.text}: ${signed(score)}`));
       node.addEventListener("pointerenter", () => this.seen.say(`${part.text}: score ${signed(score)}`));
       node.addEventListener("click", () => this.pick(part));
       return node;
     });
     const label = (/** @type {number} */ atX, /** @type {number} */ atY, /** @type {string} */ text, /** @type {string} */ anchor) =>
-      svg("text", { x: atX, y: atY + 4, "text-anchor": anchor }, text);
+      drawn("text", { x: atX, y: atY + 4, "text-anchor": anchor }, text);
     const names = [label(left - 8, y(model.n_layers), "logits", "end"), label(left - 8, y(-1), "embed", "end"),
       ...Array.from({ length: model.n_layers }, (_, layer) => label(left - 8, y(layer), `block ${layer}`, "end")),
       ...Array.from({ length: model.n_heads }, (_, one) => label(x(one), 8, `${one}`, "middle")), label(x(model.n_heads), 8, "MLP", "middle")];
     const size = [left + (model.n_heads + 1) * width + 6, top + (model.n_layers + 2) * height];
-    const logits = svg("circle", { cx: x(model.n_heads / 2), cy: y(model.n_layers), r: 7, class: "dl-node dl-open" }, svg("title", {}, "logits"));
-    this.picture.replaceChildren(svg("svg", { width: size[0], height: size[1], viewBox: `0 0 ${size[0]} ${size[1]}`, role: "img",
+    const logits = drawn("circle", { cx: x(model.n_heads / 2), cy: y(model.n_layers), r: 7, class: "dl-node dl-open" }, drawn("title", {}, "logits"));
+    this.picture.replaceChildren(drawn("svg", { width: size[0], height: size[1], viewBox: `0 0 ${size[0]} ${size[1]}`, role: "img",
       "aria-label": `Circuit with ${edges.length} edges; the strongest are listed beside it` }, ...names, ...lines, ...nodes, logits));
   }
 }
