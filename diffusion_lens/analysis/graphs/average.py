@@ -1,8 +1,8 @@
 """Graphs of the runs of many facts, averaged: through which parts, at which words and steps, do their answers pass?
 
-Each fact is denoised, and its run is compared with that of another fact (`run_graph`): one with the same words around
-its subject and as many tokens, but with another token in the place of the target, drawn by seed. The target is one token of
-the fact's answer, whether or not the run writes it, and M its logit or log-probability.
+Each fact is denoised, and its run is compared with that of another fact (`run_graph`), drawn by seed from those with
+the same words around another subject, as many tokens, and another target. The target is one token of the fact's answer,
+whether or not the run writes it, and M its logit or log-probability.
 
 Two facts share no positions and no steps. What they share is a node (role, step, part):
 
@@ -22,7 +22,7 @@ reverse questions to a causal model, there is nothing to share out: shares are N
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,13 +51,24 @@ from diffusion_lens.facts.fact import Fact, Query
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import Saved, Table, one_line, provenance, shown_model
-from diffusion_lens.settings import Whole, at_least, check_level, check_seed, fields_of, one_of, setting, takes, whole_number
+from diffusion_lens.settings import (
+    Whole,
+    at_least,
+    check_level,
+    check_seed,
+    fields_of,
+    one_of,
+    setting,
+    takes,
+    whole_number,
+)
 from diffusion_lens.settings.figures import styled
 
 NODE_ROLES = (*ROLES, "readout")
 STEPS = ("earlier", "target")
 _FIRST, _LAST = ("error", "token", "embed"), ("decision",)  # parts before and behind the heads and MLPs
 _TOGETHER = 2**10  # nodes whose intervals are computed together
+_DRAWS = 100  # resamples that are computed together
 _OF_GRAPHS = cast(Any, fields_of(GraphSettings))
 
 
@@ -82,6 +93,18 @@ class AverageGraphSettings(CanvasLayout):
     )
     seed: int = setting(0, "Seed by which the other fact is drawn, and of the intervals.", check_seed)
 
+    @property
+    def used_loop(self) -> LoopSettings:
+        """Settings of the loop."""
+        return self.loop or LoopSettings()
+
+    def query_of(self, model: DiffusionTransformer, fact: Fact) -> Query:
+        """A fact on its canvas; a `ValueError` if it has to be set aside."""
+        query = self.query(model, fact, self.used_loop.check)
+        if not -len(query.answer_tokens) <= self.answer_token < len(query.answer_tokens):
+            raise ValueError(f"answer_token={self.answer_token}, but the answer has {len(query.answer_tokens)} tokens")
+        return query
+
 
 @dataclass(frozen=True, eq=False)
 class FactGraph(FactResult, Saved):
@@ -103,7 +126,7 @@ class FactGraph(FactResult, Saved):
     __repr__ = one_line
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraphOverlap:
     """How alike two averages of graphs are, beside chance.
 
@@ -127,6 +150,16 @@ class GraphOverlap:
     correlation_range: tuple[float, float]
     shuffled_range: tuple[float, float]
     shuffled_correlation: tuple[float, float]
+
+    def __repr__(self) -> str:
+        shared, shuffled = ("{:.0f} to {:.0f}".format(*ends) for ends in (self.shared_range, self.shuffled_range))
+        r, r_shuffled = (
+            "{:.2f} to {:.2f}".format(*ends) for ends in (self.correlation_range, self.shuffled_correlation)
+        )
+        return (
+            f"GraphOverlap({self.shared} ({shared}) of {self.most} shared, by chance {self.by_chance:.1f}, shuffled "
+            f"{shuffled}; correlation {self.correlation:.2f} ({r}), shuffled {r_shuffled})"
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -249,15 +282,15 @@ class AverageRunGraph(StudyResult[FactGraph]):
     ) -> GraphOverlap:
         """How many of their strongest nodes two averages share, beside chance.
 
-        Nodes are here (role, head or MLP), over all steps, that have an effect in one of the averages; the strongest have
-        the largest absolute mean effects. Resamples draw persons; if both averages have the same, the same of both. They
-        are noisier than the facts, so that they share fewer: their range is no confidence interval.
+        Nodes are here (role, head or MLP), over all steps, with an effect in one of the averages; the strongest have
+        the largest absolute mean effects. Resamples draw persons, and if both averages have the same persons, the same
+        of both. They are noisier than the facts, so that they share fewer nodes: the range is no confidence interval.
 
         Args:
             other: Average of a model with as many layers and heads.
             most: Number of strongest nodes of each.
-            heads: Whether each head is a node. Otherwise all heads of a layer together are one, since the heads of models
-                that were trained apart have no common numbers.
+            heads: Whether each head is a node. Otherwise the heads of a layer are one: models that were trained apart
+                do not number them alike.
             level: Share of the resamples, or shuffled averages, that is inside a range.
             resamples: Number of resamples, and of shuffled averages.
             seed: Seed of both.
@@ -267,11 +300,11 @@ class AverageRunGraph(StudyResult[FactGraph]):
         """
         if self.parts != other.parts:
             raise ValueError(
-                f"the averages have {len(self.parts)} and {len(other.parts)} parts: take models with as many layers and "
-                "heads"
+                f"the averages have {len(self.parts)} and {len(other.parts)} parts: take models with as many layers "
+                "and heads"
             )
         count, n_draws = at_least(1, "most", most), at_least(1, "resamples", resamples)
-        nodes = [name if heads else name.split(".")[0] for name in self.parts]
+        nodes = list(self.parts if heads else map(_layer_of, self.parts))
         of_network = [name for name in dict.fromkeys(nodes) if name not in (*_FIRST, *_LAST)]
         both = [_joined(each.effects.sum(dim=2), nodes, of_network).flatten(1) for each in (self, other)]
         known = torch.stack([(each != 0).any(dim=0) for each in both]).any(dim=0)
@@ -280,53 +313,42 @@ class AverageRunGraph(StudyResult[FactGraph]):
         both = [each[:, known] for each in both]
         means = [each.mean(dim=0, keepdim=True) for each in both]
 
-        # 1. Resamples of the persons.
+        # Resamples of the persons, and the other average with its nodes shuffled within each kind and layer.
+        layers = list(map(_layer_of, of_network))
+        group = torch.tensor([layers.index(layer) for layer in layers]).repeat(len(NODE_ROLES))[known]
+        in_order = means[0][:, group.argsort(stable=True)]
+        same = set(self.clusters) == set(other.clusters)
+        counts = [_counts(self, n_draws, int(seed)), _counts(other, n_draws, int(seed) if same else [int(seed), 1])]
+        generator = torch.Generator().manual_seed(check_seed("seed", seed))
+        resampled, shuffled = [], []
+        for pair in zip(*(each.split(_DRAWS) for each in counts), strict=True):
+            resampled.append(_alike(pair[0] @ both[0], pair[1] @ both[1], count))
+            keys = torch.rand(len(pair[0]), n_nodes, generator=generator, dtype=torch.float64)
+            moved = means[1][0, (group + keys).argsort(dim=1)]
+            shuffled.append(_alike(in_order.expand_as(moved), moved, count))
         tail = (1 - check_level(level)) / 2
         ends = torch.tensor([tail, 1 - tail], dtype=torch.float64)
-        first, second = sorted(set(self.clusters)), sorted(set(other.clusters))
-        seeds = [check_seed("seed", seed), int(seed) if first == second else [int(seed), 1]]
-        drawn = [
-            _resampled(each, average.clusters, n_draws, own)
-            for each, average, own in zip(both, (self, other), seeds, strict=True)
-        ]
-        ranges = _alike(*drawn, count).quantile(ends, dim=1).T
-        if min(len(first), len(second)) < FEWEST:
+        ranges, by_shuffling = (
+            torch.cat(draws, dim=1).quantile(ends, dim=1, interpolation="nearest").T for draws in (resampled, shuffled)
+        )
+        if min(len(set(each.clusters)) for each in (self, other)) < FEWEST:
             ranges = ranges * math.nan
-
-        # 2. Shuffled averages, within each kind and layer.
-        layer_of = {name: i for i, name in enumerate(dict.fromkeys(name.split(".")[0] for name in of_network))}
-        group = torch.tensor([layer_of[name.split(".")[0]] for name in of_network]).repeat(len(NODE_ROLES))[known]
-        keys = torch.rand(n_draws, n_nodes, generator=torch.Generator().manual_seed(int(seed)), dtype=torch.float64)
-        shuffled = means[1][0, (group + keys).argsort(dim=1)]
-        in_order = means[0][:, group.argsort(stable=True)].expand_as(shuffled)
-        by_shuffling = _alike(in_order, shuffled, count).quantile(ends, dim=1).T
-
-        shared, correlation = _alike(*means, count)[:, 0].tolist()
-        (low, high), (low_r, high_r) = ranges.tolist()
-        (least, largest), (least_r, largest_r) = by_shuffling.tolist()
+        shared, correlation = _alike(means[0], means[1], count)[:, 0].tolist()
         return GraphOverlap(
-            shared=int(shared),
-            most=count,
-            n_nodes=n_nodes,
-            by_chance=count**2 / n_nodes,
-            correlation=correlation,
-            shared_range=(low, high),
-            correlation_range=(low_r, high_r),
-            shuffled_range=(least, largest),
-            shuffled_correlation=(least_r, largest_r),
+            int(shared), count, n_nodes, count**2 / n_nodes, correlation, *map(_pair, (*ranges, *by_shuffling))
         )
 
     @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
-        """Mean effects: a row for each role at the earlier steps and at the target's, layers across, the heads of a layer
-        together. Returns the matplotlib axes.
+        """Mean effects: a row for each role at the earlier steps and at the target's, layers across, with the heads of
+        a layer added up. Returns the matplotlib axes.
 
         Raises:
             ValueError: No node has an effect.
         """
-        layers = [name.split(".")[0] for name in self.parts]
+        layers = list(map(_layer_of, self.parts))
         columns = list(dict.fromkeys(layers))
-        by_layer = _joined(self.effects.sum(dim=0), layers, columns) / max(len(self.ids), 1)
+        by_layer = _joined(self.effect, layers, columns).nan_to_num()
         rows = [
             (f"{role}, {step} step{'s' * (step == 'earlier')}", by_layer[r, s])
             for s, step in enumerate(STEPS)
@@ -335,7 +357,7 @@ class AverageRunGraph(StudyResult[FactGraph]):
         ]
         if not rows:
             raise ValueError(f"there is no average to plot: {len(self.ids)} facts have no effect in any node")
-        values = torch.stack([each for _, each in rows]).float()
+        values = torch.stack([each for _, each in rows])
         bound = float(values.abs().max())
         return plots.labelled_map(
             values,
@@ -345,13 +367,12 @@ class AverageRunGraph(StudyResult[FactGraph]):
             hue="RdBu",
             limits=(-bound, bound),
             bar="nats" if self.record["metric"] == "log_probability" else "logits",
-            title=title or f"{shown_model(self.record)}: {len(self.ids)} facts, M - M' {float(self.changes.mean()):.1f}",
+            title=title
+            or f"{shown_model(self.record)}: {len(self.ids)} facts, M - M' {float(self.changes.mean()):.1f}",
             ax=ax,
         )
 
     def _table(self) -> Table:
-        if not self.ids:
-            return Table({})
         names = ("effect", "low", "high", "share", "share_low", "share_high", "facts")
         n_facts = (self.effects != 0).sum(dim=0)
         values = (self.effect, *self.effect_interval(), self.share, *self.share_interval(), n_facts)
@@ -391,19 +412,17 @@ def average_run_graph(
 
     Raises:
         ValueError: A setting is out of range, two facts have one id, the folder contains another study, `run_graph`
-            refuses the model, or the model can be queried for none of the facts. A single fact that it cannot be queried
-            for, or that has no other fact, is set aside, with the reason in `AverageRunGraph.set_aside`.
+            refuses the model, or the model can be queried for none of the facts. A single fact that it cannot be
+            queried for, or that has no other fact, is set aside, with the reason in `AverageRunGraph.set_aside`.
     """
     settings = replace(settings, length=settings.on(model).length)
-    loop = settings.loop or LoopSettings()
-    laid_out = UsableFacts.of(facts, lambda fact: settings.query(model, fact, loop.check))
-    others = _Others(laid_out, settings)
-    usable = UsableFacts.of(list(laid_out.facts.values()), others.of)
+    laid_out = UsableFacts.of(facts, partial(settings.query_of, model))
+    usable = UsableFacts.of(list(laid_out.facts.values()), _drawing(laid_out, settings))
     usable = replace(usable, set_aside={**laid_out.set_aside, **usable.set_aside})
     record = {
         **settings.describe(),
-        "loop": loop.describe_on(model.cfg),
-        "parts": [*_FIRST, *Graph.of(model.cfg).writers[1:], *_LAST],
+        "loop": settings.used_loop.describe_on(model.cfg),
+        "parts": _parts(model),
         "corrupted_by": usable.prepared,
         **usable.describe(),
         **provenance(model, model.cfg),
@@ -415,40 +434,29 @@ def average_run_graph(
     return study.collect(AverageRunGraph, out, shard, progress, executor)
 
 
-class _Others:
-    """The facts that may corrupt each fact: with the same words around the subject, as many tokens, another target."""
+def _drawing(laid_out: UsableFacts[Query], settings: AverageGraphSettings) -> Callable[[Fact], str]:
+    """The function that draws the fact that corrupts another, by id; a `ValueError` if there is none."""
+    shapes, groups = dict[str, Any](), dict[Any, list[str]]()
+    for fact_id, fact in sorted(laid_out.facts.items()):
+        start, stop = fact.subject_characters(settings.occurrence)
+        shapes[fact_id] = fact.prompt[:start], fact.prompt[stop:], len(_prompt(laid_out.prepared[fact_id]))
+        groups.setdefault(shapes[fact_id], []).append(fact_id)
 
-    def __init__(self, usable: UsableFacts[Query], settings: AverageGraphSettings) -> None:
-        self.queries, self.settings = usable.prepared, settings
-        self.groups: dict[tuple[str, str, int], list[str]] = {}
-        for fact_id in sorted(usable.facts):
-            self.groups.setdefault(self._shape(usable.facts[fact_id]), []).append(fact_id)
+    def differs(fact: Fact, other: str) -> bool:
+        one, two = (laid_out.prepared[each].answer_tokens for each in (fact.id, other))
+        at = settings.answer_token
+        return laid_out.facts[other].subject != fact.subject and one[at] != two[at]
 
-    def of(self, fact: Fact) -> str:
-        """The id of the fact that is drawn; a `ValueError` if there is none."""
-        own, token = _prompt(self.queries[fact.id]), self._target(fact.id)
-        fitting = [
-            other
-            for other in self.groups[self._shape(fact)]
-            if not torch.equal(_prompt(self.queries[other]), own) and self._target(other) not in (token, None)
-        ]
-        if token is None or not fitting:
-            n_tokens = len(self.queries[fact.id].answer_tokens)
+    def draw(fact: Fact) -> str:
+        fitting = [other for other in groups[shapes[fact.id]] if differs(fact, other)]
+        if not fitting:
             raise ValueError(
-                f"the answer has {n_tokens} tokens, and answer_token={self.settings.answer_token} is none of them"
-                if token is None
-                else f"no other fact has the words of {fact.prompt!r} around another subject, {len(own)} tokens and "
-                "another token as the target: give more facts of this template"
+                f"no other fact has the words of {fact.prompt!r} around another subject, {shapes[fact.id][2]} tokens "
+                "and another target: give more facts of this template"
             )
-        return fitting[fact_seed(self.settings.seed, fact.id) % len(fitting)]
+        return fitting[fact_seed(settings.seed, fact.id) % len(fitting)]
 
-    def _shape(self, fact: Fact) -> tuple[str, str, int]:
-        start, stop = fact.subject_characters(self.settings.occurrence)
-        return fact.prompt[:start], fact.prompt[stop:], len(_prompt(self.queries[fact.id]))
-
-    def _target(self, fact_id: str) -> int | None:
-        tokens, index = self.queries[fact_id].answer_tokens, self.settings.answer_token
-        return tokens[index] if -len(tokens) <= index < len(tokens) else None
+    return draw
 
 
 def _prompt(query: Query) -> Int[Tensor, "pos"]:
@@ -475,7 +483,7 @@ def _graph_of(
 ) -> FactGraph:
     # 1. The run of the fact, and its graph.
     length = max(len(query.tokens), max(query.answer_positions) + 1)
-    loop = (settings.loop or LoopSettings()).for_facts([fact_id], model.cfg)
+    loop = settings.used_loop.for_facts([fact_id], model.cfg)
     run = denoise(model, lay_out(model, _prompt(query)[None], length), loop)
     position, token = (each[settings.answer_token] for each in (query.answer_positions, query.answer_tokens))
     of_graph = GraphSettings(settings.metric, None, settings.canvas, settings.points, 0, max_bytes)
@@ -485,7 +493,7 @@ def _graph_of(
     traced, step = TracedTrajectory(model, query, run), int(graph.record["target_step"])
     roles = token_roles(query) + ["answer"] * (length - len(query.tokens))
     roles[traced.rows(step, traced.canvas(step)[None], [position])[0]] = "readout"
-    parts = [*_FIRST, *Graph.of(model.cfg).writers[1:], *_LAST]
+    parts = _parts(model)
     effects = torch.zeros(len(NODE_ROLES), len(STEPS), len(parts), dtype=torch.float64)
     nodes = (graph.names, graph.position.tolist(), graph.step.tolist(), graph.effect.tolist())
     for name, at, at_step, effect in zip(*nodes, strict=True):
@@ -496,18 +504,33 @@ def _graph_of(
     return FactGraph(effects, graph.clean, graph.corrupted, passes)
 
 
-def _joined(effects: Float[Tensor, "*rest node"], names: Sequence[str], kept: Sequence[str]) -> Float[Tensor, "*rest top"]:
+def _parts(model: DiffusionTransformer) -> list[str]:
+    """Names of the parts, in the order of an average."""
+    return [*_FIRST, *Graph.of(model.cfg).writers[1:], *_LAST]
+
+
+def _layer_of(part: str) -> str:
+    """The attention of a head, and otherwise the part itself."""
+    return part.split(".")[0]
+
+
+def _joined(
+    effects: Float[Tensor, "*rest node"], names: Sequence[str], kept: Sequence[str]
+) -> Float[Tensor, "*rest top"]:
     """The sums of the effects of the parts with one name, for each name that is kept."""
     return torch.stack([effects[..., [name == own for own in names]].sum(dim=-1) for name in kept], dim=-1)
 
 
-def _resampled(
-    effects: Float[Tensor, "fact cell"], clusters: Sequence[str], n_draws: int, seed: int | list[int]
-) -> Float[Tensor, "resample cell"]:
-    """Sums of the effects in resamples of the clusters."""
-    names = sorted(set(clusters))
-    counts = np.random.default_rng(seed).multinomial(len(names), [1 / len(names)] * len(names), size=n_draws)
-    return torch.from_numpy(counts[:, [names.index(name) for name in clusters]]).double() @ effects
+def _counts(average: AverageRunGraph, n_draws: int, seed: int | list[int]) -> Float[Tensor, "resample fact"]:
+    """How often each resample of the persons contains each fact."""
+    names = sorted(set(average.clusters))
+    drawn = np.random.default_rng(seed).multinomial(len(names), [1 / len(names)] * len(names), size=n_draws)
+    return torch.from_numpy(drawn[:, [names.index(name) for name in average.clusters]]).double()
+
+
+def _pair(ends: Float[Tensor, "2"]) -> tuple[float, float]:
+    low, high = ends.tolist()
+    return low, high
 
 
 def _alike(
