@@ -1,4 +1,4 @@
-"""Averages of graphs over facts: sums of `run_graph` by role, shares of all facts together, and overlap beside chance."""
+"""Averages of graphs over facts: sums of `run_graph` by role, shares of all facts, and overlap beside chance."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 import torch
 
-from diffusion_lens import Fact
 from diffusion_lens.analysis import AverageRunGraph, LoopSettings, average_run_graph, run_graph
 from diffusion_lens.analysis.graphs import FactGraph
 from diffusion_lens.analysis.graphs.average import NODE_ROLES, STEPS
@@ -63,8 +62,7 @@ def test_the_table_is_that_of_each_graph_by_hand(tiny: Any, whole: AverageRunGra
 
 
 @pytest.mark.parametrize(
-    ("family", "scale"),
-    [("llada", 0.0), ("llada", 0.6), ("dream", 0.0), ("llama", 0.0), ("bd3lm", 0.0), ("uniform", 0.0)],
+    ("family", "scale"), [("llada", 0), ("llada", 0.6), ("dream", 0), ("llama", 0), ("bd3lm", 0), ("uniform", 0)]
 )
 def test_shares_of_tokens_and_errors_add_up_to_one(in_words: Any, family: str, scale: float) -> None:
     loop = LoopSettings(steps=3, cfg_scale=scale)
@@ -81,8 +79,8 @@ def test_shares_are_those_of_all_facts_together_or_none(whole: AverageRunGraph) 
     """A fact that its prompt hardly changes does not count as much as the others."""
     effects, clean = torch.zeros_like(whole.effects), torch.zeros_like(whole.clean)
     node = NODE_ROLES.index("readout"), STEPS.index("target"), 5
-    effects[:, node[0], node[1], node[2]] = torch.tensor([5.0, 5, 5, 5, 5, 3])
-    clean[:5], clean[5] = 10.0, 0.001
+    effects[:, node[0], node[1], node[2]] = torch.tensor([5.0, 6, 5, 4, 5, 3])
+    clean[:] = torch.tensor([10.0, 11, 9, 9, 11, 0.001])
     average = replace(whole, effects=effects, clean=clean, corrupted=torch.zeros_like(clean))
     assert average.share[node] == pytest.approx(28 / 50.001)
     low, high = (each[node] for each in average.share_interval())
@@ -114,17 +112,14 @@ def test_shards_and_a_study_that_was_stopped_are_the_whole(tiny: Any, whole: Ave
 
 @on_one_model
 def test_a_fact_without_another_of_its_kind_is_set_aside(tiny: Any) -> None:
-    lonely = Fact("we know Ada Marsh is the", "Ada Marsh", " pilot of Oslen.", id="lonely")
     same = replace(FACTS[0], id="same")
     average = average_run_graph(tiny, [*FACTS[:2], same, replace(FACTS[2], id="one", answer=" pilot")], **QUICK)
     assert average.ids == [FACTS[0].id, FACTS[1].id, "same"]
-    assert average.record["corrupted_by"] == {FACTS[0].id: FACTS[1].id, "same": FACTS[1].id} | {
-        FACTS[1].id: average.record["corrupted_by"][FACTS[1].id]
-    }
+    drawn = average.record["corrupted_by"]
+    assert (drawn[FACTS[0].id], drawn["same"]) == (FACTS[1].id, FACTS[1].id)
     assert average.set_aside == {"one": "answer_token=1, but the answer has 1 tokens"}
-    with pytest.raises(ValueError, match="none of the 2 facts.*around another subject, 5 tokens and another target"):
+    with pytest.raises(ValueError, match=r"none of the 2 facts.*around another subject, 5 tokens and another target"):
         average_run_graph(tiny, [FACTS[0], same], **QUICK)
-    assert lonely.id
 
 
 def random_average(whole: AverageRunGraph, seed: int, n_facts: int = 12) -> AverageRunGraph:
@@ -146,7 +141,6 @@ def test_an_average_shares_all_with_itself_and_chance_with_another(whole: Averag
         assert (itself.shared, itself.shared_range) == (10, (10, 10))
         assert itself.correlation == pytest.approx(1)
         assert itself.shuffled_range[1] < 10
-        assert itself.shuffled_correlation[1] < 0.9
     found = [random_average(whole, i).overlap(random_average(whole, i + 100), 12, resamples=20) for i in range(60)]
     assert found[0].by_chance == 144 / found[0].n_nodes
     shared = np.array([each.shared for each in found])
@@ -166,9 +160,7 @@ def test_shuffling_keeps_the_counts_of_kinds_and_layers(whole: AverageRunGraph) 
     found = average.overlap(average, n_heads, resamples=400)
     assert found.shared == n_heads
     assert found.by_chance < n_heads / 4
-    chances = 1 / 2
-    assert found.shuffled_range[0] <= n_heads * chances <= found.shuffled_range[1]
-    assert found.shuffled_range[0] >= 1 or n_heads < 4
+    assert found.shuffled_range[0] <= n_heads / 2 <= found.shuffled_range[1]
     with pytest.raises(ValueError, match="give fewer"):
         average.overlap(average, found.n_nodes)
     with pytest.raises(ValueError, match="as many layers"):
