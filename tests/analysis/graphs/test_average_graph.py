@@ -65,7 +65,7 @@ def test_the_table_is_that_of_each_graph_by_hand(tiny: Any, whole: AverageRunGra
     ("family", "scale"), [("llada", 0), ("llada", 0.6), ("dream", 0), ("llama", 0), ("bd3lm", 0), ("uniform", 0)]
 )
 def test_shares_of_tokens_and_errors_add_up_to_one(in_words: Any, family: str, scale: float) -> None:
-    loop = LoopSettings(steps=3, cfg_scale=scale)
+    loop = LoopSettings(steps=3, cfg_scale=float(scale))
     average = average_run_graph(in_words(family), FACTS[:4], points=48, n_masks=6, loop=loop, metric="logit")
     assert average.errors.abs().max() < 2e-3 * average.effects.abs().max()
     if average.changes.mean() < 0.1:
