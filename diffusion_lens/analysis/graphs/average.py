@@ -152,14 +152,10 @@ class GraphOverlap:
     shuffled_correlation: tuple[float, float]
 
     def __repr__(self) -> str:
-        shared, shuffled = ("{:.0f} to {:.0f}".format(*ends) for ends in (self.shared_range, self.shuffled_range))
-        r, r_shuffled = (
-            "{:.2f} to {:.2f}".format(*ends) for ends in (self.correlation_range, self.shuffled_correlation)
-        )
-        return (
-            f"GraphOverlap({self.shared} ({shared}) of {self.most} shared, by chance {self.by_chance:.1f}, shuffled "
-            f"{shuffled}; correlation {self.correlation:.2f} ({r}), shuffled {r_shuffled})"
-        )
+        shared, shuffled = ("{:.0f} to {:.0f}".format(*each) for each in (self.shared_range, self.shuffled_range))
+        r, other_r = ("{:.2f} to {:.2f}".format(*each) for each in (self.correlation_range, self.shuffled_correlation))
+        count = f"{self.shared} of {self.most} ({shared}), by chance {self.by_chance:.1f}, shuffled {shuffled}"
+        return f"GraphOverlap({count}; correlation {self.correlation:.2f} ({r}), shuffled {other_r})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -452,7 +448,7 @@ def _drawing(laid_out: UsableFacts[Query], settings: AverageGraphSettings) -> Ca
         if not fitting:
             raise ValueError(
                 f"no other fact has the words of {fact.prompt!r} around another subject, {shapes[fact.id][2]} tokens "
-                "and another target: give more facts of this template"
+                f"and another token as answer_token={settings.answer_token}: give more facts of this template"
             )
         return fitting[fact_seed(settings.seed, fact.id) % len(fitting)]
 
