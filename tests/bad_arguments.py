@@ -121,6 +121,9 @@ QUICK: dict[str, dict[str, Any]] = {
     "temporal_effect": dict(noise=0.5, samples=2, steps=[0]),
     "trace_trajectory": dict(noise=0.5, samples=2, steps=[0]),
     "average_indirect_effect": dict(noise=0.5, samples=2, known="all"),
+    "average_run_graph": dict(
+        facts=toy_facts.load().facts("p2d", "p2d")[:10:5], points=2, loop=analysis.LoopSettings(steps=2)
+    ),
     "average_trajectory_effect": dict(noise=0.5, samples=2, known="all", loop=analysis.LoopSettings(steps=2)),
     "recalled_facts": dict(loop=analysis.LoopSettings(steps=2)),
     "compare": dict(resamples=5),

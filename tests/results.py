@@ -275,6 +275,7 @@ def _edits() -> Iterator[Any]:
 def _studies() -> Iterator[Any]:
     from diffusion_lens.analysis import (
         AverageEffect,
+        AverageRunGraph,
         AverageTrajectoryEffect,
         KeyValueStudy,
         RankStability,
@@ -308,6 +309,9 @@ def _studies() -> Iterator[Any]:
     yield Recall(ids, [1, 2], [["a <b>", "c"]] * 100, right, right, rand(100, 2).double(), {**record, **settings})
     names = [f"blocks.{layer}.{part}.weight" for layer in layers for part in ("attn.v", "attn.o", "mlp.down")]
     names += [f"blocks.{layer}.{part}.weight" for layer in layers for part in ("attn.q", "attn.k")]
+    parts = ["error", "token", "embed", "a0.h0", "m0", "decision"]
+    of_graphs = {**record, "parts": parts, "corrupted_by": {}, "metric": "logit"}
+    yield AverageRunGraph(rand(100, 10, 2, 6), rand(100) + 1, rand(100), torch.full((100,), 12), ids, parts, of_graphs)
     yield ReversalSignatures(
         percentiles=rand(100, 2, 2, LAYERS),
         reuses=rand(100, LAYERS),

@@ -72,7 +72,14 @@ from diffusion_lens.analysis.directions import (
 )
 from diffusion_lens.analysis.engine.layout import CanvasLayout, StateBank
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
-from diffusion_lens.analysis.graphs import GraphFaithfulness, RunGraph, run_graph
+from diffusion_lens.analysis.graphs import (
+    AverageRunGraph,
+    GraphFaithfulness,
+    GraphOverlap,
+    RunGraph,
+    average_run_graph,
+    run_graph,
+)
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.over_facts.executor import LocalWorkers, Workers
 from diffusion_lens.analysis.over_facts.study import LoopSettings
@@ -128,6 +135,7 @@ __all__ = [
     "AttentionRollout",
     "AttentionSinks",
     "AverageEffect",
+    "AverageRunGraph",
     "AverageSettings",
     "AverageTrajectoryEffect",
     "AverageTrajectorySettings",
@@ -148,6 +156,7 @@ __all__ = [
     "Faithfulness",
     "GradientAlignment",
     "GraphFaithfulness",
+    "GraphOverlap",
     "KeyResult",
     "KeyValueSettings",
     "KeyValueStudy",
@@ -194,6 +203,7 @@ __all__ = [
     "attention_rollout",
     "attention_sinks",
     "average_indirect_effect",
+    "average_run_graph",
     "average_trajectory_effect",
     "cache_drift",
     "calibration",
