@@ -72,7 +72,7 @@ from diffusion_lens.analysis.directions import (
 )
 from diffusion_lens.analysis.engine.layout import CanvasLayout, StateBank
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
-from diffusion_lens.analysis.graphs import GraphFaithfulness, RunGraph, run_graph
+from diffusion_lens.analysis.graphs import GraphFaithfulness, GraphInterventions, RunGraph, run_graph
 from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
 from diffusion_lens.analysis.over_facts.executor import LocalWorkers, Workers
 from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
@@ -148,6 +148,7 @@ __all__ = [
     "Faithfulness",
     "GradientAlignment",
     "GraphFaithfulness",
+    "GraphInterventions",
     "KeyResult",
     "KeyValueSettings",
     "KeyValueStudy",

@@ -1,10 +1,14 @@
-"""The graph of a run: steps from top to bottom, layers from left to right, heavy lines for decisions."""
+"""The graph of a run: steps from top to bottom, layers from left to right, heavy lines for decisions; and its test."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxtyping import Float
+from torch import Tensor
+
 from diffusion_lens.plots.axes import label_axes, one_axes, readable
-from diffusion_lens.plots.looks import colour_map, points
+from diffusion_lens.plots.curves import legend_outside
+from diffusion_lens.plots.looks import colour_map, look, points
 from diffusion_lens.settings.figures import styled
 
 _MARKERS = {"token": "s", "embed": "s", "head": "o", "mlp": "D", "decision": ">", "target": "*", "error": "x"}
@@ -68,4 +72,25 @@ def run_graph(
     ax.set_xticks([ends[0], *across, ends[1]], ["embed", *map(str, across), "writes"], fontsize=points(7))
     ax.invert_yaxis()
     label_axes(ax, "layer: heads ○, MLPs ◇", "step:position", title)
+    return ax
+
+
+@styled
+def predicted_changes(
+    changes: Float[Tensor, "cell 2"], missed: Sequence[bool], title: str, ax: Any = None
+) -> Any:
+    """Scatter plot of predicted and measured changes, around the line on which they are equal.
+
+    Args:
+        changes: The predicted and the measured change of each cell.
+        missed: Whether its token or step was predicted wrongly.
+    """
+    ax = one_axes(ax, 4.6, 4.2)
+    ax.axline((0, 0), slope=1, color="0.75", linewidth=0.8, zorder=1)
+    for i, (name, wanted) in enumerate({"right, or not predicted": False, "another word or step": True}.items()):
+        cells = [pair for pair, miss in zip(changes.tolist(), missed, strict=True) if miss == wanted]
+        drawn = {"color": look(i, 2).colour, "marker": "ox"[i], "label": name}
+        ax.scatter(*zip(*cells, strict=True) if cells else ([], []), s=16, linewidth=i, zorder=2, **drawn)
+    label_axes(ax, "predicted change", "measured change", title)
+    legend_outside(ax)
     return ax

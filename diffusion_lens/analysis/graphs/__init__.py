@@ -1,7 +1,8 @@
 """Graphs of whole runs: the parts, steps and decisions by which given tokens make a run write its target."""
 
 from diffusion_lens.analysis.graphs.faithful import GraphFaithfulness
+from diffusion_lens.analysis.graphs.interventions import GraphInterventions
 from diffusion_lens.analysis.graphs.result import RunGraph
 from diffusion_lens.analysis.graphs.run_graph import GraphSettings, run_graph
 
-__all__ = ["GraphFaithfulness", "GraphSettings", "RunGraph", "run_graph"]
+__all__ = ["GraphFaithfulness", "GraphInterventions", "GraphSettings", "RunGraph", "run_graph"]
