@@ -76,21 +76,17 @@ def run_graph(
 
 
 @styled
-def predicted_changes(
-    changes: Float[Tensor, "cell 2"], missed: Sequence[bool], title: str, ax: Any = None
-) -> Any:
-    """Scatter plot of predicted and measured changes, around the line on which they are equal.
+def predicted_changes(changes: Mapping[str, Float[Tensor, "cell 2"]], title: str, ax: Any = None) -> Any:
+    """Scatter plot of predicted and measured changes, with the line on which they are equal.
 
     Args:
-        changes: The predicted and the measured change of each cell.
-        missed: Whether its token or step was predicted wrongly.
+        changes: The predicted and the measured change of each cell, by the label of its kind.
     """
     ax = one_axes(ax, 4.6, 4.2)
     ax.axline((0, 0), slope=1, color="0.75", linewidth=0.8, zorder=1)
-    for i, (name, wanted) in enumerate({"right, or not predicted": False, "another word or step": True}.items()):
-        cells = [pair for pair, miss in zip(changes.tolist(), missed, strict=True) if miss == wanted]
-        drawn = {"color": look(i, 2).colour, "marker": "ox"[i], "label": name}
-        ax.scatter(*zip(*cells, strict=True) if cells else ([], []), s=16, linewidth=i, zorder=2, **drawn)
+    for i, (label, cells) in enumerate(changes.items()):
+        drawn = look(i, len(changes))
+        ax.scatter(*cells.T.tolist(), s=14, color=drawn.colour, marker=drawn.marker, label=label, zorder=2)
     label_axes(ax, "predicted change", "measured change", title)
     legend_outside(ax)
     return ax

@@ -1,7 +1,7 @@
 """Interventions on the nodes of a graph: what the graph predicts that the run writes then, and what it writes.
 
-An intervention scales the difference that a node has between the runs. At its step, position and branch, its output u of
-the clean run (u' of the corrupted one) becomes
+An intervention scales the difference that a node has between the runs. At its step, position and branch, its output u
+of the clean run (u' of the corrupted one) becomes
 
     u' + scale · (u - u')
 
@@ -37,11 +37,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
-from diffusion_lens.analysis.circuits.graph import Graph, by_part
+from diffusion_lens.analysis.circuits.graph import Graph
 from diffusion_lens.analysis.engine.batching import proposal_bytes, reserved, row_bytes
 from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, both_runs
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture
@@ -63,11 +63,10 @@ _MOST = 32  # nodes by default
 class GraphInterventions(PicturedResult, Saved):
     """What a graph predicts of interventions on its nodes, and what these runs wrote.
 
-    Columns of the data frame, a row for each objective at or after the step of each intervention: node, name, node_step,
-    node_position, branch, scale, step, position, word (of the clean run), predicted_change, measured_change (of the
-    objective), predicted_word, predicted_step, measured_word, measured_step (empty and -1 where no word is predicted),
-    right (predicted word and step are those of the run), flips (one of them differs from the clean run), unchanged (the
-    run wrote what the clean run did).
+    Columns of the data frame, with a row for each objective at or after the step of each intervention: intervention,
+    objective (their numbers), name, node, node_step, node_position, scale, branch, step, position, word and written_at
+    (of the clean run), predicted_change and measured_change (of the objective), predicted_word, predicted_step,
+    measured_word, measured_step, word_changes and step_changes (from the clean run, by the prediction or in the run).
 
     Attributes:
         nodes: Int[intervention], node of the graph.
@@ -120,61 +119,75 @@ class GraphInterventions(PicturedResult, Saved):
 
     @property
     def hits(self) -> Any:
-        """A `pandas.DataFrame` with rows for "all" predicted words and for those that "flip", in the prediction or in
-        the run: their number, the share with the right word and step, and that of predicting that nothing changes."""
+        """A `pandas.DataFrame` with the share of predictions that are right: whether the word of the clean run is kept,
+        which word is written, at which step, and word and step. Rows are "all" predicted words, those where another
+        "word" is predicted or written, and those where another "step" is; for the graph, and for the prediction that
+        nothing changes."""
         import pandas as pd
 
-        frame = self.to_dataframe()
-        frame = frame[frame.predicted_step >= 0]
-        rows = {"all": frame, "flips": frame[frame.flips]}
-        columns = {"n": len, "right": lambda rows: rows.right.mean(), "unchanged": lambda rows: rows.unchanged.mean()}
-        return pd.DataFrame({name: [of(each) for each in rows.values()] for name, of in columns.items()}, index=[*rows])
+        told, (words, steps) = self._later & (self.predicted_steps >= 0), self._changes
+        clean = self.tokens.expand_as(self.measured_tokens), self.written_at.expand_as(self.measured_steps)
+        predictions = {"graph": (self.predicted_tokens, self.predicted_steps), "nothing changes": clean}
+        rows = {}
+        for change, part in {"all": told, "word": told & words, "step": told & steps}.items():
+            for by, (tokens, at) in predictions.items():
+                word, step = tokens == self.measured_tokens, at == self.measured_steps
+                kept = (tokens == self.tokens) == (self.measured_tokens == self.tokens)
+                right = {"kept": kept, "word": word, "step": step, "both": word & step}
+                shares = {name: float(each[part].double().mean()) for name, each in right.items()}
+                rows[change, by] = {"n": int(part.sum()), **shares}
+        return pd.DataFrame.from_dict(rows, orient="index")
 
     @property
     def explained(self) -> float:
-        """Share of the squared measured changes that the predicted ones explain: 1 for equal ones, 0 for those that say
-        that nothing changes; not bounded below."""
-        frame = self.to_dataframe().dropna(subset="measured_change")
-        missed = float(((frame.measured_change - frame.predicted_change) ** 2).sum())
-        return 1 - missed / float((frame.measured_change**2).sum()) if len(frame) else float("nan")
+        """Share of the squared changes of the objectives that the prediction explains: 1 if all are as predicted, 0 for
+        the prediction that nothing changes; not bounded below."""
+        read = self._later & ~self.measured.isnan()
+        missed, change = (self.measured - self.predicted)[read], (self.measured - self.clean)[read]
+        return 1 - float((missed**2).sum() / (change**2).sum())
 
     @styled
     def plot(self, ax: Any = None, title: str | None = None) -> Any:
-        """Predicted and measured change of each objective; returns the matplotlib axes."""
-        frame = self.to_dataframe().dropna(subset="measured_change")
-        return plots.predicted_changes(
-            torch.tensor(frame[["predicted_change", "measured_change"]].to_numpy()),
-            (~frame.right & (frame.predicted_step >= 0)).tolist(),
-            title=title or "Interventions, predicted and made",
-            ax=ax,
-        )
+        """Predicted and measured change of each objective, by whether it is read at the step of the intervention or
+        later; returns the matplotlib axes."""
+        changes = torch.stack([self.predicted - self.clean, self.measured - self.clean], dim=-1)
+        same_step = self.steps == self.node_steps[:, None]
+        cells = {"step of the node": changes[same_step], "later step": changes[self._later & ~same_step]}
+        return plots.predicted_changes(cells, title or "Interventions, predicted and made", ax)
+
+    @property
+    def _later(self) -> Bool[Tensor, "intervention objective"]:
+        """The objectives that an intervention may change."""
+        return self.steps >= self.node_steps[:, None]
+
+    @property
+    def _changes(self) -> tuple[Bool[Tensor, "intervention objective"], Bool[Tensor, "intervention objective"]]:
+        """Whether the word, and whether its step, differs from the clean run, by the prediction or in the run."""
+        told = self.predicted_steps >= 0
+        words = (told & (self.predicted_tokens != self.tokens)) | (self.measured_tokens != self.tokens)
+        steps = (told & (self.predicted_steps != self.written_at)) | (self.measured_steps != self.written_at)
+        return words, steps
 
     def _table(self) -> Table:
-        tokens, steps = self.tokens.expand_as(self.measured_tokens), self.written_at.expand_as(self.measured_steps)
-        same = (self.measured_tokens == tokens) & (self.measured_steps == steps)
-        stays = (self.predicted_tokens == tokens) & (self.predicted_steps == steps)
-        right = (self.measured_tokens == self.predicted_tokens) & (self.measured_steps == self.predicted_steps)
-        told = self.predicted_tokens >= 0
-        of_node = {"node": self.nodes, "name": np.asarray(self.names, object), "node_step": self.node_steps}
-        of_node |= {"node_position": self.node_positions, "branch": self.branches, "scale": self.scales}
-        values = {
-            **{name: value[:, None] for name, value in of_node.items()},
-            **{name: getattr(self, f"{name}s") for name in ("step", "position")},
-            "word": texts_of(self.tokens, self.words),
-            **{f"{name}_change": getattr(self, name) - self.clean for name in ("predicted", "measured")},
+        values: dict[str, Any] = {"name": np.asarray(self.names, object)[:, None]}
+        values |= {
+            name[:-1]: getattr(self, name)[:, None] for name in ("nodes", "node_steps", "node_positions", "scales")
         }
+        values |= {"branch": self.branches[:, None], "step": self.steps, "position": self.positions}
+        values |= {"word": texts_of(self.tokens, self.words), "written_at": self.written_at}
         for name in ("predicted", "measured"):
+            values[f"{name}_change"] = getattr(self, name) - self.clean
             values[f"{name}_word"] = texts_of(getattr(self, f"{name}_tokens"), self.words)
             values[f"{name}_step"] = getattr(self, f"{name}_steps")
-        values |= {"right": right & told, "flips": told & ~(stays & same), "unchanged": same}
+        values["word_changes"], values["step_changes"] = self._changes
         table = Table.of_cells({"intervention": range(len(self)), "objective": range(len(self.steps))}, values)
-        return table.where(self.steps >= self.node_steps[:, None])
+        return table.where(self._later)
 
     def __repr__(self) -> str:
-        flips = self.hits.loc["flips"]
-        hits = f"{flips.n:.0f} flips, {flips.n * flips.right if flips.n else 0:.0f} of these predicted"
-        size = f"{len(self)} interventions"
-        return f"GraphInterventions({shown_model(self.record)}, {size}, {hits}, R² {self.explained:.2f})"
+        hits = self.hits.loc["word", "graph"]
+        words = f"{hits.word:.0%} of {hits.n:.0f} words that change predicted"
+        size = f"{len(self)} interventions, {words}"
+        return f"GraphInterventions({shown_model(self.record)}, {size}, R² {self.explained:.2f})"
 
 
 def intervened(
@@ -238,15 +251,18 @@ class _Interventions:
     def _require_memory(self) -> None:
         """Set the number of interventions in a batch."""
         cfg, n_pos, record = self.model.cfg, self.clean.tokens.shape[1], self.clean.record
-        self.n_branches = 2 if record["cfg_scale"] else 1
+        n_branches = 2 if record["cfg_scale"] else 1
         network = both_runs(self.model, (self.clean, self.corrupted), int(self.steps[-1]), [int(self.positions[-1])])[0]
-        kept = 2 * self.n_branches * network.branches[0].stored_bytes(Graph.of(cfg).node_points)
+        kept = 2 * n_branches * network.branches[0].stored_bytes(Graph.of(cfg).node_points)
         sampled = bool(record["temperature"]) or cfg.uniform_noise
-        row = self.n_branches * row_bytes(cfg, n_pos, n_pos) + proposal_bytes(cfg, n_pos, 2, sampled)
+        row = n_branches * row_bytes(cfg, n_pos, n_pos) + proposal_bytes(cfg, n_pos, n_branches + 1, sampled)
         one = reserved(cfg, row)
         self.at_once = min(len(self.made), (self.max_bytes - kept) // one)
         if self.at_once < 1:
             raise ValueError(f"max_bytes={self.max_bytes:,} is too small: one intervention takes {kept + one:,} bytes")
+        sampler = self.clean.started(self.model).sampler
+        if sampler.keeps_prediction and not sampler.has_times_of_rows:
+            self.at_once = 1  # the times of its steps depend on all rows of a batch
 
     def _read(self, step: int) -> None:
         """The objectives of a step in both runs, and the changes of its nodes."""
@@ -268,30 +284,27 @@ class _Interventions:
     def shares(self) -> Float[Tensor, "node objective"]:
         """F(u → q) / A(q): the share of each objective's difference that passes each node of its step."""
         graph, effect = self.graph, self.graph.effect
-        flow = torch.zeros(len(graph), len(self.ends), dtype=torch.float64)
-        own = effect[self.ends]
-        by_step = torch.where(graph.step[:, None] == self.steps, own.abs(), 0.0)
-        by_step = by_step / by_step.sum(dim=1, keepdim=True).clamp(min=torch.finfo(own.dtype).tiny)
+        own, unit = effect[self.ends], torch.zeros(len(graph), len(self.ends), dtype=torch.float64)
+        of_step = torch.where(graph.step[:, None] == self.steps, own.abs(), 0.0)
+        of_step /= of_step.sum(dim=1, keepdim=True).clamp(min=torch.finfo(own.dtype).tiny)
         out: dict[int, list[int]] = {}
         for edge in (~graph.decision).nonzero().flatten().tolist():
             out.setdefault(int(graph.source[edge]), []).append(edge)
         for node in reversed(graph._in_order()):
-            if self.kinds[node] in ("target", "decision"):
-                flow[node, self.ends.index(node)] = effect[node]
+            if node in self.ends:
+                unit[node, self.ends.index(node)] = 1.0
                 continue
-            weights = graph.weight[out.get(node, [])]
-            readers = graph.target[out.get(node, [])]
-            passed = weights @ (flow[readers] / effect[readers, None])
-            flow[node] = passed + (effect[node] - weights.sum()) * by_step[node]
-        return torch.where(own == 0, 0.0, flow / own)
+            edges = out.get(node, [])
+            passed = graph.weight[edges] @ unit[graph.target[edges]]
+            unit[node] = (passed + (effect[node] - graph.weight[edges].sum()) * of_step[node]) / effect[node]
+        return torch.where(own == 0, 0.0, unit * effect[:, None] / own)
 
     def result(self) -> GraphInterventions:
         """The predictions and the runs."""
         graph, nodes = self.graph, torch.tensor([node for node, _ in self.made])
         tokens, written_at = (each[0] for each in self._written(self.clean))
         predicted, measured = self._predict(), self._make()
-        found = {*tokens.tolist(), *predicted[1].flatten().tolist(), *measured[1].flatten().tolist()} - {-1}
-        ids = sorted(found)
+        ids = sorted({*tokens.tolist(), *predicted[1].flatten().tolist(), *measured[1].flatten().tolist()} - {-1})
         record = {
             "target": graph.record["target"],
             "scales": list(dict.fromkeys(scale for _, scale in self.made)),
@@ -328,10 +341,12 @@ class _Interventions:
     def _predict(self) -> tuple[Tensor, Tensor, Tensor]:
         """Value, token and step of each objective [intervention objective], from the graph."""
         graph, shares, difference = self.graph, self.shares(), self.values[0] - self.values[1]
-        (tokens, steps), (others, at) = ([each[0] for each in self._written(graph.runs[run])] for run in graph.runs)
+        (tokens, steps), (others, at) = (
+            [each[0] for each in self._written(run)] for run in (self.clean, self.corrupted)
+        )
         decides = [
-            each.measure == "margin" and clean > 0 and (token, other) == (each.token, each.other)
-            for each, clean, token, other in zip(
+            each.measure == "margin" and clean > 0 and written == [each.token, each.other]
+            for each, clean, *written in zip(
                 self.objectives, self.values[0].tolist(), tokens.tolist(), others.tolist(), strict=True
             )
         ]
@@ -345,8 +360,8 @@ class _Interventions:
                 if decides[i] and values[row, i] < 0:
                     flips[row, i] = True
                     moved = moved - shares[graph.target[graph.decision & (graph.source == end)]].sum(dim=0)
-        predicted = (torch.where(flips, others, tokens), torch.where(flips, at, steps))
-        return values, *(each.masked_fill(~told, -1) for each in predicted)
+        predicted = torch.where(flips, others, tokens), torch.where(flips, at, steps)
+        return values, predicted[0].masked_fill(~told, -1), predicted[1].masked_fill(~told, -1)
 
     def _make(self) -> tuple[Tensor, Tensor, Tensor]:
         """Value, token and step of each objective [intervention objective], in the runs."""
@@ -354,26 +369,31 @@ class _Interventions:
         for made in (self.made[i : i + self.at_once] for i in range(0, len(self.made), self.at_once)):
             values = torch.full((len(made), len(self.ends)), torch.nan, dtype=torch.float64)
             again = self.clean.repeat(len(made)).replay(
-                self.model, canvas="free", fwd_hooks=[*self._scaling(made), ("denoise.hook_logits", self._reader(values))]
+                self.model,
+                canvas="free",
+                fwd_hooks=[*self._scaling(made), ("denoise.hook_logits", self._reader(values))],
             )
             found.append((values, *self._written(again)))
-        return tuple(map(torch.cat, zip(*found, strict=True)))  # type: ignore[return-value]
+        values, tokens, steps = map(torch.cat, zip(*found, strict=True))
+        return values, tokens, steps
 
     def _scaling(self, made: Sequence[tuple[int, float]]) -> list[tuple[str, Any]]:
         """Hooks that scale one node in each row."""
-        cells: dict[str, list[tuple[int, str, tuple[int, ...], Tensor]]] = {}
+        cells: dict[str, dict[tuple[int, str], list[tuple[tuple[int, ...], Tensor]]]] = {}
         for row, (node, scale) in enumerate(made):
             name, place = self.points[node]
-            step, branch = int(self.graph.step[node]), BRANCHES[int(self.graph.branch[node])]
-            name = "blocks.0.hook_resid_pre" if name == "hook_embed" else name
-            cells.setdefault(name, []).append((step, branch, (row, *place), (scale - 1) * self.changes[node]))
+            at = int(self.graph.step[node]), BRANCHES[int(self.graph.branch[node])]
+            of_point = cells.setdefault("blocks.0.hook_resid_pre" if name == "hook_embed" else name, {})
+            of_point.setdefault(at, []).append(((row, *place), (scale - 1) * self.changes[node]))
 
         def scaled(activation: Tensor, hook: Any) -> Tensor | None:
-            # All nodes before this one are those of the clean run, so that its output is too.
+            found = cells[hook.name].get((hook.step.index, hook.step.branch))
+            if found is None:
+                return None
+            # Up to this node the pass is that of the clean run, and so is its output.
             changed = activation.clone()
-            for step, branch, place, change in cells[hook.name]:
-                if (hook.step.index, hook.step.branch) == (step, branch):
-                    changed[place] += change.to(changed)
+            for place, change in found:
+                changed[place] += change.to(changed)
             return changed
 
         return [(name, scaled) for name in cells]

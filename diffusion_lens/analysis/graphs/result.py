@@ -236,7 +236,7 @@ class RunGraph(PicturedResult, Saved):
         self,
         model: DiffusionTransformer,
         nodes: Iterable[Whole] | None = None,
-        scales: Sequence[Real] = (0.0, -1.0, 2.0),
+        scales: Sequence[Real] = (0.0, -1.0),
         *,
         max_bytes: Whole = 2**30,
     ) -> GraphInterventions:
