@@ -52,7 +52,7 @@ from diffusion_lens.model.noise import HeadAt
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
 from diffusion_lens.records.results import PicturedResult, Saved, Table, provenance, shown_model, texts_of
-from diffusion_lens.settings import Real, Whole, at_least, plain_number, unique_indices
+from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_numbers
 from diffusion_lens.settings.figures import styled
 
 _SCALED = ("token", "embed", "head", "mlp")  # kinds of nodes that have an output
@@ -199,9 +199,10 @@ def intervened(
         order = graph.effect.abs().sort(descending=True, stable=True).indices.tolist()
         chosen = [node for node in order if kinds[node] in _SCALED][:_MOST]
     else:
-        chosen = list(unique_indices("nodes", nodes) or ())
-    if not chosen or not scales:
-        raise ValueError("nodes and scales are at least one each")
+        chosen = whole_numbers("nodes", nodes)
+    factors = [plain_number("scales", scale) for scale in scales]
+    if not chosen or not factors:
+        raise ValueError(f"nodes={chosen} and scales={factors}: give at least one of each")
     for node in chosen:
         if not 0 <= node < len(graph) or kinds[node] not in _SCALED:
             what = f"a {kinds[node]}" if 0 <= node < len(graph) else f"none of the {len(graph)} nodes"
@@ -210,7 +211,6 @@ def intervened(
         raise ValueError("this graph is pruned, and a prediction takes all decisions: give nodes of the whole graph")
     for run in graph.runs.values():
         require_same_architecture(run.record, model)
-    factors = [plain_number("scales", scale) for scale in scales]
     with torch.inference_mode(False), torch.no_grad(), run_of(model):
         return _Interventions(graph, model, chosen, factors, at_least(1, "max_bytes", max_bytes)).result()
 
