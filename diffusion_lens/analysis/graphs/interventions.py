@@ -22,10 +22,10 @@ objectives p of the step by their effects. So the flows from u add up to A(u), a
 of A(u) flows there, without any assumption about edges.
 
 **Between steps.** A decision whose margin stays positive writes the token of the clean run, at the same step. One whose
-margin becomes negative writes that of the corrupted run, at its step; then all later steps embed that token, so that
-they lose the whole effect of this embedding, not a share. What an objective of the order decides (a log-probability,
-where one of the runs has not written yet), and one that a random number or other positions decided, is not predicted,
-and taken to be as in the clean run. So is the token of a target that is no margin.
+margin becomes negative writes that of the corrupted run, at the step of that run, if it is not before this one; then
+all later steps embed that token, so that they lose the whole effect of this embedding, not a share. What is decided by
+the order (by a log-probability, where one of the runs has not written yet), by a random number or by other positions is
+not predicted, and taken to be as in the clean run. So is the token of a target that is no margin.
 
 **Then the run is made**: the clean run is replayed freely, all interventions as copies of one batch, and every
 objective is read at its step, whatever canvas that has by then.
@@ -360,7 +360,7 @@ class _Interventions:
                 if decides[i] and values[row, i] < 0:
                     flips[row, i] = True
                     moved = moved - shares[graph.target[graph.decision & (graph.source == end)]].sum(dim=0)
-        predicted = torch.where(flips, others, tokens), torch.where(flips, at, steps)
+        predicted = torch.where(flips, others, tokens), torch.where(flips, at.maximum(self.steps), steps)
         return values, predicted[0].masked_fill(~told, -1), predicted[1].masked_fill(~told, -1)
 
     def _make(self) -> tuple[Tensor, Tensor, Tensor]:

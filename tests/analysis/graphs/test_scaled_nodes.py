@@ -90,11 +90,12 @@ def by_hand(model: Any, graph: Any, node: Any, scale: float) -> tuple[Any, float
 
 
 def require_runs_of_hooks(one: Any, **more: Any) -> Any:
-    graph = graph_of(one, metric="margin", points=4, **more)
+    graph = graph_of(one, metric="margin", points=2, nodes_per_step=2, **more)
     nodes = graph.nodes[graph.nodes.kind.isin(["token", "head", "mlp"])]
-    nodes = nodes.groupby(["kind", "branch"]).head(2)
+    nodes = nodes.groupby(["kind", "branch"]).head(1)
     found = graph.interventions(one.model, nodes.index, scales=(0.0, 2.0))
-    objective = found.positions.tolist().index(graph.record["target"][0])
+    places = list(zip(found.steps.tolist(), found.positions.tolist(), strict=True))
+    objective = places.index((graph.record["target_step"], graph.record["target"][0]))
     for row, node in enumerate(node for node in nodes.itertuples() for _ in range(2)):
         again, margin = by_hand(one.model, graph, node, float(found.scales[row]))
         assert found.measured_tokens[row].tolist() == again.tokens[0, found.positions].tolist()
