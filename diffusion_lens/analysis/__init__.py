@@ -75,6 +75,7 @@ from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.analysis.graphs import (
     AverageRunGraph,
     GraphFaithfulness,
+    GraphInterventions,
     GraphOverlap,
     RunGraph,
     average_run_graph,
@@ -156,6 +157,7 @@ __all__ = [
     "Faithfulness",
     "GradientAlignment",
     "GraphFaithfulness",
+    "GraphInterventions",
     "GraphOverlap",
     "KeyResult",
     "KeyValueSettings",

@@ -43,7 +43,7 @@ from diffusion_lens.plots.curves import (
     similarity_curve,
     spectra,
 )
-from diffusion_lens.plots.graphs import run_graph
+from diffusion_lens.plots.graphs import predicted_changes, run_graph
 from diffusion_lens.plots.maps import edge_map, heat_map, labelled_map, token_map, trace_panels
 from diffusion_lens.settings.figures import style
 
@@ -79,6 +79,7 @@ __all__ = [
     "paired_scatter",
     "panels",
     "png_of",
+    "predicted_changes",
     "probability_by_layer",
     "ranked_means",
     "readable",

@@ -1,9 +1,13 @@
-"""The graph of a run: steps from top to bottom, layers from left to right, heavy lines for decisions."""
+"""The graph of a run: steps from top to bottom, layers from left to right, heavy lines for decisions; and its test."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusion_lens.plots.axes import colour_map, label_axes, one_axes, points, readable
+from jaxtyping import Float
+from torch import Tensor
+
+from diffusion_lens.plots.axes import colour_map, label_axes, look, one_axes, points, readable
+from diffusion_lens.plots.curves import legend_outside
 from diffusion_lens.settings.figures import styled
 
 _MARKERS = {"token": "s", "embed": "s", "head": "o", "mlp": "D", "decision": ">", "target": "*", "error": "x"}
@@ -67,4 +71,21 @@ def run_graph(
     ax.set_xticks([ends[0], *across, ends[1]], ["embed", *map(str, across), "writes"], fontsize=points(7))
     ax.invert_yaxis()
     label_axes(ax, "layer: heads ○, MLPs ◇", "step:position", title)
+    return ax
+
+
+@styled
+def predicted_changes(changes: Mapping[str, Float[Tensor, "cell 2"]], title: str, ax: Any = None) -> Any:
+    """Scatter plot of predicted and measured changes, with the line on which they are equal.
+
+    Args:
+        changes: The predicted and the measured change of each cell, by the label of its kind.
+    """
+    ax = one_axes(ax, 4.6, 4.2)
+    ax.axline((0, 0), slope=1, color="0.75", linewidth=0.8, zorder=1)
+    for i, (label, cells) in enumerate(changes.items()):
+        drawn = look(i, len(changes))
+        ax.scatter(*cells.T.tolist(), s=14, color=drawn.colour, marker=drawn.marker, label=label, zorder=2)
+    label_axes(ax, "predicted change", "measured change", title)
+    legend_outside(ax)
     return ax

@@ -2,6 +2,7 @@
 
 from diffusion_lens.analysis.graphs.average import AverageRunGraph, FactGraph, GraphOverlap, average_run_graph
 from diffusion_lens.analysis.graphs.faithful import GraphFaithfulness
+from diffusion_lens.analysis.graphs.interventions import GraphInterventions
 from diffusion_lens.analysis.graphs.result import RunGraph
 from diffusion_lens.analysis.graphs.run_graph import GraphSettings, run_graph
 
@@ -9,6 +10,7 @@ __all__ = [
     "AverageRunGraph",
     "FactGraph",
     "GraphFaithfulness",
+    "GraphInterventions",
     "GraphOverlap",
     "GraphSettings",
     "RunGraph",

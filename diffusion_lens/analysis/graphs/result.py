@@ -16,7 +16,7 @@ graph that is pruned again to the same share stays as it is: influence and inflo
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.graphs import circuit_tracer
 from diffusion_lens.analysis.graphs.faithful import GraphFaithfulness, measured
+from diffusion_lens.analysis.graphs.interventions import GraphInterventions, intervened
 from diffusion_lens.analysis.graphs.within_step import KINDS
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -229,6 +230,30 @@ class RunGraph(PicturedResult, Saved):
             ValueError: Another model, an unknown setting, or a budget that is too small.
         """
         return measured(self, model, replace, canvas, n_random, seed, max_bytes)
+
+    @checked_arguments
+    def interventions(
+        self,
+        model: DiffusionTransformer,
+        nodes: Iterable[Whole] | None = None,
+        scales: Sequence[Real] = (0.0, -1.0),
+        *,
+        max_bytes: Whole = 2**30,
+    ) -> GraphInterventions:
+        """Scale the difference of nodes between the runs, one at a time: what later steps write by the graph, and what
+        they write.
+
+        Args:
+            model: Model of the run.
+            nodes: Numbers of nodes (the index of `nodes`) that are given tokens, embeddings, heads or MLPs. By default
+                the 32 with the largest absolute effects.
+            scales: Factors of a node's difference: 1 is the clean run, 0 the output of the corrupted one.
+            max_bytes: Memory to use in addition to the weights.
+
+        Raises:
+            ValueError: The graph is pruned, a node has no output, the model is another one, or the budget is too small.
+        """
+        return intervened(self, model, nodes, scales, max_bytes)
 
     @checked_arguments
     def to_json(self, path: str | Path, step: Whole | None = None) -> Path:
