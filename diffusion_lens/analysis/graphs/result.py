@@ -37,7 +37,10 @@ from diffusion_lens.settings import Real, Whole, at_least, checked_arguments, pl
 from diffusion_lens.settings.figures import styled
 from weight_conversion import write_json
 
-_COLUMNS = ("step", "kind", "layer", "head", "position", "branch", "token", "other", "effect", "inflow", "influence")
+_COLUMNS = (
+    *("step", "kind", "layer", "head", "feature", "position", "branch", "token", "other"),
+    *("effect", "inflow", "influence"),
+)
 _EVERY = 256  # sizes up to which each is tried when a graph is pruned; larger ones grow by a 20th
 
 
@@ -46,13 +49,14 @@ class RunGraph(PicturedResult, Saved):
     """Nodes and edges over the steps of a run; `run_graph` says what they mean.
 
     Columns of the data frame: name, word, other_word (at the position, in the clean and the corrupted run), step, kind,
-    layer, head, position, branch, token, other, effect, inflow, influence; a row for each node.
+    layer, head, feature, position, branch, token, other, effect, inflow, influence; a row for each node.
 
     Attributes:
         step: Int[node], denoising step.
         kind: Int[node], index of `KINDS`: a given token as a step reads it, the embedding of a position that the run
-            writes, a head, an MLP, the decision that writes a token, the target, or an error.
-        layer, head: Int[node], -1 where the node has none.
+            writes, a head, an MLP (of one with a transcoder, the features that are no nodes), the decision that writes
+            a token, the target, an error (with a layer, what a transcoder lacks of its MLP), or a feature.
+        layer, head, feature: Int[node], -1 where the node has none.
         position: Int[node], position on the canvas.
         branch: Int[node], 1 in the unconditional branch of guidance.
         token, other: Int[node], the token of a given or written position, a decision or the target in the clean run,
@@ -65,8 +69,8 @@ class RunGraph(PicturedResult, Saved):
         source, target: Int[edge], the nodes that an edge connects.
         weight: Float[edge], share of M - M' that passes the edge.
         decision: Bool[edge], whether it leads from a decision to a later step.
-        within: Float[entry statistic], of each step that has nodes its index, the sum of the effects of its embeddings,
-            and the difference of its objectives.
+        within: Float[entry statistic], of each step that has nodes its index, the sum of the effects of its embeddings
+            and of the errors of transcoders, and the difference of its objectives.
         clean, corrupted: M and M'.
         words: Text of every id that occurs.
         runs: The clean and the corrupted run.
@@ -89,6 +93,7 @@ class RunGraph(PicturedResult, Saved):
     kind: Int[Tensor, "node"]
     layer: Int[Tensor, "node"]
     head: Int[Tensor, "node"]
+    feature: Int[Tensor, "node"]
     position: Int[Tensor, "node"]
     branch: Int[Tensor, "node"]
     token: Int[Tensor, "node"]
@@ -124,13 +129,10 @@ class RunGraph(PicturedResult, Saved):
 
     @property
     def names(self) -> list[str]:
-        """Name of each node's part: "a3.h0", "m1", or its kind."""
-        kinds = (KINDS[kind] for kind in self.kind.tolist())
-        parts = zip(kinds, self.layer.tolist(), self.head.tolist(), strict=True)
-        return [
-            f"a{layer}.h{head}" if kind == "head" else f"m{layer}" if kind == "mlp" else kind
-            for kind, layer, head in parts
-        ]
+        """Name of each node's part: "a3.h0", "m1", feature "m1.f120", "m1.error" of a transcoder, or its kind."""
+        of_part = {"head": "a{0}.h{1}", "mlp": "m{0}", "feature": "m{0}.f{2}", "error": "m{0}.error"}
+        parts = zip(self.kind.tolist(), self.layer.tolist(), self.head.tolist(), self.feature.tolist(), strict=True)
+        return [KINDS[kind] if part[0] < 0 else of_part[KINDS[kind]].format(*part) for kind, *part in parts]
 
     @property
     def nodes(self) -> Any:
@@ -164,8 +166,8 @@ class RunGraph(PicturedResult, Saved):
 
     @property
     def step_error(self) -> float:
-        """The largest error of a step: what the effects of its embeddings lack of its objectives, as a share of
-        |M - M'|."""
+        """The largest error of a step: what the effects of its embeddings and transcoders' errors lack of its
+        objectives, as a share of |M - M'|."""
         off = (self.within[:, 1] - self.within[:, 2]).abs().max() if len(self.within) else torch.tensor(0.0)
         return float(off) / abs(self.clean - self.corrupted)
 
@@ -361,7 +363,7 @@ class RunGraph(PicturedResult, Saved):
         last = self.layer.max() + 1
         place = {"error": -2, "token": -1, "embed": -1, "decision": int(last), "target": int(last)}
         keys = [
-            (int(step), place.get(KINDS[kind], layer), KINDS[kind] == "mlp")
+            (int(step), place.get(KINDS[kind], layer), KINDS[kind] in ("mlp", "feature"))
             for step, kind, layer in zip(self.step.tolist(), self.kind.tolist(), self.layer.tolist(), strict=True)
         ]
         return sorted(range(len(keys)), key=keys.__getitem__)

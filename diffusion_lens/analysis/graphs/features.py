@@ -1,0 +1,130 @@
+"""The features of a transcoder as nodes: what an MLP changed between two runs, divided among its features.
+
+Let f_i be the features of a block's transcoder in the clean run, f'_i in the corrupted one, and d_i the rows of its
+decoder. At each position
+
+    mlp_out - mlp_out' = Σ_i c_i d_i + error,    c_i = s_i e_i · (x - x'),    s_i = (f_i - f'_i) / (a_i - a'_i)
+
+where x is the normalised stream, e_i the columns of the encoder, and a_i = e_i · x + bias the pre-activations. So c_i is
+f_i - f'_i, which a feature that depends on a_i alone passes on to it by the slope s_i (the rescale rule of DeepLIFT,
+exact for every elementwise function, jumps included), and a_i is linear in x. Only the norm is integrated over the path
+of the stream. The error is a source, as in circuit-tracer (Ameisen et al. 2025): its effect is passed on to nothing.
+Left in it, beside what the transcoder does not reconstruct, are
+
+- changes of a feature at a slope above 100, which are jumps at almost equal pre-activations;
+- for a transcoder that is conditioned on the share of masked positions, what this share alone changes where the two
+  canvases have another one. Each run is read with its own share.
+
+In each pass the features with the largest absolute effects are nodes of their own. The others are summed up in the node
+of their MLP, and pass on what they have.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
+from diffusion_lens.analysis.engine.kept_run import NetworkInput
+from diffusion_lens.hooks.names import mlp_out, own_name
+from diffusion_lens.model.transformer import DiffusionTransformer
+
+STEEPEST = 100.0  # slope s_i above which a change is passed on to no pre-activation
+
+
+def transcoders_of(model: DiffusionTransformer, features: Sequence[Any]) -> dict[int, SparseDictionary]:
+    """The transcoders by block.
+
+    Raises:
+        TypeError: One is no `SparseDictionary`.
+        ValueError: One is no transcoder of an MLP of this model, or a block has two.
+    """
+    found: dict[int, SparseDictionary] = {}
+    for one in features:
+        if not isinstance(one, SparseDictionary):
+            raise TypeError(f"features: a {type(one).__name__} is no SparseDictionary")
+        match = re.fullmatch(r"blocks\.(\d+)\.hook_mlp_out", own_name(one.writes))
+        layer = int(match[1]) if match else -1
+        if not 0 <= layer < model.cfg.n_layers or own_name(one.reads) != read_point(layer):
+            raise ValueError(
+                f"features: a dictionary reads {one.reads!r} and writes {one.writes!r}, and a node can be a feature of a "
+                f"transcoder of an MLP, which reads {read_point(max(layer, 0))!r} and writes {mlp_out(max(layer, 0))!r} "
+                f"of one of the {model.cfg.n_layers} blocks"
+            )
+        widths, d_model = (len(one.W_enc), one.W_dec.shape[1]), model.cfg.d_model
+        if widths != (d_model, d_model):
+            raise ValueError(f"features: {one} is for a stream of width {widths[0]}; that of the model has {d_model}")
+        if layer in found:
+            raise ValueError(f"features: block {layer} has two transcoders; give one")
+        found[layer] = one
+    return found
+
+
+def read_point(layer: int) -> str:
+    """The hook point that a transcoder of the MLP of a block reads."""
+    return f"blocks.{layer}.ln2.hook_normalized"
+
+
+def share_masked(given: NetworkInput) -> float:
+    """The share of the positions that the network reads which have [MASK]."""
+    mask = given.model.cfg.mask_token_id
+    return 0.0 if mask is None else float((given.tokens == mask).float().mean())
+
+
+class Parts(NamedTuple):
+    """The change of an MLP, by position and part: its other features, features that are nodes, and the error.
+
+    A part of the second kind is another feature at each position, and at some none.
+    """
+
+    written: Float[Tensor, "pos part d_model"]
+    toward: Float[Tensor, "pos reader d"]  # directions at what the transcoder reads, of all parts but the error
+    numbers: Int[Tensor, "pos part"]  # of the feature, -1 where there is none
+
+
+@dataclass(frozen=True, eq=False)
+class MLPChange:
+    """What a transcoder reads, and its MLP writes, in the clean and the corrupted run of a step."""
+
+    transcoder: SparseDictionary
+    read: tuple[Float[Tensor, "pos d"], Float[Tensor, "pos d"]]
+    shares: tuple[float, float]
+    written: Float[Tensor, "pos d_model"]  # clean less corrupted
+
+    def parts(self, direction: Float[Tensor, "pos d_model"], most: int) -> Parts:
+        """Its parts, for a direction at its output; at most so many features are parts of their own."""
+        # 1. Change and slope of every feature.
+        weights = self.transcoder
+        x, other = (each.to(weights.W_enc) for each in self.read)
+        pre, other_pre = (weights.pre(each, share) for each, share in zip((x, other), self.shares, strict=True))
+        slope = (weights.activate(pre) - weights.activate(other_pre)) / (pre - other_pre)
+        slope = slope.where((pre != other_pre) & (slope.abs() <= STEEPEST), 0)
+        change = slope * ((x - other) @ weights.W_enc)
+        gain = direction.to(weights.W_dec) @ weights.W_dec.T
+        toward = gain * slope
+        error = self.written.to(weights.W_dec) - change @ weights.W_dec
+
+        # 2. The largest effects, and the part that each is at its position.
+        sizes = (gain * change).abs().flatten()
+        best = sizes.topk(min(most, len(sizes))).indices
+        best = best[sizes[best] > 0]
+        at = best // change.shape[1], best % change.shape[1]
+        place = (at[0][:, None] == at[0]).tril().sum(dim=1)
+        n_parts = 2 + max(place.tolist(), default=0)
+
+        # 3. What the parts write, and the directions at what they read.
+        of_nodes, toward_nodes = change[at], toward[at]
+        change[at] = toward[at] = 0
+        written = error.new_zeros(len(x), n_parts, error.shape[1])
+        written[:, 0], written[:, -1] = change @ weights.W_dec, error
+        written[at[0], place] = of_nodes[:, None] * weights.W_dec[at[1]]
+        read = x.new_zeros(len(x), n_parts - 1, x.shape[1])
+        read[:, 0] = toward @ weights.W_enc.T
+        read[at[0], place] = toward_nodes[:, None] * weights.W_enc.T[at[1]]
+        numbers = torch.full((len(x), n_parts), -1)
+        numbers[at[0].cpu(), place.cpu()] = at[1].cpu()
+        return Parts(written.to(direction), read.to(direction), numbers)
