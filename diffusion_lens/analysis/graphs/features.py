@@ -20,18 +20,19 @@ of their MLP, and pass on what they have.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.kept_run import NetworkInput
 from diffusion_lens.hooks.names import mlp_out, own_name
 from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.identity import value_in_words
 
 STEEPEST = 100.0  # slope s_i above which a change is passed on to no pre-activation
 
@@ -75,15 +76,20 @@ def share_masked(given: NetworkInput) -> float:
     return 0.0 if mask is None else float((given.tokens == mask).float().mean())
 
 
+def digests(transcoders: Mapping[int, SparseDictionary]) -> dict[str, str]:
+    """A hash of each transcoder, by block."""
+    return {str(layer): value_in_words(one) for layer, one in transcoders.items()}
+
+
 class Parts(NamedTuple):
     """The change of an MLP, by position and part: its other features, features that are nodes, and the error.
 
     A part of the second kind is another feature at each position, and at some none.
     """
 
-    written: Float[Tensor, "pos part d_model"]
+    written: Float[Tensor, "pos writer d_model"]
     toward: Float[Tensor, "pos reader d"]  # directions at what the transcoder reads, of all parts but the error
-    numbers: Int[Tensor, "pos part"]  # of the feature, -1 where there is none
+    numbers: Int[Tensor, "pos writer"]  # of the feature, -1 where there is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,3 +134,33 @@ class MLPChange:
         numbers = torch.full((len(x), n_parts), -1)
         numbers[at[0].cpu(), place.cpu()] = at[1].cpu()
         return Parts(written.to(direction), read.to(direction), numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class MLPInGraph:
+    """An MLP in copies of a clean pass, of which each graph keeps some features, and keeps the error or replaces it."""
+
+    transcoder: SparseDictionary
+    share: float
+    clean: tuple[Float[Tensor, "pos d"], Float[Tensor, "pos d_model"]]  # read, and written
+    other: tuple[Float[Tensor, "pos feature"], Float[Tensor, "pos d_model"]]  # in place of features, and of the output
+    nodes: tuple[Int[Tensor, "entry"], Int[Tensor, "entry"]]  # position and number of features that are parts
+    parts: list[int]  # places among the parts, of the error and then of these features
+
+    def output(
+        self,
+        x: Float[Tensor, "member pos d"],
+        members: Bool[Tensor, "member pos writer"],
+        others: Bool[Tensor, "member pos"],
+    ) -> Float[Tensor, "member pos d_model"]:
+        """What the MLP writes in each graph, which reads `x`; `others` of the features are no parts."""
+        weights, (features, written) = self.transcoder, self.other
+        written = written.to(weights.W_dec)
+        error = self.clean[1].to(weights.W_dec) - written
+        error = error - (weights.encode(self.clean[0].to(weights.W_enc), self.share) - features) @ weights.W_dec
+        kept = others[:, :, None].expand(-1, -1, features.shape[1]).clone()
+        error_part, *parts = self.parts
+        kept[:, self.nodes[0], self.nodes[1]] = members[:, self.nodes[0], parts]
+        n_pos = x.shape[1]
+        change = (weights.encode(x.to(weights.W_enc), self.share) - features[:n_pos]) * kept
+        return written[:n_pos] + change @ weights.W_dec + members[:, :, error_part, None] * error[:n_pos]

@@ -16,7 +16,7 @@ graph that is pruned again to the same share stays as it is: influence and inflo
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.graphs import circuit_tracer
 from diffusion_lens.analysis.graphs.faithful import GraphFaithfulness, measured
 from diffusion_lens.analysis.graphs.within_step import KINDS
@@ -69,6 +70,8 @@ class RunGraph(PicturedResult, Saved):
         source, target: Int[edge], the nodes that an edge connects.
         weight: Float[edge], share of M - M' that passes the edge.
         decision: Bool[edge], whether it leads from a decision to a later step.
+        feature_nodes: Int[feature axis], step, branch, layer, position and number of each feature that is a node before
+            the graph is pruned. The node of its MLP is the sum of all others.
         within: Float[entry statistic], of each step that has nodes its index, the sum of the effects of its embeddings
             and of the errors of transcoders, and the difference of its objectives.
         clean, corrupted: M and M'.
@@ -105,6 +108,7 @@ class RunGraph(PicturedResult, Saved):
     target: Int[Tensor, "edge"]
     weight: Float[Tensor, "edge"]
     decision: Bool[Tensor, "edge"]
+    feature_nodes: Int[Tensor, "feature axis"]
     within: Float[Tensor, "entry statistic"]
     clean: float
     corrupted: float
@@ -208,6 +212,7 @@ class RunGraph(PicturedResult, Saved):
         model: DiffusionTransformer,
         replace: str = "corrupted",
         *,
+        features: Sequence[SparseDictionary] = (),
         canvas: str = "forced",
         n_random: Whole = 10,
         seed: Whole = 0,
@@ -220,6 +225,7 @@ class RunGraph(PicturedResult, Saved):
             model: Model of the run.
             replace: What replaces it: its "corrupted" output, the "mean" of its outputs over the positions of the
                 corrupted canvas, or "zero". Embeddings outside the graph are always the corrupted ones.
+            features: The transcoders of the graph.
             canvas: With "forced" each step reads the clean canvas, so that the target and every decision of the graph
                 is measured by itself. With "free", the run is taken again, and each step reads what the steps before
                 it wrote. What has no effect on the target is no part of the graph, and may be written otherwise.
@@ -228,9 +234,9 @@ class RunGraph(PicturedResult, Saved):
             max_bytes: Memory to use in addition to the weights.
 
         Raises:
-            ValueError: Another model, an unknown setting, or a budget that is too small.
+            ValueError: Another model, other transcoders, an unknown setting, or a budget that is too small.
         """
-        return measured(self, model, replace, canvas, n_random, seed, max_bytes)
+        return measured(self, model, replace, features, canvas, n_random, seed, max_bytes)
 
     @checked_arguments
     def to_json(self, path: str | Path, step: Whole | None = None) -> Path:

@@ -45,7 +45,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.circuits.attribution import require_plain_stream
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
-from diffusion_lens.analysis.graphs.features import transcoders_of
+from diffusion_lens.analysis.graphs.features import digests, transcoders_of
 from diffusion_lens.analysis.graphs.result import RunGraph
 from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, StepGraph, StepRun, Swept, both_runs
 from diffusion_lens.denoising.canvas import lay_out
@@ -53,7 +53,7 @@ from diffusion_lens.denoising.same_network import canvas_provenance, require_sam
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.identity import begins_run, value_in_words
+from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
 from diffusion_lens.settings import Settings, Whole, at_least, one_of, setting, takes, whole_number
 
@@ -154,7 +154,7 @@ def run_graph(
         "copies": builder.copies,
         "n_layers": model.cfg.n_layers,
         "n_heads": model.cfg.n_heads,
-        "features": {str(layer): value_in_words(one) for layer, one in transcoders.items()},
+        "features": digests(transcoders),
         "trajectory": {"clean": canvas_provenance(clean.record), "corrupted": canvas_provenance(other.record)},
         **provenance(model, model.cfg),
     }
@@ -493,8 +493,10 @@ class _Builder:
         words = {**self.corrupted.words, **self.clean.words}
         missing = sorted(tokens - words.keys())
         words |= dict(zip(missing, self.model.words(missing), strict=True))
+        is_feature = columns[1] == KINDS.index("feature")
         graph = RunGraph(
             **dict(zip(names, columns, strict=True)),
+            feature_nodes=columns[[0, 6, 2, 5, 4]][:, is_feature].T,
             effect=torch.tensor(self.effects, dtype=torch.float64),
             inflow=torch.tensor(self.inflows, dtype=torch.float64),
             influence=torch.zeros(len(self.effects), dtype=torch.float64),
