@@ -5,8 +5,8 @@ decoder. At each position
 
     mlp_out - mlp_out' = Σ_i c_i d_i + error,    c_i = s_i e_i · (x - x'),    s_i = (f_i - f'_i) / (a_i - a'_i)
 
-where x is the normalised stream, e_i the columns of the encoder, and a_i = e_i · x + bias the pre-activations. So c_i is
-f_i - f'_i, which a feature that depends on a_i alone passes on to it by the slope s_i (the rescale rule of DeepLIFT,
+where x is the normalised stream, e_i the columns of the encoder, and a_i = e_i · x + bias the pre-activations. So c_i
+is f_i - f'_i, which a feature that depends on a_i alone passes on to it by the slope s_i (the rescale rule of DeepLIFT,
 exact for every elementwise function, jumps included), and a_i is linear in x. Only the norm is integrated over the path
 of the stream. The error is a source, as in circuit-tracer (Ameisen et al. 2025): its effect is passed on to nothing.
 Left in it, beside what the transcoder does not reconstruct, are
@@ -19,10 +19,9 @@ In each pass the features with the largest absolute effects are nodes of their o
 of their MLP, and pass on what they have.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,28 +36,20 @@ from diffusion_lens.records.identity import value_in_words
 STEEPEST = 100.0  # slope s_i above which a change is passed on to no pre-activation
 
 
-def transcoders_of(model: DiffusionTransformer, features: Sequence[Any]) -> dict[int, SparseDictionary]:
-    """The transcoders by block.
-
-    Raises:
-        TypeError: One is no `SparseDictionary`.
-        ValueError: One is no transcoder of an MLP of this model, or a block has two.
-    """
+def transcoders_of(model: DiffusionTransformer, features: Sequence[SparseDictionary]) -> dict[int, SparseDictionary]:
+    """The transcoders by block; a `ValueError` if one is of no MLP of this model, or a block has two."""
     found: dict[int, SparseDictionary] = {}
+    d_model, n_layers = model.cfg.d_model, model.cfg.n_layers
     for one in features:
-        if not isinstance(one, SparseDictionary):
-            raise TypeError(f"features: a {type(one).__name__} is no SparseDictionary")
-        match = re.fullmatch(r"blocks\.(\d+)\.hook_mlp_out", own_name(one.writes))
-        layer = int(match[1]) if match else -1
-        if not 0 <= layer < model.cfg.n_layers or own_name(one.reads) != read_point(layer):
+        layer = next((layer for layer in range(n_layers) if own_name(one.writes) == mlp_out(layer)), None)
+        if layer is None or own_name(one.reads) != read_point(layer):
             raise ValueError(
-                f"features: a dictionary reads {one.reads!r} and writes {one.writes!r}, and a node can be a feature of a "
-                f"transcoder of an MLP, which reads {read_point(max(layer, 0))!r} and writes {mlp_out(max(layer, 0))!r} "
-                f"of one of the {model.cfg.n_layers} blocks"
+                f"features: a dictionary reads {one.reads!r} and writes {one.writes!r}, but nodes are features of "
+                f"transcoders of MLPs: that of block 1 reads {read_point(1)!r} and writes {mlp_out(1)!r}; the model has "
+                f"{n_layers} blocks"
             )
-        widths, d_model = (len(one.W_enc), one.W_dec.shape[1]), model.cfg.d_model
-        if widths != (d_model, d_model):
-            raise ValueError(f"features: {one} is for a stream of width {widths[0]}; that of the model has {d_model}")
+        if one.W_enc.shape[0] != d_model or one.W_dec.shape[1] != d_model:
+            raise ValueError(f"features: {one} has another width than the model's stream, {d_model}")
         if layer in found:
             raise ValueError(f"features: block {layer} has two transcoders; give one")
         found[layer] = one

@@ -88,6 +88,7 @@ class RunGraph(PicturedResult, Saved):
         "target_step": int,
         "n_layers": int,
         "n_heads": int,
+        "features": dict[str, str],
         "passes": int,
         "copies": int,
     }
@@ -136,7 +137,8 @@ class RunGraph(PicturedResult, Saved):
         """Name of each node's part: "a3.h0", "m1", feature "m1.f120", "m1.error" of a transcoder, or its kind."""
         of_part = {"head": "a{0}.h{1}", "mlp": "m{0}", "feature": "m{0}.f{2}", "error": "m{0}.error"}
         parts = zip(self.kind.tolist(), self.layer.tolist(), self.head.tolist(), self.feature.tolist(), strict=True)
-        return [KINDS[kind] if part[0] < 0 else of_part[KINDS[kind]].format(*part) for kind, *part in parts]
+        kinds = ((KINDS[kind], part) for kind, *part in parts)
+        return [kind if part[0] < 0 else of_part.get(kind, kind).format(*part) for kind, part in kinds]
 
     @property
     def nodes(self) -> Any:
@@ -280,7 +282,7 @@ class RunGraph(PicturedResult, Saved):
         """What a figure shows of each node."""
         n_layers = int(self.record["n_layers"])
         steps = sorted(set(self.step.tolist()))
-        across = {"token": -1.0, "embed": -1.0, "decision": float(n_layers), "target": float(n_layers), "error": -1.6}
+        across = {"token": -1.0, "embed": -1.0, "decision": float(n_layers), "target": float(n_layers)}
         drawn = []
         for i, name in enumerate(self.names):
             kind, layer = KINDS[int(self.kind[i])], int(self.layer[i])
@@ -289,7 +291,7 @@ class RunGraph(PicturedResult, Saved):
                 {
                     "name": name,
                     "kind": kind,
-                    "x": across.get(kind, layer + (0.5 if kind == "mlp" else 0.0)),
+                    "x": -1.6 if (kind, layer) == ("error", -1) else across.get(kind, layer + 0.5 * (kind != "head")),
                     "step": steps.index(int(self.step[i])),
                     "label": int(self.step[i]),
                     "position": int(self.position[i]),
