@@ -201,9 +201,9 @@ class _Ablated:
             self.n_nodes += int(of_step[:, 0].sum())
             self.n_all += int(exists.sum())
             for branch, there in zip(of_step, exists, strict=True):
-                for kind in range(5):
-                    cells = (there & (kinds == kind)).nonzero()
-                    n_kind = int((branch[0] & (kinds == kind)).sum())
+                for of_kind in (kinds == number for number in range(5)):
+                    cells = (there & of_kind).nonzero()
+                    n_kind = int((branch[0] & of_kind).sum())
                     for member in branch[1:-1]:
                         positions, parts = cells[torch.randperm(len(cells), generator=generator)[:n_kind]].T
                         member[positions, parts] = True

@@ -180,7 +180,7 @@ def test_a_graph_with_features_is_named_drawn_saved_and_written(either: Any, tmp
     import diffusion_lens
 
     features = transcoders(either.model)
-    graph = graph_of(either, points=4, features=features).prune(0.9)
+    graph = graph_of(either, points=4, features=features)
     assert any(".f" in name for name in graph.names)
     loaded = diffusion_lens.load(graph.save(tmp_path / "graph.safetensors"))
     assert loaded.nodes.equals(graph.nodes)
