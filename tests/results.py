@@ -328,7 +328,7 @@ def _studies() -> Iterator[Any]:
 
 
 def _measures() -> Iterator[Any]:
-    from diffusion_lens.analysis import Comparison, Comparisons, DictionaryLoss
+    from diffusion_lens.analysis import Comparison, Comparisons, DictionaryLoss, SparseDictionary
     from diffusion_lens.evaluation import AnswerRanks, NLLByOrder, NLLEstimate
     from diffusion_lens.training import Adaptation, TrainingConfig, TrainingRecord
 
@@ -350,6 +350,9 @@ def _measures() -> Iterator[Any]:
     counted, rows = torch.tensor([3, 4]), torch.tensor([5, 6])
     name = {**RECORD, "name": NAMES[0]}
     yield DictionaryLoss(rand(2, 2, 4), counted, torch.arange(2), spans, rand(2), rand(2), rows, 0.5, name)
+    weights = {"W_enc": rand(4, 6), "W_dec": rand(6, 5), "b_dec": rand(5), "losses": rand(30)}
+    weights |= {each: rand(6) for each in ("b_enc", "b_noise", "threshold", "density")}
+    yield SparseDictionary(**weights, reads=NAMES[0], writes=NAMES[1], conditioned=True, record=RECORD)
     yield AnswerRanks(["a"], ["<b>"], rows[:1], rand(1), rand(1), [["<b>", "c"]], rand(1, 2), rand(1, 2), RECORD)
     yield NLLEstimate(1.5, 0.1, 64, RECORD)
     yield NLLByOrder(["a", "<b>"], torch.tensor([[1, 0], [0, 1]]), rand(2, 2), RECORD)
@@ -412,26 +415,30 @@ def _graphs(run: Any) -> Iterator[Any]:
     from diffusion_lens.analysis import GraphFaithfulness, RunGraph
 
     settings = {"target": [7, 2], "target_step": 3, "metric": "logit", "other": -1, "share": 0.8}
+    settings["features"] = {"4": "SparseDictionary #01234567"}
     sizes = {"n_writers": 1 + LAYERS * (HEADS + 1), "n_layers": LAYERS, "n_heads": HEADS, "passes": 6, "copies": 40}
-    # A given token, a head and a decision at step 1; an embedding, an MLP and the target at step 3, and an error.
+    # A given token, a head and a decision at step 1; an embedding, an MLP and the target at step 3, an error, and a
+    # feature with the error of its transcoder.
     columns = {
-        "step": [1, 1, 1, 3, 3, 3, 3],
-        "kind": [0, 2, 4, 1, 3, 5, 6],
-        "layer": [-1, 2, -1, -1, 4, -1, -1],
-        "head": [-1, 1, -1, -1, -1, -1, -1],
-        "position": [1, 5, 5, 5, 7, 7, 5],
-        "branch": [0] * 7,
-        "token": [1, -1, 2, 2, -1, 2, 2],
-        "other": [0, -1, 1, 1, -1, -1, 1],
+        "step": [1, 1, 1, 3, 3, 3, 3, 3, 3],
+        "kind": [0, 2, 4, 1, 3, 5, 6, 7, 6],
+        "layer": [-1, 2, -1, -1, 4, -1, -1, 4, 4],
+        "head": [-1, 1, -1, -1, -1, -1, -1, -1, -1],
+        "feature": [-1, -1, -1, -1, -1, -1, -1, 0, -1],
+        "position": [1, 5, 5, 5, 7, 7, 5, 7, 7],
+        "branch": [0] * 9,
+        "token": [1, -1, 2, 2, -1, 2, 2, -1, -1],
+        "other": [0, -1, 1, 1, -1, -1, 1, -1, -1],
     }
-    edges = {"source": [0, 1, 2, 6, 3, 4], "target": [1, 2, 3, 3, 4, 5]}
+    edges = {"source": [0, 1, 2, 6, 3, 4, 7, 8], "target": [1, 2, 3, 3, 4, 5, 5, 5]}
     yield RunGraph(
         **{name: torch.tensor(values) for name, values in {**columns, **edges}.items()},
-        effect=rand(7),
-        inflow=rand(7),
-        influence=rand(7),
-        weight=rand(6),
-        decision=torch.tensor([False, False, True, True, False, False]),
+        effect=rand(9),
+        inflow=rand(9),
+        influence=rand(9),
+        weight=rand(8),
+        decision=torch.tensor([False, False, True, True, False, False, False, False]),
+        feature_nodes=torch.tensor([[3, 0, 4, 7, 0]]),
         within=rand(2, 3),
         clean=2.0,
         corrupted=-1.0,

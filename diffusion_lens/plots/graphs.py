@@ -11,6 +11,7 @@ from diffusion_lens.plots.curves import legend_outside
 from diffusion_lens.settings.figures import styled
 
 _MARKERS = {"token": "s", "embed": "s", "head": "o", "mlp": "D", "decision": ">", "target": "*", "error": "x"}
+_MARKERS |= {"feature": "^"}
 _ROW = 0.2  # inches of a position
 
 
@@ -66,7 +67,7 @@ def run_graph(
     }
     ax.margins(x=0.16)
     ax.set_yticks(list(rows.values()), [words[key] for key in rows], fontsize=points(7))
-    across = sorted({int(node["x"]) for node in nodes if node["kind"] in ("head", "mlp")})
+    across = sorted({int(node["x"]) for node in nodes if node["kind"] in ("head", "mlp", "feature")})
     ends = [-1, max((node["x"] for node in nodes), default=0)]
     ax.set_xticks([ends[0], *across, ends[1]], ["embed", *map(str, across), "writes"], fontsize=points(7))
     ax.invert_yaxis()

@@ -2,6 +2,7 @@
 
 from diffusion_lens.analysis.dictionaries.canvases import NoiseRange
 from diffusion_lens.analysis.dictionaries.loss import DictionaryLoss, Estimate, dictionary_loss
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.dictionaries.splice import Dictionary, splice
 from diffusion_lens.analysis.dictionaries.store import ActivationStore, activations
 
@@ -11,6 +12,7 @@ __all__ = [
     "DictionaryLoss",
     "Estimate",
     "NoiseRange",
+    "SparseDictionary",
     "activations",
     "dictionary_loss",
     "splice",

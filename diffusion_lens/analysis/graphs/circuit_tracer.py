@@ -4,7 +4,8 @@ The format has embeddings at layer "E", features at numbered layers, errors, and
 of a run are unrolled: of L blocks, step k has the layers k (L + 2) for the embeddings that the run wrote, then one for
 each block, and k (L + 2) + L + 1 for its decisions, which are the logits of the last step. A given token is one
 embedding, whatever number of steps read it. Heads, MLPs, written embeddings and earlier decisions have the type "cross
-layer transcoder", with their names as labels.
+layer transcoder", with their names as labels. So have features, whose numbers are those of the transcoder (after all of
+these, in the unconditional branch); the numbers of the others come after theirs.
 
 The viewers keep the nodes whose `influence` is at most a threshold: the share of all influence that this node and those
 with a larger one have. They read the probability of the target from its label.
@@ -25,6 +26,7 @@ def as_graph(graph: Any, slug: str) -> tuple[dict[str, Any], list[str]]:
     run, record = graph.runs["clean"], graph.record
     n_layers, n_heads = (int(record[name]) for name in ("n_layers", "n_heads"))
     steps = sorted(set(graph.step.tolist()))
+    n_features = int(graph.feature.max()) + 1
     ids: list[str] = []
     nodes: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(graph.names):
@@ -35,7 +37,7 @@ def as_graph(graph: Any, slug: str) -> tuple[dict[str, Any], list[str]]:
         said = f"step {step}: {name}{' (unconditional)' if branch else ''}"
         layer, number, type_ = (
             str(base + 1 + int(graph.layer[i])),
-            (n_heads + 1) * branch + int(graph.head[i]) + 1,
+            2 * n_features + (n_heads + 1) * branch + int(graph.head[i]) + 1,
             _FEATURE,
         )
         if kind == "token":
@@ -48,9 +50,11 @@ def as_graph(graph: Any, slug: str) -> tuple[dict[str, Any], list[str]]:
                 p = _probability(graph, i)
                 type_, said = "logit", f'Output "{word}" (p={p:.3f}), step {step}'
         elif kind == "error":
-            layer, number, type_ = str(base), n_heads + i + 2, "mlp reconstruction error"
+            number, type_ = 2 * (n_features + n_heads + 1) + i, "mlp reconstruction error"
         elif kind == "mlp":
-            number = (n_heads + 1) * branch + n_heads + 1
+            number += n_heads + 1
+        elif kind == "feature":
+            number = n_features * branch + int(graph.feature[i])
         ids.append(f"{layer}_{number}_{position}")
         nodes.setdefault(
             ids[-1],

@@ -2,8 +2,9 @@
 
 In the pass of a step, each head (before the output projection) and each MLP that is no node of the graph at a position
 writes its output of the corrupted run there (or the mean of its outputs over positions, or 0), and each embedding that
-is no node is that of the corrupted canvas; everything else is live. The kept share of an objective q, the target or a
-decision of the graph, is
+is no node is that of the corrupted canvas; everything else is live. Of an MLP with a transcoder, each feature is live
+or replaced by itself, and the error is that of the clean run or replaced. The kept share of an objective q, the target
+or a decision of the graph, is
 
     (q - q') / (q_clean - q')
 
@@ -11,19 +12,23 @@ with q' in the pass in which everything is replaced, which is that of the corrup
 graphs have as many nodes of each kind at each step as the graph, at random parts and positions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import Graph, by_part
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.batching import reserved, row_bytes
+from diffusion_lens.analysis.graphs.features import MLPInGraph, digests, read_point, share_masked, transcoders_of
 from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, StepRun, both_runs
 from diffusion_lens.denoising.same_network import require_same_architecture
+from diffusion_lens.hooks.names import mlp_out
 from diffusion_lens.hooks.step import BRANCHES
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
@@ -45,7 +50,7 @@ class GraphFaithfulness(PicturedResult, Saved):
         clean, replaced: Float[target], the objective in the clean run, and with every node replaced.
         values: Float[target member], the objective with the graph, and with each random graph; of a free run the target
             alone.
-        n_nodes: Number of nodes of the graph that can be replaced: embeddings, heads and MLPs.
+        n_nodes: Number of nodes of the graph that can be replaced: embeddings, heads, MLPs, features and their errors.
         n_all: Number of all that could be, at the steps of the graph.
         wrote: Whether the run with the graph, and with each random graph, wrote the target; of forced canvases, whether
             its token is the likeliest.
@@ -113,6 +118,7 @@ def measured(
     graph: Any,
     model: DiffusionTransformer,
     replace: str,
+    features: Sequence[SparseDictionary],
     canvas: str,
     n_random: Whole,
     seed: Whole,
@@ -124,87 +130,160 @@ def measured(
     n_random, seed = at_least(0, "n_random", n_random), check_seed("seed", seed)
     for run in graph.runs.values():
         require_same_architecture(run.record, model)
+    transcoders = transcoders_of(model, features)
+    if (given := digests(transcoders)) != graph.record["features"]:
+        raise ValueError(f"features: the graph has {graph.record['features']}, by block, and these are {given}")
     with torch.inference_mode(False), torch.no_grad(), run_of(model):
-        ablated = _Ablated(graph, model, replace, n_random, int(seed), int(max_bytes))
+        ablated = _Ablated(graph, model, replace, transcoders, n_random, int(seed), int(max_bytes))
         found = ablated.forced() if canvas == "forced" else ablated.free()
         settings = {"replace": replace, "canvas": canvas, "n_random": n_random, "seed": int(seed)}
         settings["target"] = graph.record["target"]
         return GraphFaithfulness(**found, record={**settings, **provenance(model, model.cfg)})
 
 
+class _Replacement(NamedTuple):
+    """What replaces the parts of a branch, by hook point."""
+
+    outputs: dict[str, Float[Tensor, "pos writer d"]]
+    mlps: dict[str, MLPInGraph]
+
+
 class _Ablated:
     """Passes of the clean run with the nodes outside of several graphs replaced: the graph, random ones, and none."""
 
     def __init__(
-        self, graph: Any, model: DiffusionTransformer, replace: str, n_random: int, seed: int, max_bytes: int
+        self,
+        graph: Any,
+        model: DiffusionTransformer,
+        replace: str,
+        transcoders: Mapping[int, SparseDictionary],
+        n_random: int,
+        seed: int,
+        max_bytes: int,
     ) -> None:
         self.run, self.model, self.replace, self.max_bytes = graph, model, replace, max_bytes
-        self.graph, self.n = Graph.of(model.cfg), 2 + n_random
+        self.graph, self.n, self.transcoders = Graph.of(model.cfg), 2 + n_random, transcoders
         self.n_branches = 2 if graph.runs["clean"].record["cfg_scale"] else 1
         self.kinds = [KINDS[kind] for kind in graph.kind.tolist()]
-        n_pos, generator = graph.runs["clean"].tokens.shape[1], torch.Generator().manual_seed(seed)
-        self.members: dict[int, Tensor] = {}  # by step: by branch, graph, position and writer
+        self.n_pos = graph.runs["clean"].tokens.shape[1]
+        generator = torch.Generator().manual_seed(seed)
+        # By step: by branch, graph, position and part. Parts are the writers, errors of MLPs with a transcoder, and the
+        # features that were nodes of the whole graph, each of which is a part at its own position.
+        self.members: dict[int, Tensor] = {}
         self.n_nodes = self.n_all = 0
-        columns = zip(
-            *(getattr(graph, name).tolist() for name in ("step", "branch", "position", "layer", "head")), strict=True
-        )
-        per_layer = self.graph.n_heads + 1
-        for kind, (step, branch, position, layer, head) in zip(self.kinds, columns, strict=True):
+        names = ("step", "branch", "position", "layer", "head", "feature")
+        per_layer, featured = self.graph.n_heads + 1, list(transcoders)
+        for kind, (step, branch, position, layer, head, feature) in zip(
+            self.kinds, zip(*(getattr(graph, name).tolist() for name in names), strict=True), strict=True
+        ):
             if step not in self.members:
-                self.members[step] = torch.zeros(self.n_branches, self.n, n_pos, self.graph.n_writers, dtype=torch.bool)
+                self.members[step] = self._none(step)
             if kind in ("token", "embed"):
-                self.members[step][branch, 0, position, 0] = True
+                part = 0
             elif kind in ("head", "mlp"):
-                writer = 1 + layer * per_layer + (head if kind == "head" else self.graph.n_heads)
-                self.members[step][branch, 0, position, writer] = True
-        kinds = torch.tensor([0, *([1] * self.graph.n_heads + [2]) * self.graph.n_layers])
-        for of_step in self.members.values():
+                part = 1 + layer * per_layer + (head if kind == "head" else self.graph.n_heads)
+            elif kind == "error" and layer >= 0:
+                part = self.graph.n_writers + featured.index(layer)
+            elif kind == "feature":
+                wanted = torch.tensor([branch, layer, position, feature])
+                place = (self._features(step) == wanted).all(dim=1).nonzero()
+                part = self.graph.n_writers + len(featured) + int(place)
+            else:
+                continue
+            self.members[step][branch, 0, position, part] = True
+        of_writers = [0, *([1] * self.graph.n_heads + [2]) * self.graph.n_layers, *[3] * len(featured)]
+        for step, of_step in self.members.items():
+            exists = torch.ones(self.n_branches, self.n_pos, of_step.shape[-1], dtype=torch.bool)
+            exists[:, :, len(of_writers) :] = False
+            for part, (branch, _, position, _) in enumerate(self._features(step).tolist(), len(of_writers)):
+                exists[branch, position, part] = True
+            kinds = torch.tensor([*of_writers, *[4] * (of_step.shape[-1] - len(of_writers))])
             self.n_nodes += int(of_step[:, 0].sum())
-            self.n_all += of_step[:, 0].numel()
-            for branch in of_step:
-                for place in range(3):
-                    columns_of = kinds.eq(place).nonzero().flatten()
-                    n_kind, n_cells = int(branch[0][:, columns_of].sum()), n_pos * len(columns_of)
+            self.n_all += int(exists.sum())
+            for branch, there in zip(of_step, exists, strict=True):
+                for of_kind in (kinds == number for number in range(5)):
+                    cells = (there & of_kind).nonzero()
+                    n_kind = int((branch[0] & of_kind).sum())
                     for member in branch[1:-1]:
-                        drawn = torch.zeros(n_cells, dtype=torch.bool)
-                        drawn[torch.randperm(n_cells, generator=generator)[:n_kind]] = True
-                        member[:, columns_of] = drawn.view(n_pos, -1)
+                        positions, parts = cells[torch.randperm(len(cells), generator=generator)[:n_kind]].T
+                        member[positions, parts] = True
 
-    def _replacements(
-        self, step: int, positions: list[int], n_reached: int = 0
-    ) -> tuple[StepRun, list[dict[str, Tensor]]]:
-        """The clean step, and what replaces each part, by hook point [pos writer ...], in each branch."""
+    def _features(self, step: int) -> Int[Tensor, "entry axis"]:
+        """Branch, layer, position and number of the features that were nodes of the whole graph at a step."""
+        rows: Tensor = self.run.feature_nodes
+        return rows[rows[:, 0] == step, 1:]
+
+    def _none(self, step: int) -> Bool[Tensor, "branch member pos writer"]:
+        """Graphs without nodes at a step."""
+        n_parts = self.graph.n_writers + len(self.transcoders) + len(self._features(step))
+        return torch.zeros(self.n_branches, self.n, self.n_pos, n_parts, dtype=torch.bool)
+
+    def _replacements(self, step: int, positions: list[int], n_reached: int = 0) -> tuple[StepRun, list[_Replacement]]:
+        """The clean step, and what replaces each part in each branch."""
         runs = both_runs(self.model, (self.run.runs["clean"], self.run.runs["corrupted"]), step, positions, n_reached)
+        of_mlps = {name for layer in self.transcoders for name in (read_point(layer), mlp_out(layer))}
         found = []
-        for given in runs[1].branches:
-            wrote = given.run(self.graph.node_points, given.embed()).activations
-            of_branch = {name: by_part(wrote[name])[0] for name in self.graph.node_points}
-            for name, value in of_branch.items():
-                if name != "hook_embed" and self.replace == "zero":
-                    of_branch[name] = torch.zeros_like(value)
-                elif name != "hook_embed" and self.replace == "mean":
-                    of_branch[name] = value.mean(dim=0, keepdim=True).expand_as(value)
-            found.append(of_branch)
+        for branch, (own, given) in enumerate(zip(runs[0].branches, runs[1].branches, strict=True)):
+            wrote = given.run({*self.graph.node_points, *of_mlps}, given.embed()).activations
+            outputs = {name: by_part(wrote[name])[0] for name in self.graph.node_points}
+            outputs |= {name: self._instead(value) for name, value in outputs.items() if name != "hook_embed"}
+            clean = own.run(of_mlps).activations if of_mlps else {}
+            mlps, rows = {}, self._features(step)
+            for place, (layer, transcoder) in enumerate(self.transcoders.items(), self.graph.n_writers):
+                at = (rows[:, :2] == torch.tensor([branch, layer])).all(dim=1).nonzero().flatten()
+                read, mlp, share = read_point(layer), mlp_out(layer), share_masked(own)
+                other = self._instead(transcoder.encode(wrote[read][0].to(transcoder.W_enc), share_masked(given)))
+                mlps[mlp] = MLPInGraph(
+                    transcoder,
+                    share,
+                    (clean[read][0], clean[mlp][0]),
+                    (other, outputs[mlp][:, 0]),
+                    (rows[at, 2], rows[at, 3]),
+                    [place, *(self.graph.n_writers + len(self.transcoders) + at).tolist()],
+                )
+            found.append(_Replacement(outputs, mlps))
         given = runs[0].branches[0]
-        kept = len(found) * given.stored_bytes(self.graph.node_points)
+        n_features = sum(len(one.b_enc) for one in self.transcoders.values())
+        kept = len(found) * (given.stored_bytes(self.graph.node_points) + given.n_pos * n_features * 4)
+        most = max((len(one.b_enc) for one in self.transcoders.values()), default=0)
         one = reserved(self.model.cfg, row_bytes(self.model.cfg, given.n_pos, len(positions)))
+        one += 4 * given.n_pos * most * 4
         self.at_once = min(self.n, (self.max_bytes - kept) // one)
         if self.at_once < 1:
             raise ValueError(f"max_bytes={self.max_bytes:,} is too small: one graph takes {kept + one:,} bytes")
         return runs[0], found
 
-    def _hooks(self, members: Tensor, replacement: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
-        """Hooks that replace what is not in the graphs, Bool[member pos writer], one after the other."""
+    def _instead(self, outputs: Float[Tensor, "pos *rest"]) -> Float[Tensor, "pos *rest"]:
+        """What replaces outputs of the corrupted run."""
+        if self.replace == "corrupted":
+            return outputs
+        if self.replace == "zero":
+            return torch.zeros_like(outputs)
+        return outputs.mean(dim=0, keepdim=True).expand_as(outputs)
 
-        def replaced(activation: Tensor, hook: Any) -> Tensor:
-            writers = self.graph.node_points[hook.name]
-            n_pos = activation.shape[1]
-            kept = members[:, :n_pos, writers.start : writers.stop].to(activation.device)[..., None]
-            other = replacement[hook.name][:n_pos].to(activation)
-            patched = torch.where(kept, by_part(activation), other)
-            return patched if activation.dim() == 4 else patched[:, :, 0]
+    def _hooks(self, members: Tensor, replacement: _Replacement) -> list[tuple[str, Any]]:
+        """Hooks that replace what is not in the graphs, Bool[member pos part], one after the other."""
+        points = [*map(read_point, self.transcoders), *self.graph.node_points]
+        return [
+            (name, partial(self._replaced, members=members, replacement=replacement))
+            for name in points
+            if name != "hook_embed"
+        ]
 
-        return [(name, replaced) for name in self.graph.node_points if name != "hook_embed"]
+    def _replaced(self, activation: Tensor, hook: Any, members: Tensor, replacement: _Replacement) -> Tensor | None:
+        """An activation with what is not in the graphs replaced."""
+        if hook.name not in self.graph.node_points:
+            self.read = activation
+            return None
+        writers = self.graph.node_points[hook.name]
+        n_pos = activation.shape[1]
+        members = members[:, :n_pos].to(activation.device)
+        if (mlp := replacement.mlps.get(hook.name)) is not None:
+            return mlp.output(self.read, members, members[:, :, writers.start]).to(activation)
+        kept = members[:, :, writers.start : writers.stop, None]
+        other = replacement.outputs[hook.name][:n_pos].to(activation)
+        patched = torch.where(kept, by_part(activation), other)
+        return patched if activation.dim() == 4 else patched[:, :, 0]
 
     def forced(self) -> dict[str, Any]:
         """Every objective of the graph, on the clean canvas of its step."""
@@ -258,7 +337,7 @@ class _Ablated:
             members = self.members[step][branch, :, : given.n_pos]
             for part in torch.split(members, self.at_once):
                 kept = part[:, :, 0, None].to(embedded.device)
-                stream = torch.where(kept, embedded, replacements[branch]["hook_embed"][:, 0])
+                stream = torch.where(kept, embedded, replacements[branch].outputs["hook_embed"][:, 0])
                 hooks = self._hooks(part, replacements[branch])
                 with given.at_step(len(part)), self.model.hooks(fwd_hooks=hooks):
                     parts.append(self.model(stream, start_at_layer=0, logits_at=given.rows))
@@ -272,7 +351,7 @@ class _Ablated:
         objective = Objective(position, token, int(record["other"]), record["metric"])
         first = run.first_step
         n_pos = run.tokens.shape[1]
-        nothing = torch.zeros(self.n_branches, self.n, n_pos, self.graph.n_writers, dtype=torch.bool)
+        members_at = {step: self.members.get(step, self._none(step)) for step in range(first, last + 1)}
         network = StepRun(self.model, run, last, [position], n_pos).branches[0]
         kept = (last + 1 - first) * self.n_branches * network.stored_bytes(self.graph.node_points)
         one = self.n_branches * reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos))
@@ -288,15 +367,16 @@ class _Ablated:
             if hook.step.index > last:
                 return None
             branch = BRANCHES.index(hook.step.branch)
-            members = self.members.get(hook.step.index, nothing)[branch]
-            replacement = by_step[hook.step.index][branch]
+            members, replacement = members_at[hook.step.index][branch], by_step[hook.step.index][branch]
             if hook.name != "blocks.0.hook_resid_pre":
-                return self._hooks(members, replacement)[0][1](activation, hook)  # type: ignore[no-any-return]
+                return self._replaced(activation, hook, members, replacement)
             n = activation.shape[1]
             kept = members[:, :n, 0, None] | ~given[:n, None]
-            return torch.where(kept.to(activation.device), activation, replacement["hook_embed"][:n, 0].to(activation))
+            return torch.where(
+                kept.to(activation.device), activation, replacement.outputs["hook_embed"][:n, 0].to(activation)
+            )
 
-        names = ["blocks.0.hook_resid_pre", *(name for name in self.graph.node_points if name != "hook_embed")]
+        names = ["blocks.0.hook_resid_pre", *(name for name, _ in self._hooks(members_at[last], by_step[last][0]))]
         again = run.repeat(self.n).replay(self.model, canvas="free", fwd_hooks=[(name, replaced) for name in names])
         # The target is read on the canvases that the graphs have written.
         values = []
@@ -304,11 +384,11 @@ class _Ablated:
             own = StepRun(self.model, again.row(member), last, [position])
             logits = []
             for branch, of_branch in enumerate(own.branches):
-                members = self.members.get(last, nothing)[branch, member : member + 1, : of_branch.n_pos]
+                members = members_at[last][branch, member : member + 1, : of_branch.n_pos]
                 embedded, replacement = of_branch.embed(), by_step[last][branch]
                 kept = members[0, :, 0, None] | ~given[: of_branch.n_pos, None]
                 stream = torch.where(
-                    kept.to(embedded.device), embedded, replacement["hook_embed"][: of_branch.n_pos, 0]
+                    kept.to(embedded.device), embedded, replacement.outputs["hook_embed"][: of_branch.n_pos, 0]
                 )
                 with of_branch.at_step(), self.model.hooks(fwd_hooks=self._hooks(members, replacement)):
                     logits.append(self.model(stream, start_at_layer=0, logits_at=of_branch.rows))

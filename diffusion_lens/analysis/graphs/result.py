@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens import plots
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.graphs import circuit_tracer
 from diffusion_lens.analysis.graphs.faithful import GraphFaithfulness, measured
 from diffusion_lens.analysis.graphs.interventions import GraphInterventions, intervened
@@ -38,7 +39,10 @@ from diffusion_lens.settings import Real, Whole, at_least, checked_arguments, pl
 from diffusion_lens.settings.figures import styled
 from weight_conversion import write_json
 
-_COLUMNS = ("step", "kind", "layer", "head", "position", "branch", "token", "other", "effect", "inflow", "influence")
+_COLUMNS = (
+    *("step", "kind", "layer", "head", "feature", "position", "branch", "token", "other"),
+    *("effect", "inflow", "influence"),
+)
 _EVERY = 256  # sizes up to which each is tried when a graph is pruned; larger ones grow by a 20th
 
 
@@ -47,13 +51,14 @@ class RunGraph(PicturedResult, Saved):
     """Nodes and edges over the steps of a run; `run_graph` says what they mean.
 
     Columns of the data frame: name, word, other_word (at the position, in the clean and the corrupted run), step, kind,
-    layer, head, position, branch, token, other, effect, inflow, influence; a row for each node.
+    layer, head, feature, position, branch, token, other, effect, inflow, influence; a row for each node.
 
     Attributes:
         step: Int[node], denoising step.
         kind: Int[node], index of `KINDS`: a given token as a step reads it, the embedding of a position that the run
-            writes, a head, an MLP, the decision that writes a token, the target, or an error.
-        layer, head: Int[node], -1 where the node has none.
+            writes, a head, an MLP (of one with a transcoder, the features that are no nodes), the decision that writes
+            a token, the target, an error (with a layer, what a transcoder lacks of its MLP), or a feature.
+        layer, head, feature: Int[node], -1 where the node has none.
         position: Int[node], position on the canvas.
         branch: Int[node], 1 in the unconditional branch of guidance.
         token, other: Int[node], the token of a given or written position, a decision or the target in the clean run,
@@ -66,8 +71,10 @@ class RunGraph(PicturedResult, Saved):
         source, target: Int[edge], the nodes that an edge connects.
         weight: Float[edge], share of M - M' that passes the edge.
         decision: Bool[edge], whether it leads from a decision to a later step.
-        within: Float[entry statistic], of each step that has nodes its index, the sum of the effects of its embeddings,
-            and the difference of its objectives.
+        feature_nodes: Int[feature axis], step, branch, layer, position and number of each feature that is a node before
+            the graph is pruned. The node of its MLP is the sum of all others.
+        within: Float[entry statistic], of each step that has nodes its index, the sum of the effects of its embeddings
+            and of the errors of transcoders, and the difference of its objectives.
         clean, corrupted: M and M'.
         words: Text of every id that occurs.
         runs: The clean and the corrupted run.
@@ -82,6 +89,7 @@ class RunGraph(PicturedResult, Saved):
         "target_step": int,
         "n_layers": int,
         "n_heads": int,
+        "features": dict[str, str],
         "passes": int,
         "copies": int,
     }
@@ -90,6 +98,7 @@ class RunGraph(PicturedResult, Saved):
     kind: Int[Tensor, "node"]
     layer: Int[Tensor, "node"]
     head: Int[Tensor, "node"]
+    feature: Int[Tensor, "node"]
     position: Int[Tensor, "node"]
     branch: Int[Tensor, "node"]
     token: Int[Tensor, "node"]
@@ -101,6 +110,7 @@ class RunGraph(PicturedResult, Saved):
     target: Int[Tensor, "edge"]
     weight: Float[Tensor, "edge"]
     decision: Bool[Tensor, "edge"]
+    feature_nodes: Int[Tensor, "feature axis"]
     within: Float[Tensor, "entry statistic"]
     clean: float
     corrupted: float
@@ -125,13 +135,11 @@ class RunGraph(PicturedResult, Saved):
 
     @property
     def names(self) -> list[str]:
-        """Name of each node's part: "a3.h0", "m1", or its kind."""
-        kinds = (KINDS[kind] for kind in self.kind.tolist())
-        parts = zip(kinds, self.layer.tolist(), self.head.tolist(), strict=True)
-        return [
-            f"a{layer}.h{head}" if kind == "head" else f"m{layer}" if kind == "mlp" else kind
-            for kind, layer, head in parts
-        ]
+        """Name of each node's part: "a3.h0", "m1", feature "m1.f120", "m1.error" of a transcoder, or its kind."""
+        of_part = {"head": "a{0}.h{1}", "mlp": "m{0}", "feature": "m{0}.f{2}", "error": "m{0}.error"}
+        parts = zip(self.kind.tolist(), self.layer.tolist(), self.head.tolist(), self.feature.tolist(), strict=True)
+        kinds = ((KINDS[kind], part) for kind, *part in parts)
+        return [kind if part[0] < 0 else of_part.get(kind, kind).format(*part) for kind, part in kinds]
 
     @property
     def nodes(self) -> Any:
@@ -165,8 +173,8 @@ class RunGraph(PicturedResult, Saved):
 
     @property
     def step_error(self) -> float:
-        """The largest error of a step: what the effects of its embeddings lack of its objectives, as a share of
-        |M - M'|."""
+        """The largest error of a step: what the effects of its embeddings and transcoders' errors lack of its
+        objectives, as a share of |M - M'|."""
         off = (self.within[:, 1] - self.within[:, 2]).abs().max() if len(self.within) else torch.tensor(0.0)
         return float(off) / abs(self.clean - self.corrupted)
 
@@ -207,6 +215,7 @@ class RunGraph(PicturedResult, Saved):
         model: DiffusionTransformer,
         replace: str = "corrupted",
         *,
+        features: Sequence[SparseDictionary] = (),
         canvas: str = "forced",
         n_random: Whole = 10,
         seed: Whole = 0,
@@ -219,6 +228,7 @@ class RunGraph(PicturedResult, Saved):
             model: Model of the run.
             replace: What replaces it: its "corrupted" output, the "mean" of its outputs over the positions of the
                 corrupted canvas, or "zero". Embeddings outside the graph are always the corrupted ones.
+            features: The transcoders of the graph.
             canvas: With "forced" each step reads the clean canvas, so that the target and every decision of the graph
                 is measured by itself. With "free", the run is taken again, and each step reads what the steps before
                 it wrote. What has no effect on the target is no part of the graph, and may be written otherwise.
@@ -227,9 +237,9 @@ class RunGraph(PicturedResult, Saved):
             max_bytes: Memory to use in addition to the weights.
 
         Raises:
-            ValueError: Another model, an unknown setting, or a budget that is too small.
+            ValueError: Another model, other transcoders, an unknown setting, or a budget that is too small.
         """
-        return measured(self, model, replace, canvas, n_random, seed, max_bytes)
+        return measured(self, model, replace, features, canvas, n_random, seed, max_bytes)
 
     @checked_arguments
     def interventions(
@@ -297,7 +307,7 @@ class RunGraph(PicturedResult, Saved):
         """What a figure shows of each node."""
         n_layers = int(self.record["n_layers"])
         steps = sorted(set(self.step.tolist()))
-        across = {"token": -1.0, "embed": -1.0, "decision": float(n_layers), "target": float(n_layers), "error": -1.6}
+        across = {"token": -1.0, "embed": -1.0, "decision": float(n_layers), "target": float(n_layers)}
         drawn = []
         for i, name in enumerate(self.names):
             kind, layer = KINDS[int(self.kind[i])], int(self.layer[i])
@@ -306,7 +316,7 @@ class RunGraph(PicturedResult, Saved):
                 {
                     "name": name,
                     "kind": kind,
-                    "x": across.get(kind, layer + (0.5 if kind == "mlp" else 0.0)),
+                    "x": -1.6 if (kind, layer) == ("error", -1) else across.get(kind, layer + 0.5 * (kind != "head")),
                     "step": steps.index(int(self.step[i])),
                     "label": int(self.step[i]),
                     "position": int(self.position[i]),
@@ -386,7 +396,7 @@ class RunGraph(PicturedResult, Saved):
         last = self.layer.max() + 1
         place = {"error": -2, "token": -1, "embed": -1, "decision": int(last), "target": int(last)}
         keys = [
-            (int(step), place.get(KINDS[kind], layer), KINDS[kind] == "mlp")
+            (int(step), place.get(KINDS[kind], layer), KINDS[kind] in ("mlp", "feature"))
             for step, kind, layer in zip(self.step.tolist(), self.kind.tolist(), self.layer.tolist(), strict=True)
         ]
         return sorted(range(len(keys)), key=keys.__getitem__)

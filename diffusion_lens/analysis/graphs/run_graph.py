@@ -33,7 +33,7 @@ margin decides at temperature 0. How sure the choice was does not matter for wha
 rule is one of several that are complete. `RunGraph.faithfulness` measures what the graph keeps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,8 +44,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.circuits.attribution import require_plain_stream
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
+from diffusion_lens.analysis.graphs.features import digests, transcoders_of
 from diffusion_lens.analysis.graphs.result import RunGraph
-from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, StepGraph, StepRun, both_runs
+from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, StepGraph, StepRun, Swept, both_runs
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -82,8 +84,9 @@ class GraphSettings(Settings):
     points: int = setting(16, "Number of quadrature points of each path.", partial(at_least, 1))
     nodes_per_step: int = setting(
         64,
-        "Number of heads and MLPs of each step, those with the largest absolute effects, whose incoming edges are "
-        "computed; embeddings and decisions are in addition. A head costs a backward pass through its attention.",
+        "Number of heads, MLPs and features of each step, those with the largest absolute effects, whose incoming "
+        "edges are computed; embeddings and decisions are in addition. A head costs a backward pass through its "
+        "attention. It is also the number of features of a transcoder that are nodes in a step.",
         partial(at_least, 0),
     )
     max_bytes: int = setting(2**30, "Memory to use in addition to the weights.", partial(at_least, 1))
@@ -99,6 +102,7 @@ def run_graph(
     target: Whole | tuple[Whole, Whole | str],
     corrupted: Trajectory | str | Tensor,
     *,
+    features: Sequence[SparseDictionary] = (),
     settings: GraphSettings,
     progress: bool = False,
 ) -> Any:
@@ -110,6 +114,7 @@ def run_graph(
         target: Position, or (position, token); the token is an id or a text, by default the one that the run wrote.
         corrupted: Another run with the same given positions, steps and sampler; or its prompt, as a text or as tokens
             Int[pos], from which it is then run with the settings and seeds of the clean one.
+        features: Transcoders of MLPs of the model, whose features are then nodes (see `graphs.features`).
 
     Returns:
         A `RunGraph`. Its cost is, for each step that has a part in it and each branch of guidance, two passes, one over
@@ -119,12 +124,13 @@ def run_graph(
         ValueError: The runs have several rows, padding, or different given positions or steps; the target is given or
             never written; both runs write the same token, for the metric "margin"; parts of the model write other sums
             than the graph's, or a hook of the caller is between parts (as in `edge_attribution`); the network is
-            conditioned on its own prediction; or the budget is too small.
+            conditioned on its own prediction; a dictionary is no transcoder of an MLP; or the budget is too small.
 
     Warns:
         UserWarning: A trajectory was written by another checkpoint, or with other hooks, weights, modules or dtype.
     """
     require_plain_stream(model)
+    transcoders = transcoders_of(model, features)
     if trajectory.handed is not None:
         raise ValueError(
             "this run hands its predictions on from step to step, which the graph does not follow: take one step with "
@@ -134,7 +140,7 @@ def run_graph(
     other = _corrupted_run(model, clean, corrupted, settings.canvas)
     warn_of_another_network({"clean trajectory": (clean.record, model), "corrupted trajectory": (other.record, model)})
     step, objective = _target_of(model, clean, other, target, settings)
-    builder = _Builder(model, clean, other, settings)
+    builder = _Builder(model, clean, other, transcoders, settings)
     builder.pending[step] = {objective: _Pending(1.0, None)}
     last_first = range(step, clean.first_step - 1, -1)
     for at in tqdm(last_first, desc="graph", unit="step", disable=not progress):
@@ -148,6 +154,7 @@ def run_graph(
         "copies": builder.copies,
         "n_layers": model.cfg.n_layers,
         "n_heads": model.cfg.n_heads,
+        "features": digests(transcoders),
         "trajectory": {"clean": canvas_provenance(clean.record), "corrupted": canvas_provenance(other.record)},
         **provenance(model, model.cfg),
     }
@@ -257,11 +264,17 @@ class _Builder:
     """Adds the steps of a graph, from the last to the first."""
 
     def __init__(
-        self, model: DiffusionTransformer, clean: Trajectory, corrupted: Trajectory, settings: GraphSettings
+        self,
+        model: DiffusionTransformer,
+        clean: Trajectory,
+        corrupted: Trajectory,
+        transcoders: Mapping[int, SparseDictionary],
+        settings: GraphSettings,
     ) -> None:
         self.model, self.clean, self.corrupted, self.settings = model, clean, corrupted, settings
+        self.transcoders = transcoders
         self.pending: dict[int, dict[Objective, _Pending]] = {}
-        self.nodes: list[tuple[int, int, int, int, int, int, int, int]] = []
+        self.nodes: list[tuple[int, ...]] = []
         self.effects: list[float] = []
         self.inflows: list[float] = []
         self.edges: list[tuple[Tensor, Tensor, Tensor, bool]] = []
@@ -280,11 +293,12 @@ class _Builder:
         *,
         layer: int = -1,
         head: int = -1,
+        feature: int = -1,
         branch: int = 0,
         token: int = -1,
         other: int = -1,
     ) -> int:
-        self.nodes.append((step, KINDS.index(kind), layer, head, position, branch, token, other))
+        self.nodes.append((step, KINDS.index(kind), layer, head, feature, position, branch, token, other))
         self.effects.append(effect)
         self.inflows.append(inflow)
         return len(self.nodes) - 1
@@ -302,7 +316,8 @@ class _Builder:
         positions = sorted({objective.position for objective in wanted})
         runs = both_runs(self.model, (self.clean, self.corrupted), step, positions)
         settings = self.settings
-        graph = StepGraph(runs[0], runs[1], list(wanted), settings.points, settings.max_bytes)
+        most = settings.nodes_per_step
+        graph = StepGraph(runs[0], runs[1], list(wanted), settings.points, self.transcoders, most, settings.max_bytes)
         self.passes += 3 * len(graph.change)
         self.copies += (2 + settings.points) * len(graph.change)
         changed = (graph.clean_values - graph.corrupted_values).tolist()
@@ -324,8 +339,9 @@ class _Builder:
             return
 
         # 2. The effects of all nodes of the step.
-        effects = graph.sweep(coefficients)
-        ids = self._add_nodes(step, runs, effects, graph)
+        swept = graph.sweep(coefficients)
+        effects = [one.effect for one in swept]
+        ids = self._add_nodes(step, runs, swept)
 
         # 3. The edges into the objectives, and on from them to later steps.
         chosen = self._chosen(effects)
@@ -348,14 +364,14 @@ class _Builder:
             for branch, table in enumerate(into):
                 self._add_edges(table, ids[branch], chosen[branch], own)
 
-        # 4. The edges into the chosen heads and MLPs.
+        # 4. The edges into the chosen heads, MLPs and features.
         for branch, places in enumerate(chosen):
             for position, writer in places.nonzero().tolist():
-                if writer:
+                if swept[branch].columns[writer].kind not in ("embed", "error"):
                     table, own = graph.into_node(branch, position, writer), int(ids[branch][position, writer])
                     self.inflows[own] = float(table.sum(dtype=torch.float64))
                     self._add_edges(table, ids[branch], places, own)
-        within = sum(float(effect[:, 0].sum(dtype=torch.float64)) for effect in effects)
+        within = sum(float(one.effect[:, one.sources].sum(dtype=torch.float64)) for one in swept)
         total = float((coefficients * (graph.clean_values - graph.corrupted_values - graph.head_change)).sum())
         self.errors.append([float(step), within, total])
 
@@ -379,29 +395,28 @@ class _Builder:
         for node, passed in pending.nodes or ():
             self._edge(own, node, passed, True)
 
-    def _add_nodes(
-        self, step: int, runs: Sequence[StepRun], effects: Sequence[Tensor], graph: StepGraph
-    ) -> list[Int[Tensor, "pos writer"]]:
+    def _add_nodes(self, step: int, runs: Sequence[StepRun], swept: Sequence[Swept]) -> list[Int[Tensor, "pos writer"]]:
         """Nodes for all parts with an effect; their numbers, -1 for those without."""
         given, canvases = self.clean.given[0], [run.canvas[0].tolist() for run in runs]
-        n_heads, tables = graph.graph.n_heads, []
-        for branch, effect in enumerate(effects):
+        tables = []
+        for branch, (columns, features, _, effect, *_) in enumerate(swept):
             ids = torch.full(effect.shape, -1, dtype=torch.long)
             for position, writer in effect.nonzero().tolist():
-                layer, head = divmod(writer - 1, n_heads + 1) if writer else (-1, -1)
-                kind = "mlp" if writer and head == n_heads else "head"
+                kind, layer, head, _ = columns[writer]
                 tokens = [-1, -1]
-                if not writer:
-                    kind, tokens = "token" if bool(given[position]) else "embed", [each[position] for each in canvases]
+                if kind == "embed":
+                    kind = "token" if bool(given[position]) else "embed"
+                    tokens = [each[position] for each in canvases]
                 value = float(effect[position, writer])
                 ids[position, writer] = self._node(
                     step,
                     kind,
                     position,
                     value,
-                    value if kind == "token" else float("nan"),
+                    value if kind in ("token", "error") else float("nan"),
                     layer=layer,
-                    head=head if kind == "head" else -1,
+                    head=head,
+                    feature=int(features[position, writer]),
                     branch=branch,
                     token=tokens[0],
                     other=tokens[1],
@@ -410,16 +425,16 @@ class _Builder:
         return tables
 
     def _chosen(self, effects: Sequence[Tensor]) -> list[Tensor]:
-        """The embeddings with an effect and the heads and MLPs with the largest ones, Bool[pos writer] by branch."""
-        sizes = torch.stack(list(effects)).abs().cpu()
-        parts = sizes[:, :, 1:]
-        k = min(self.settings.nodes_per_step, int((parts > 0).sum()))
-        chosen = torch.zeros_like(sizes, dtype=torch.bool)
-        chosen[:, :, 0] = sizes[:, :, 0] > 0
-        best = torch.zeros(parts.numel(), dtype=torch.bool)
-        best[parts.flatten().topk(k).indices] = True
-        chosen[:, :, 1:] = best.view_as(parts)
-        return list(chosen)
+        """The embeddings with an effect and the parts with the largest ones, Bool[pos writer] by branch."""
+        sizes = [effect.abs().cpu() for effect in effects]
+        parts = torch.cat([size[:, 1:].flatten() for size in sizes])
+        best = torch.zeros(len(parts), dtype=torch.bool)
+        best[parts.topk(min(self.settings.nodes_per_step, int((parts > 0).sum()))).indices] = True
+        of_branches = best.split([size[:, 1:].numel() for size in sizes])
+        return [
+            torch.cat([size[:, :1] > 0, of_branch.view(len(size), -1)], dim=1)
+            for size, of_branch in zip(sizes, of_branches, strict=True)
+        ]
 
     def _add_edges(self, table: Tensor, ids: Tensor, chosen: Tensor, target: int) -> None:
         """The edges from chosen nodes of a branch, of these weights."""
@@ -471,15 +486,17 @@ class _Builder:
     def result(self, record: dict[str, Any]) -> RunGraph:
         """The graph."""
         columns = torch.tensor(self.nodes, dtype=torch.long).T
-        names = ("step", "kind", "layer", "head", "position", "branch", "token", "other")
+        names = ("step", "kind", "layer", "head", "feature", "position", "branch", "token", "other")
         sources, ends, weights, decides = zip(*self.edges, strict=True)
         decision = [torch.full(one.shape, is_decision) for one, is_decision in zip(ends, decides, strict=True)]
-        tokens = {*columns[6].tolist(), *columns[7].tolist()} - {-1}
+        tokens = {*columns[7].tolist(), *columns[8].tolist()} - {-1}
         words = {**self.corrupted.words, **self.clean.words}
         missing = sorted(tokens - words.keys())
         words |= dict(zip(missing, self.model.words(missing), strict=True))
+        is_feature = columns[1] == KINDS.index("feature")
         graph = RunGraph(
             **dict(zip(names, columns, strict=True)),
+            feature_nodes=columns[[0, 6, 2, 5, 4]][:, is_feature].T,
             effect=torch.tensor(self.effects, dtype=torch.float64),
             inflow=torch.tensor(self.inflows, dtype=torch.float64),
             influence=torch.zeros(len(self.effects), dtype=torch.float64),

@@ -29,19 +29,21 @@ Under guidance, the conditional and the unconditional pass are branches of one s
 the logits of both along their common path.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.circuits.attribution import wider
 from diffusion_lens.analysis.circuits.graph import Graph
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.engine.kept_run import NetworkInput
+from diffusion_lens.analysis.graphs.features import MLPChange, Parts, read_point, share_masked
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.names import Hook, attn_out, mlp_out, resid_post, resid_pre
@@ -51,7 +53,7 @@ from diffusion_lens.model.inputs import check_tokens
 from diffusion_lens.model.noise import HeadAt
 from diffusion_lens.model.transformer import DiffusionTransformer
 
-KINDS = ("token", "embed", "head", "mlp", "decision", "target", "error")  # of nodes
+KINDS = ("token", "embed", "head", "mlp", "decision", "target", "error", "feature")  # of nodes
 
 
 class Objective(NamedTuple):
@@ -141,12 +143,33 @@ def both_runs(
     return [StepRun(model, run, step, positions, max(one.n_pos for one in runs)) for run in pair]
 
 
-@dataclass(frozen=True)
-class Direction:
-    """What the sweep leaves of one branch: the directions at the outputs of its parts, by layer."""
+class Column(NamedTuple):
+    """What a column of writers is: its kind of node, layer, head, and the number of parts that a pass runs before."""
 
-    at_mlp_in: dict[int, Float[Tensor, "pos d_model"]]  # Ḡ of each MLP, which reads its own position only
-    at_z: dict[int, Float[Tensor, "pos head d_head"]]  # direction at the mixed values of each attention
+    kind: str
+    layer: int
+    head: int
+    order: int
+
+
+class Swept(NamedTuple):
+    """What the sweep leaves of one branch.
+
+    Its writers are those of `circuits.graph.Graph`, and after them the error of each MLP with a transcoder and the
+    features that are nodes. Such an MLP itself is then the sum of its other features.
+    """
+
+    columns: list[Column]
+    features: Int[Tensor, "pos writer"]  # number of the feature, -1 where there is none
+    change: Float[Tensor, "pos writer d_model"]  # of what each wrote, between the runs
+    effect: Float[Tensor, "pos writer"]
+    at_mlp_in: dict[int, Float[Tensor, "pos d_model"]]  # Ḡ of an MLP or feature, which read their own position only
+    at_z: dict[int, Float[Tensor, "pos head d_head"]]  # direction at the mixed values of each attention, by layer
+
+    @property
+    def sources(self) -> list[int]:
+        """The writers that pass nothing on: embedding and errors."""
+        return [i for i, column in enumerate(self.columns) if column.kind in ("embed", "error")]
 
 
 class StepGraph:
@@ -157,6 +180,8 @@ class StepGraph:
     Args:
         objectives: What the last part computes; `coefficients` of `sweep` weigh them.
         points: Number m of quadrature points.
+        transcoders: Transcoders of MLPs, by block.
+        n_features: Number of features of each at most that are nodes.
         max_bytes: Memory to use in addition to the weights.
     """
 
@@ -166,9 +191,12 @@ class StepGraph:
         corrupted: StepRun,
         objectives: Sequence[Objective],
         points: int,
+        transcoders: Mapping[int, SparseDictionary],
+        n_features: int,
         max_bytes: int,
     ) -> None:
         self.clean, self.corrupted, self.objectives = clean, corrupted, list(objectives)
+        self.transcoders, self.n_features = transcoders, n_features
         self.model, self.graph = clean.model, Graph.of(clean.model.cfg)
         self.n_layers = self.model.cfg.n_layers
         at, weights = np.polynomial.legendre.leggauss(points)
@@ -178,11 +206,20 @@ class StepGraph:
         # 1. Both runs: the difference of what each part wrote, and the streams before each part.
         self.streams: list[tuple[list[Tensor], ...]] = []
         self.change: list[Float[Tensor, "pos writer d_model"]] = []
+        self.mlps: list[dict[int, MLPChange]] = []
         logits: list[tuple[Tensor, ...]] = []
         with torch.no_grad(), self.model.optional_hooks(use_attn_result=True):
             for pair in zip(clean.branches, corrupted.branches, strict=True):
-                wrote, streams, outputs = zip(*map(self._kept, pair), strict=True)
-                self.change.append(wrote[0].to(wider(wrote[0].dtype)) - wrote[1])
+                wrote, streams, read, outputs = zip(*map(self._kept, pair), strict=True)
+                change = wrote[0].to(wider(wrote[0].dtype)) - wrote[1]
+                shares = share_masked(pair[0]), share_masked(pair[1])
+                self.mlps.append(
+                    {
+                        layer: MLPChange(one, (read[0][layer], read[1][layer]), shares, change[:, self._mlp(layer)])
+                        for layer, one in transcoders.items()
+                    }
+                )
+                self.change.append(change)
                 self.streams.append(streams)
                 logits.append(outputs)
 
@@ -200,11 +237,15 @@ class StepGraph:
         pairs = zip((resid_pre(layer) for layer in range(self.n_layers)), mids, strict=True)
         return [*(name for pair in pairs for name in pair), resid_post(self.n_layers - 1)]
 
-    def _kept(self, given: NetworkInput) -> tuple[Float[Tensor, "pos writer d_model"], list[Tensor], Tensor]:
-        """What each part of a run wrote, the streams before each part, and the logits."""
-        run = given.run({*self.graph.writer_points, *self._leaf_points}, given.embed())
+    def _kept(
+        self, given: NetworkInput
+    ) -> tuple[Float[Tensor, "pos writer d_model"], list[Tensor], dict[int, Tensor], Tensor]:
+        """What each part of a run wrote, the streams before each part, what transcoders read, and the logits."""
+        points = {layer: read_point(layer) for layer in self.transcoders}
+        run = given.run({*self.graph.writer_points, *self._leaf_points, *points.values()}, given.embed())
         streams = [run.activations[name][0] for name in self._leaf_points]
-        return self.graph.written(run.activations)[0], streams, run.logits
+        read = {layer: run.activations[name][0] for layer, name in points.items()}
+        return self.graph.written(run.activations)[0], streams, read, run.logits
 
     def _require_memory(self, max_bytes: int) -> None:
         """Refuse a budget that does not hold the graphs of all points, the streams and the changes at once."""
@@ -212,6 +253,10 @@ class StepGraph:
         size = cfg.dtype.itemsize
         leaves = (2 * self.n_layers + 1) * given.stream_bytes
         changes = self.graph.n_writers * given.stream_bytes * (max(size, 4) // size + 2)
+        if self.transcoders:  # a second table of changes, with a column for each feature; tables of all features
+            of_nodes = len(self.transcoders) * (self.n_features + 2) * 2 * given.n_pos * cfg.d_model
+            most = max(len(one.b_enc) for one in self.transcoders.values())
+            changes += (self.graph.n_writers * cfg.d_model + 8 * most) * given.n_pos * 4 + of_nodes * 4
         # Beside the graph: the leaves, the outputs of attention and MLP, mixed values, and gradients on their way.
         one = reserved(cfg, given.graph_bytes + leaves + (3 * self.n_layers + 4) * given.stream_bytes, of_graph=True)
         needed = len(self.clean.branches) * (len(self.at) * one + 2 * leaves + changes)
@@ -221,7 +266,7 @@ class StepGraph:
                 "fewer points or more bytes"
             )
 
-    def sweep(self, coefficients: Float[Tensor, "target"]) -> list[Float[Tensor, "pos writer"]]:
+    def sweep(self, coefficients: Float[Tensor, "target"]) -> list[Swept]:
         """The effect of every node of each branch on the weighted sum of the objectives."""
         with torch.enable_grad():
             passes = [_LeafPass(self, branch) for branch in range(len(self.change))]
@@ -230,46 +275,74 @@ class StepGraph:
         finals = [one.leaves[-1] for one in passes]
         # The direction at the final stream, by objective and branch.
         at_final = torch.stack([torch.stack(self._summed(finals, total)) for total in totals])
-        self.at_final = at_final.to(self.change[0].device)
-        self.directions, effects = [], []
-        for branch, of_branch in enumerate(passes):
-            direction, change = self.at_final[:, branch].sum(dim=0), self.change[branch]
-            effect = change.new_zeros(change.shape[:2])
-            found = Direction({}, {})
-            for layer in reversed(range(self.n_layers)):
-                heads, mlp = self.graph.writer_points[f"blocks.{layer}.attn.hook_result"], self._mlp(layer)
+        self.at_final, self._passes = at_final.to(self.change[0].device), passes
+        self.swept = [self._back(branch) for branch in range(len(passes))]
+        return self.swept
+
+    def _back(self, branch: int) -> Swept:
+        """From the last part of a branch to the first."""
+        direction, change, of_branch = self.at_final[:, branch].sum(dim=0), self.change[branch], self._passes[branch]
+        effect, at_mlp_in, at_z = change.new_zeros(change.shape[:2]), {}, {}
+        columns = [
+            Column("embed", -1, -1, 0),
+            *(
+                Column("mlp", layer, -1, 2 * layer + 2)
+                if head == self.graph.n_heads
+                else Column("head", layer, head, 2 * layer + 1)
+                for layer in range(self.n_layers)
+                for head in range(self.graph.n_heads + 1)
+            ),
+        ]
+        divided: dict[int, tuple[Parts, Tensor]] = {}
+        for layer in reversed(range(self.n_layers)):
+            heads, mlp = self.graph.writer_points[f"blocks.{layer}.attn.hook_result"], self._mlp(layer)
+            if layer in self.transcoders:
+                parts = self.mlps[branch][layer].parts(direction, self.n_features)
+                of_parts = torch.einsum("pnd,pd->pn", parts.written, direction)
+                divided[mlp] = parts, of_parts
+                into = [of_branch.read(layer, toward) for toward in parts.toward.unbind(dim=1)]
+                effect[:, mlp], at_mlp_in[mlp] = of_parts[:, 0], into[0]
+                at_mlp_in |= dict(enumerate(into[1:], len(columns)))
+                kinds = ["feature"] * (len(into) - 1) + ["error"]
+                columns += [Column(kind, layer, -1, 2 * layer + 2) for kind in kinds]
+                direction = direction + torch.stack(into).sum(dim=0)
+            else:
                 effect[:, mlp] = (change[:, mlp] * direction).sum(dim=-1)
-                found.at_mlp_in[layer] = of_branch.mlp(layer, direction)
-                direction = direction + found.at_mlp_in[layer]
-                columns = slice(heads.start, heads.stop)
-                effect[:, columns] = torch.einsum("phd,pd->ph", change[:, columns], direction)
-                found.at_z[layer] = of_branch.output(layer, direction)
-                direction = direction + of_branch.attention(layer, found.at_z[layer])
-            effect[:, 0] = (change[:, 0] * direction).sum(dim=-1)
-            self.directions.append(found)
-            effects.append(effect)
-        self._passes = passes
-        return effects
+                at_mlp_in[mlp] = of_branch.mlp(layer, direction)
+                direction = direction + at_mlp_in[mlp]
+            of_heads = slice(heads.start, heads.stop)
+            effect[:, of_heads] = torch.einsum("phd,pd->ph", change[:, of_heads], direction)
+            at_z[layer] = of_branch.output(layer, direction)
+            direction = direction + of_branch.attention(layer, at_z[layer])
+        effect[:, 0] = (change[:, 0] * direction).sum(dim=-1)
+        features = torch.full(effect.shape, -1)
+        if divided:
+            change = torch.cat([change, *(parts.written[:, 1:] for parts, _ in divided.values())], dim=1)
+            effect = torch.cat([effect, *(of_parts[:, 1:] for _, of_parts in divided.values())], dim=1)
+            features = torch.cat([features, *(parts.numbers[:, 1:] for parts, _ in divided.values())], dim=1)
+            for mlp, (parts, _) in divided.items():
+                change[:, mlp] = parts.written[:, 0]
+        return Swept(columns, features, change, effect, at_mlp_in, at_z)
 
     def into_objective(self, index: int) -> list[Float[Tensor, "pos writer"]]:
         """The edges from every node of each branch into an objective, times its coefficient."""
-        pairs = zip(self.change, self.at_final[index], strict=True)
-        return [torch.einsum("pwd,pd->pw", change, direction) for change, direction in pairs]
+        pairs = zip(self.swept, self.at_final[index], strict=True)
+        return [torch.einsum("pwd,pd->pw", swept.change, direction) for swept, direction in pairs]
 
     def into_node(self, branch: int, position: int, writer: int) -> Float[Tensor, "pos writer"]:
         """The edges from every node of the branch into this node."""
-        change, layer = self.change[branch], (writer - 1) // (self.graph.n_heads + 1)
-        edges, before = change.new_zeros(change.shape[:2]), 1 + layer * (self.graph.n_heads + 1)
-        if writer == self._mlp(layer):
-            direction = self.directions[branch].at_mlp_in[layer]
-            edges[position, :writer] = change[position, :writer] @ direction[position]
+        swept = self.swept[branch]
+        change, columns = swept.change, swept.columns
+        kind, layer, head, order = columns[writer]
+        before = torch.tensor([column.order < order for column in columns], device=change.device)
+        if kind != "head":
+            edges, direction = change.new_zeros(change.shape[:2]), swept.at_mlp_in[writer]
+            edges[position] = change[position] @ direction[position] * before
             return edges
-        at_z, head = self.directions[branch].at_z[layer], writer - before
-        own = torch.zeros_like(at_z)
-        own[position, head] = at_z[position, head]
+        own = torch.zeros_like(swept.at_z[layer])
+        own[position, head] = swept.at_z[layer][position, head]
         direction = self._passes[branch].attention(layer, own)
-        edges[:, :before] = torch.einsum("pwd,pd->pw", change[:, :before], direction)
-        return edges
+        return torch.einsum("pwd,pd->pw", change, direction) * before
 
     def _mlp(self, layer: int) -> int:
         return (layer + 1) * (self.graph.n_heads + 1)
@@ -311,6 +384,7 @@ class _LeafPass:
         hooks: list[tuple[str, Hook]] = [(name, replaced) for name in by_name]
         hooks += [(f"blocks.{layer}.attn.hook_z", cut) for layer in layers]
         hooks += [(name(layer), kept) for layer in layers for name in (attn_out, mlp_out)]
+        hooks += [(read_point(layer), kept) for layer in step.transcoders]
         with given.at_step(len(step.at)), step.model.hooks(fwd_hooks=hooks):
             self.logits: Tensor = step.model(
                 self.leaves[0].detach(), start_at_layer=0, attention_mask=None, logits_at=given.rows
@@ -319,6 +393,10 @@ class _LeafPass:
     def mlp(self, layer: int, direction: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_model"]:
         """Ḡ of an MLP, for a direction at its output."""
         return self._pulled(self.outputs[mlp_out(layer)], self.leaves[2 * layer + 1], direction)
+
+    def read(self, layer: int, direction: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_model"]:
+        """Ḡ of the norm that a transcoder reads, for a direction at its output."""
+        return self._pulled(self.outputs[read_point(layer)], self.leaves[2 * layer + 1], direction)
 
     def attention(self, layer: int, direction: Float[Tensor, "pos head d_head"]) -> Float[Tensor, "pos d_model"]:
         """Ḡ of an attention, for a direction at its mixed values."""

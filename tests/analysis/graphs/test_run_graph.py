@@ -50,10 +50,11 @@ def require_laws(graph: Any) -> None:
     for node, weight in passed.items():
         assert weight == pytest.approx(nodes.effect[node], rel=1e-6, abs=1e-9)
     assert set(nodes[nodes.kind == "decision"].index) <= set(passed.index)
-    # 3. Within each step the embeddings have the whole difference of its objectives.
+    # 3. Within each step the embeddings and transcoders' errors have the whole difference of its objectives.
     for step, within, total in graph.within.tolist():
-        embeddings = nodes[(nodes.step == step) & nodes.kind.isin(["token", "embed"])]
-        assert embeddings.effect.sum() == pytest.approx(within, rel=1e-6, abs=1e-6)
+        of_transcoder = (nodes.kind == "error") & (nodes.layer >= 0)
+        sources = nodes[(nodes.step == step) & (nodes.kind.isin(["token", "embed"]) | of_transcoder)]
+        assert sources.effect.sum() == pytest.approx(within, rel=1e-6, abs=1e-6)
         assert within == pytest.approx(total, abs=1e-3 * largest)
     # 4. Over the steps, the given tokens and the errors have that of the target.
     sources = nodes[nodes.kind.isin(["token", "error"])]
