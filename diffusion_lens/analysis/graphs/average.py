@@ -43,8 +43,7 @@ from diffusion_lens.analysis.graphs.run_graph import LEAST_MARGIN, GraphSettings
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard, fact_seed
 from diffusion_lens.analysis.over_facts.intervals import FEWEST, mean_interval
-from diffusion_lens.analysis.over_facts.loop_settings import LoopSettings
-from diffusion_lens.analysis.over_facts.study import FactResult, FactsJob, Study, StudyResult
+from diffusion_lens.analysis.over_facts.study import FactResult, FactsJob, LoopSettings, Study, StudyResult
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.denoise import denoise
 from diffusion_lens.facts.fact import Fact, Query
