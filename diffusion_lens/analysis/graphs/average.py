@@ -133,7 +133,7 @@ class GraphOverlap:
         shared: Number of the strongest nodes of one that are among the strongest of the other.
         most: Number of strongest nodes of each.
         n_nodes: Number of nodes in all.
-        by_chance: The number that two random choices of nodes share on average, most² / n_nodes.
+        by_chance: The mean of the hypergeometric distribution, most² / n_nodes: what two random choices of nodes share.
         correlation: Pearson's correlation of the effects of all nodes.
         shared_range, correlation_range: Their ranges over resamples of the facts.
         shuffled_range, shuffled_correlation: The same where the nodes of the other average are shuffled among those of
