@@ -133,6 +133,7 @@ def test_a_small_figure_draws_every_row_and_column(results, plain):
         "RemaskEffect": (3, POS),
         "RankStability": (2, 2),
         "AverageTrajectoryEffect": (STEPS, LAYERS),
+        "AverageRunGraph": (20, 6),
         "Predictions": (17, STEPS),
     }
     seen = set()

@@ -260,7 +260,7 @@ class AverageRunGraph(StudyResult[FactGraph]):
         arguments = (self.clusters, check_level(level), self.record["seed"])
         parts = self.effects[:, occurs].split(_TOGETHER, dim=1)
         ends = [torch.stack(mean_interval(part, *arguments, weights=weights)) for part in parts]
-        both = torch.zeros(2, *occurs.shape, dtype=torch.float64)
+        both = self.effects.new_zeros(2, *occurs.shape)
         both[:, occurs] = torch.cat(ends, dim=1)
         low, high = both if weights is None or self._has_change else both * math.nan
         return low, high
