@@ -6,8 +6,8 @@ whether or not the run writes it, and M its logit or log-probability.
 
 Two facts share no positions and no steps. What they share is a node (role, step, part):
 
-    role   that of the position (`causal_tracing.average_result`), or "readout", the position whose output predicts the
-           target: its own, or the one before it where the readout is shifted, as on a causal model
+    role   that of the position (`causal_tracing.average_result`), or "readout", whatever its role besides: the position
+           whose output predicts the target, its own, or the one before it on a causal model and others that shift
     step   "target", the step at which the target is read, or "earlier", all steps before it
     part   a head, an MLP, "token", "embed", "decision" or "error", as in `RunGraph`
 
@@ -481,8 +481,8 @@ def _graph_of(
     loop = settings.used_loop.for_facts([fact_id], model.cfg)
     run = denoise(model, lay_out(model, _prompt(query)[None], length), loop)
     position, token = (each[settings.answer_token] for each in (query.answer_positions, query.answer_tokens))
-    of_graph = GraphSettings(settings.metric, None, settings.canvas, settings.points, 0, max_bytes)
-    graph = run_graph(model, run, (position, token), other, settings=of_graph)
+    of_graph = {name: getattr(settings, name) for name in ("metric", "canvas", "points")}
+    graph = run_graph(model, run, (position, token), other, **of_graph, nodes_per_step=0, max_bytes=max_bytes)
 
     # 2. The effects by role of the position, step and part.
     traced, step = TracedTrajectory(model, query, run), int(graph.record["target_step"])
