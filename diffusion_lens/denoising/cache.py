@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -40,8 +40,8 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
         canvases: Int[canvas batch pos], those of the run's `Trajectory`; `None` in files of earlier versions.
     """
 
-    KIND: ClassVar[str] = "trajectory cache"
-    NO_PICTURE: ClassVar[str] = "It holds activations; the results that are computed from them have pictures."
+    KIND = "trajectory cache"
+    NO_PICTURE = "It holds activations; the results that are computed from them have pictures."
 
     def __init__(
         self,

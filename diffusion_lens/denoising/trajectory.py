@@ -1,7 +1,7 @@
 """`Trajectory`: the result of a denoising run, to be read, saved, drawn, compared and taken again with hooks."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -103,13 +103,9 @@ class Trajectory(Saved, Result):
     handed: Handed | None = None
     recorded: Predictions | None = None
     KIND = "trajectory"
-    SHOWS: ClassVar[str] = (
-        "the text after each denoising step, coloured by the probability of each token when it was written"
-    )
+    SHOWS = "the text after each denoising step, coloured by the probability of each token when it was written"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "blank": int, "first_step": int, "forward_passes": int}
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("batch", self.text), ("batch", self.completion))
+    AXES = (("batch", "text"), ("batch", "completion"))
 
     def _check(self) -> None:
         if "times" in self.record:

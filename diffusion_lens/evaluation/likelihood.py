@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -67,8 +67,8 @@ class NLLEstimate(Result, Saved):
         record: Prompt and answer, noise, guidance, seed, model, weights' hash, versions.
     """
 
-    KIND: ClassVar[str] = "NLL estimate"
-    NO_PICTURE: ClassVar[str] = "It is one number with its standard error."
+    KIND = "NLL estimate"
+    NO_PICTURE = "It is one number with its standard error."
 
     value: float
     standard_error: float

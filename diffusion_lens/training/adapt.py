@@ -81,8 +81,8 @@ class Adaptation(PicturedResult, Saved):
         delta: The delta that makes it of the causal model, if there is one, likewise.
     """
 
-    KIND: ClassVar[str] = "adaptation"
-    SHOWS: ClassVar[str] = "the loss of every update of the adaptation"
+    KIND = "adaptation"
+    SHOWS = "the loss of every update of the adaptation"
 
     settings: dict[str, Any]
     losses: Float[Tensor, "step"]

@@ -214,11 +214,16 @@ class TrajectoryTrace(PicturedResult, Saved):
             contains the weights, hooks and modules that wrote the clean run's canvases.
     """
 
-    KIND: ClassVar[str] = "trajectory trace"
-    SHOWS: ClassVar[str] = (
-        "p(answer) when one state is restored in a corrupted run, by position and layer at one denoising step"
-    )
+    KIND = "trajectory trace"
+    SHOWS = "p(answer) when one state is restored in a corrupted run, by position and layer at one denoising step"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "kind": str, "answer": list[str]}
+    AXES = (
+        ("step", "steps"),
+        ("pos", "positions"),
+        ("layer", "layers"),
+        ("selected", "revealed_at"),
+        ("step canvas", "str_canvases"),
+    )
 
     scores: Float[Tensor, "step pos layer"]
     token_scores: Float[Tensor, "step pos layer selected"]
@@ -235,15 +240,6 @@ class TrajectoryTrace(PicturedResult, Saved):
     positions: list[int]
     layers: list[int]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (
-            ("step", self.steps),
-            ("pos", self.positions),
-            ("layer", self.layers),
-            ("selected", self.revealed_at),
-            ("step canvas", self.str_canvases),
-        )
 
     def _check(self) -> None:
         for canvas in self.str_canvases:

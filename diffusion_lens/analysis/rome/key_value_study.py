@@ -11,7 +11,7 @@ computed in full, even to fill in one missing fact.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -63,7 +63,7 @@ class FactVectors(FactResult, Saved):
         after: Float[layer], p(answer) with δ at that layer.
     """
 
-    KIND: ClassVar[str] = "key and values of a fact"
+    KIND = "key and values of a fact"
 
     keys: Float[Tensor, "layer d_mlp"]
     outputs: Float[Tensor, "layer d_model"]
@@ -96,17 +96,15 @@ class KeyValueStudy(StudyResult[FactVectors]):
     layers: list[int]
     record: dict[str, Any]
 
-    KIND: ClassVar[str] = "key and value study"
-    SHOWS: ClassVar[str] = "p(answer) with the optimised value, by the layer of the value"
+    KIND = "key and value study"
+    SHOWS = "p(answer) with the optimised value, by the layer of the value"
     ENTRIES: ClassVar[Mapping[str, Any]] = {
         "facts": dict[str, dict[str, Any]],
         "set_aside": dict[str, str],
         "model": str,
     }
-    FACT_FILE: ClassVar[type[Any]] = FactVectors
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("fact", self.ids), ("layer", self.layers))
+    FACT_FILE = FactVectors
+    AXES = (("fact", "ids"), ("layer", "layers"))
 
     @classmethod
     def of(cls, results: Mapping[str, FactVectors], record: dict[str, Any]) -> "KeyValueStudy":
