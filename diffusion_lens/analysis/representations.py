@@ -48,13 +48,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens import plots
-from diffusion_lens.records.results import (
-    PicturedResult,
-    Saved,
-    Table,
-    installed_version,
-    shown_model,
-)
+from diffusion_lens.records.results import PicturedResult, Saved, Table, installed_version, shown_model
 from diffusion_lens.settings import check_level, checked_arguments, takes
 from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import CompareSettings

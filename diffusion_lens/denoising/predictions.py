@@ -293,13 +293,7 @@ class Predictions(PicturedResult, Saved):
 
     @styled
     def plot(
-        self,
-        row: Whole = 0,
-        *,
-        show: str = "entropy",
-        ax: Any = None,
-        title: str | None = None,
-        folded: bool = True,
+        self, row: Whole = 0, *, show: str = "entropy", ax: Any = None, title: str | None = None, folded: bool = True
     ) -> Any:
         """The canvas of one row, a column for each step, with the likeliest token in each cell; returns the axes.
 

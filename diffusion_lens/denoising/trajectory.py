@@ -29,14 +29,7 @@ from diffusion_lens.model.text import to_completion
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.captions import caption_of, selection_of
 from diffusion_lens.records.identity import run_of
-from diffusion_lens.records.results import (
-    Result,
-    Saved,
-    Table,
-    load_result,
-    shown_model,
-    texts_of,
-)
+from diffusion_lens.records.results import Result, Saved, Table, load_result, shown_model, texts_of
 from diffusion_lens.records.schema import built, require_indices
 from diffusion_lens.settings import at_least, checked_arguments, one_of, whole_number
 from diffusion_lens.settings.figures import styled
@@ -377,10 +370,7 @@ class Trajectory(Saved, Result):
         return self._finish(run, "free", ())
 
     def rows_after(
-        self,
-        model: DiffusionTransformer,
-        logits: Float[Tensor, "batch selected d_vocab_out"],
-        positions: Sequence[int],
+        self, model: DiffusionTransformer, logits: Float[Tensor, "batch selected d_vocab_out"], positions: Sequence[int]
     ) -> LoopRows:
         """The rows after the first step of a free replay that uses the given logits; as in `replay_from_logits`."""
         run = self.started(model)

@@ -34,22 +34,11 @@ from diffusion_lens.denoising.sampler import row_seeds
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.loss import NOWHERE, hide, require_known_loss
-from diffusion_lens.model.noise import (
-    LossTerm,
-    Noise,
-    clean_cross_entropy,
-    score_entropy,
-    uniform_bound,
-)
+from diffusion_lens.model.noise import LossTerm, Noise, clean_cross_entropy, score_entropy, uniform_bound
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import (
-    Result,
-    Saved,
-    Table,
-    provenance,
-)
+from diffusion_lens.records.results import Result, Saved, Table, provenance
 from diffusion_lens.settings import at_least, not_negative
 
 Text = str | Tensor

@@ -218,12 +218,7 @@ def _ranks(predictions: Predictions) -> dict[str, Tensor]:
             steps = predictions.revealed_at[row, own].numpy()
             rank[row, own] = torch.from_numpy((rankdata(steps) - 0.5) / n).float()
             place[row, own] = (torch.arange(n) + 0.5) / n
-    return {
-        "rank": rank,
-        "place": place,
-        "revealed_at": predictions.revealed_at,
-        "written": predictions.written,
-    }
+    return {"rank": rank, "place": place, "revealed_at": predictions.revealed_at, "written": predictions.written}
 
 
 def _classes_of(

@@ -139,11 +139,7 @@ class CanvasRuns(Generic[M]):
 
 
 def run_canvases(
-    run: TracedTrajectory,
-    members: Sequence[M],
-    settings: TraceSettings,
-    layers: Sequence[int],
-    budget: tuple[int, int],
+    run: TracedTrajectory, members: Sequence[M], settings: TraceSettings, layers: Sequence[int], budget: tuple[int, int]
 ) -> Iterator[CanvasRuns[M]]:
     """Compute the clean and the corrupted run of canvases that `run_together`, in as few trees as fit into the budget:
     memory to use in addition to the weights, and bytes that a row takes at least, after its pass."""

@@ -365,10 +365,7 @@ def _added(so_far: SecondMoment, panel: KeyPanel, sums: KeySums) -> SecondMoment
     if so_far.texts:
         total.add_(so_far.total.to(total.device))
     added = replace(
-        so_far,
-        total=total,
-        count=so_far.count + len(panel.tokens),
-        texts=so_far.texts + len(panel.lengths),
+        so_far, total=total, count=so_far.count + len(panel.tokens), texts=so_far.texts + len(panel.lengths)
     )
     if so_far.by_length is None or so_far.text_squares is None or so_far.length_squares is None:
         return added  # It was begun without the sums for the error.

@@ -36,13 +36,7 @@ from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard, content, name_facts
 from diffusion_lens.analysis.over_facts.intervals import share_interval
-from diffusion_lens.analysis.over_facts.study import (
-    FactResult,
-    FactsJob,
-    Study,
-    StudyResult,
-    in_batches_of,
-)
+from diffusion_lens.analysis.over_facts.study import FactResult, FactsJob, Study, StudyResult, in_batches_of
 from diffusion_lens.analysis.rome.covariance import (
     Covariance,
     InverseMoment,

@@ -27,13 +27,7 @@ from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard
 from diffusion_lens.analysis.over_facts.intervals import mean_interval
-from diffusion_lens.analysis.over_facts.study import (
-    FactResult,
-    FactsJob,
-    Study,
-    StudyResult,
-    in_batches_of,
-)
+from diffusion_lens.analysis.over_facts.study import FactResult, FactsJob, Study, StudyResult, in_batches_of
 from diffusion_lens.analysis.representations import Comparisons, compare_along
 from diffusion_lens.analysis.rome.keys import compute_keys, lay_out_request
 from diffusion_lens.analysis.rome.values import optimize_values
