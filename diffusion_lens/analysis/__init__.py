@@ -183,7 +183,5 @@ __all__ += probes.__all__
 def __getattr__(name: str) -> Any:
     if name == "TimeProbe":
         warnings.warn("TimeProbe will be removed; use LinearProbe", DeprecationWarning, stacklevel=2)
-        return LinearProbe
-    from diffusion_lens.analysis.causal_tracing.deprecated import deprecated
-
-    return deprecated(name)
+        return probes.LinearProbe
+    return causal_tracing.deprecated(name)
