@@ -38,8 +38,7 @@ from diffusion_lens.hooks.clock import held_whole, restoring
 from diffusion_lens.hooks.names import ByHookPoint, FwdHooks, NamesFilter, hook_pairs
 from diffusion_lens.loading import open_pretrained, save_pretrained
 from diffusion_lens.loading.delta import TwinCheckpoint
-from diffusion_lens.loading.hugging_face import export_hf
-from diffusion_lens.loading.source import Source, given_options
+from diffusion_lens.loading.source import Source, export_hf, given_options
 from diffusion_lens.model.attention import KeyValueCache
 from diffusion_lens.model.build import DeviceMap
 from diffusion_lens.model.hooking import (

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.loading import hugging_face
+from diffusion_lens.loading import source
 from weight_conversion import export
 
 TEXT = "Gustav Geisser is the brave drummer of Rolsen."
@@ -57,7 +57,7 @@ def test_a_twin_with_a_shifted_readout_goes_on_in_transformers(family, specimen,
     twin = {**configs[family], "mode": "bidirectional", "mask_token_id": 7}
     model, tokens = specimen(twin).model, torch.arange(24).view(2, 12)
     theirs = AutoModelForCausalLM.from_pretrained(model.export_hf(tmp_path / "twin"))
-    assert theirs.config.architectures == [hugging_face.CAUSAL[family]]
+    assert theirs.config.architectures == [source.CAUSAL[family]]
     real = torch.ones_like(tokens)
     real[1, :3] = 0
     # Positions of the padded text count from its first token.
@@ -96,7 +96,7 @@ def test_an_error_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(hugging_face, "save_tokenizer", full)
+        patch.setattr(source, "save_tokenizer", full)
         with pytest.raises(OSError, match="no space left"):
             model.export_hf(folder)
     assert not list(tmp_path.iterdir())

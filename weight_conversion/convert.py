@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weight_conversion.architecture import Architecture, Shape
-from weight_conversion.families import native
-from weight_conversion.families.family import IGNORED_KEYS, Config, Family
+from weight_conversion.families.family import FORMAT, IGNORED_KEYS, Config, Family
 from weight_conversion.families.kinds import warn_if_silent, with_block_size
 from weight_conversion.files import (
     CHECKPOINT_SUFFIXES,
@@ -145,7 +144,7 @@ def export(
     """
     target = Path(path)
     layout, key_map, config = _plan(architecture, target, family)
-    if layout.name != native.FORMAT:
+    if layout.name != FORMAT:
         tensors = unfolded(tensors, architecture)
     theirs = dict(key_map.to_theirs(tensors))
     config_file = target.parent / layout.config_file
@@ -177,12 +176,12 @@ def _plan(architecture: Architecture, target: Path, family: str | None) -> tuple
     name = family or architecture.family
     if name not in FAMILIES:
         raise ValueError(f"unknown family {name!r}; known are {', '.join(FAMILIES)}")
-    if (kind := architecture.positional_embedding_type) != "rotary" and name != native.FORMAT:
+    if (kind := architecture.positional_embedding_type) != "rotary" and name != FORMAT:
         raise ValueError(
             f"the {name} format cannot express positional_embedding_type={kind!r}, because its models have rotary "
-            f"positions: pass family='{native.FORMAT}'"
+            f"positions: pass family='{FORMAT}'"
         )
-    if name != native.FORMAT:
+    if name != FORMAT:
         architecture = unfolded_architecture(architecture)
     key_map = KeyMap(FAMILIES[name].rules, architecture)
     config = _config_of(architecture, FAMILIES[name], key_map)
@@ -213,7 +212,7 @@ def _config_of(architecture: Architecture, family: Family, key_map: KeyMap) -> d
     ]
     if lost:
         raise ValueError(
-            f"the {family.name} format cannot express {', '.join(lost)}: pass family='{native.FORMAT}'"
+            f"the {family.name} format cannot express {', '.join(lost)}: pass family='{FORMAT}'"
             + ", or model.export_hf(folder), which measures this change" * ("rotary_dtype" in " ".join(lost))
         )
     return config

@@ -258,10 +258,7 @@ class KeyMap:
             )
 
     def to_ours(
-        self,
-        read: Callable[[str, int, int], Tensor],
-        most_bytes: int = PIECE_BYTES,
-        source: str = "the checkpoint",
+        self, read: Callable[[str, int, int], Tensor], most_bytes: int = PIECE_BYTES, source: str = "the checkpoint"
     ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in our layout, as consecutive pieces of rows.
 

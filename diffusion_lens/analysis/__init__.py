@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from diffusion_lens.analysis import beliefs, causal_tracing, circuits, lens, patching, probes
 from diffusion_lens.analysis.attention_by_step import (
     AttentionRollout,
     QKDecomposition,
@@ -12,49 +13,9 @@ from diffusion_lens.analysis.attention_by_step import (
     retrieval_heads,
 )
 from diffusion_lens.analysis.attention_sinks import AttentionSinks, SinkSpan, attention_sinks
-from diffusion_lens.analysis.beliefs import (
-    Calibration,
-    Commitment,
-    EarlyCommit,
-    RemaskEffect,
-    RevealOrder,
-    calibration,
-    commitment,
-    remask_effect,
-    reveal_order,
-)
-from diffusion_lens.analysis.causal_tracing import (
-    AverageEffect,
-    AverageSettings,
-    AverageTrajectoryEffect,
-    AverageTrajectorySettings,
-    CausalTrace,
-    Known,
-    RankStability,
-    TemporalEffect,
-    TraceSettings,
-    TrajectoryTrace,
-    average_indirect_effect,
-    average_trajectory_effect,
-    causal_trace,
-    merge,
-    noise_scale,
-    rank_stability,
-    recalled_facts,
-    temporal_effect,
-    trace_trajectory,
-)
-from diffusion_lens.analysis.circuits import (
-    Circuit,
-    EdgeScores,
-    Faithfulness,
-    NeuronScores,
-    NodeScores,
-    edge_attribution,
-    faithfulness,
-    neuron_attribution,
-    node_attribution,
-)
+from diffusion_lens.analysis.beliefs import *
+from diffusion_lens.analysis.causal_tracing import *
+from diffusion_lens.analysis.circuits import *
 from diffusion_lens.analysis.dictionaries import (
     ActivationStore,
     DictionaryLoss,
@@ -82,11 +43,11 @@ from diffusion_lens.analysis.graphs import (
     average_run_graph,
     run_graph,
 )
-from diffusion_lens.analysis.lens import LogitLens, Translators, fit_translators, logit_lens
+from diffusion_lens.analysis.lens import *
 from diffusion_lens.analysis.over_facts.executor import LocalWorkers, Workers
 from diffusion_lens.analysis.over_facts.study import LoopSettings
-from diffusion_lens.analysis.patching import PatchGrid, answer_probability, patch_grid
-from diffusion_lens.analysis.probes import LinearProbe, RidgeSettings, probe, probe_time
+from diffusion_lens.analysis.patching import *
+from diffusion_lens.analysis.probes import *
 from diffusion_lens.analysis.representations import Comparison, Comparisons, compare, compare_along
 from diffusion_lens.analysis.rome import (
     EditSettings,
@@ -136,26 +97,15 @@ __all__ = [
     "ActivationStore",
     "AttentionRollout",
     "AttentionSinks",
-    "AverageEffect",
     "AverageRunGraph",
-    "AverageSettings",
-    "AverageTrajectoryEffect",
-    "AverageTrajectorySettings",
     "CacheDrift",
-    "Calibration",
     "CanvasLayout",
-    "CausalTrace",
-    "Circuit",
-    "Commitment",
     "Comparison",
     "Comparisons",
     "DictionaryLoss",
-    "EarlyCommit",
-    "EdgeScores",
     "EditSettings",
     "EditStudy",
     "FactSignatures",
-    "Faithfulness",
     "GradientAlignment",
     "GraphFaithfulness",
     "GraphInterventions",
@@ -163,28 +113,18 @@ __all__ = [
     "KeyResult",
     "KeyValueSettings",
     "KeyValueStudy",
-    "Known",
     "LayerCosines",
-    "LinearProbe",
     "LocalWorkers",
-    "LogitLens",
     "LoopSettings",
     "MemitEdit",
     "MemitSettings",
-    "NeuronScores",
-    "NodeScores",
     "NoiseRange",
     "Orthogonalization",
-    "PatchGrid",
     "Projection",
     "QKDecomposition",
     "RankOneEdit",
-    "RankStability",
-    "RemaskEffect",
     "RetrievalHeads",
-    "RevealOrder",
     "ReversalSignatures",
-    "RidgeSettings",
     "RunGraph",
     "SecondMoment",
     "SinkSpan",
@@ -194,60 +134,35 @@ __all__ = [
     "SteeringVectors",
     "TaughtCanvas",
     "TaughtPair",
-    "TemporalEffect",
-    "TraceSettings",
     "TracedTrajectory",
-    "TrajectoryTrace",
-    "Translators",
     "ValueResult",
     "ValueSettings",
     "Workers",
     "activations",
-    "answer_probability",
     "attention_rollout",
     "attention_sinks",
-    "average_indirect_effect",
     "average_run_graph",
-    "average_trajectory_effect",
     "cache_drift",
-    "calibration",
-    "causal_trace",
-    "commitment",
     "compare",
     "compare_along",
     "compute_key",
     "dictionary_loss",
     "difference_of_means",
-    "edge_attribution",
     "edge_cut",
     "edit_study",
     "edit_success",
     "evidence",
-    "faithfulness",
-    "fit_translators",
     "gradient_alignment",
     "isotropic_route_correlation",
     "key_value_study",
     "layer_cosines",
-    "logit_lens",
     "memit",
     "memit_study",
-    "merge",
-    "neuron_attribution",
-    "node_attribution",
-    "noise_scale",
     "optimize_value",
     "orthogonalize",
-    "patch_grid",
-    "probe",
-    "probe_time",
     "projection",
     "qk_decomposition",
-    "rank_stability",
-    "recalled_facts",
-    "remask_effect",
     "retrieval_heads",
-    "reveal_order",
     "reversal_signatures",
     "routes",
     "run_graph",
@@ -255,16 +170,18 @@ __all__ = [
     "splice",
     "state_drift",
     "study_keys_and_values",
-    "temporal_effect",
-    "trace_trajectory",
     "writes_to_stream",
 ]
+__all__ += beliefs.__all__
+__all__ += causal_tracing.__all__
+__all__ += circuits.__all__
+__all__ += lens.__all__
+__all__ += patching.__all__
+__all__ += probes.__all__
 
 
 def __getattr__(name: str) -> Any:
     if name == "TimeProbe":
         warnings.warn("TimeProbe will be removed; use LinearProbe", DeprecationWarning, stacklevel=2)
-        return LinearProbe
-    from diffusion_lens.analysis.causal_tracing.deprecated import deprecated
-
-    return deprecated(name)
+        return probes.LinearProbe
+    return causal_tracing.deprecated(name)

@@ -27,7 +27,7 @@ are neither queries nor keys.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -71,10 +71,9 @@ class RetrievalHeads(ByStep):
         record: Steps that wrote tokens, layers, inputs, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "retrieval heads"
-    SHOWS: ClassVar[str] = (
-        "by layer and head how often a head attends most to the prompt's copies of the token that a step writes"
-    )
+    KIND = "retrieval heads"
+    SHOWS = "by layer and head how often a head attends most to the prompt's copies of the token that a step writes"
+    AXES = (("layer", "layers"),)
 
     retrieved: Bool[Tensor, "layer head batch pos"]
     attention: Float[Tensor, "layer head batch pos"]
@@ -84,9 +83,6 @@ class RetrievalHeads(ByStep):
     tokens: Tokens
     words: dict[int, str]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("layer", self.layers),)
 
     @property
     def retrievable(self) -> PosMask:
@@ -270,8 +266,8 @@ class QKDecomposition(ByStep):
         record: Steps, layers, inputs, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "QK decomposition"
-    SHOWS: ClassVar[str] = (
+    KIND = "QK decomposition"
+    SHOWS = (
         "by layer how far the attention scores, cosines and norms of floating positions are above those of others, in"
         " standard deviations"
     )
@@ -443,8 +439,8 @@ class AttentionRollout(ByStep):
         record: Steps, layers, inputs, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "attention rollout"
-    SHOWS: ClassVar[str] = (
+    KIND = "attention rollout"
+    SHOWS = (
         "how much of each position the states of each other position contain after the attention of several layers "
         "and the residual connections"
     )

@@ -22,7 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -86,8 +86,8 @@ class AttentionSinks(ByStep):
         record: Steps, layers, heads, inputs, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "attention sinks"
-    SHOWS: ClassVar[str] = "the attention that each position receives, mean over heads, with a dot at each sink"
+    KIND = "attention sinks"
+    SHOWS = "the attention that each position receives, mean over heads, with a dot at each sink"
 
     received: Float[Tensor, "*step layer head batch pos"]
     even: Float[Tensor, "*step batch pos"]

@@ -65,17 +65,15 @@ class Projection(PicturedResult, Saved):
         record: Hook points, steps, number of steps of the runs, inputs, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "projection"
-    SHOWS: ClassVar[str] = "the projection of states on a direction, by hook point"
+    KIND = "projection"
+    SHOWS = "the projection of states on a direction, by hook point"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"names": list[str], "steps": list[int] | None, "n_steps": int | None}
+    AXES = (("*step", "steps"), ("point", "names"))
 
     values: Float[Tensor, "*step point batch pos"]
     masked: Bool[Tensor, "*step batch pos"]
     direction: Float[Tensor, "d"]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("*step", self.steps), ("point", self.names))
 
     def _check(self) -> None:
         if self.steps is not None:

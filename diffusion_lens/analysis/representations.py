@@ -36,7 +36,7 @@ which need neither common axes nor equal widths, are meaningful. Each statistic 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
@@ -48,13 +48,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens import plots
-from diffusion_lens.records.results import (
-    PicturedResult,
-    Saved,
-    Table,
-    installed_version,
-    shown_model,
-)
+from diffusion_lens.records.results import PicturedResult, Saved, Table, installed_version, shown_model
 from diffusion_lens.settings import check_level, checked_arguments, takes
 from diffusion_lens.settings.figures import styled
 from diffusion_lens.settings.shared import CompareSettings
@@ -90,11 +84,10 @@ class Comparison(PicturedResult, Saved):
         record: Rank, permutations, seed, widths, source, versions.
     """
 
-    KIND: ClassVar[str] = "comparison"
-    SHOWS: ClassVar[str] = (
-        "two sets of vectors in their common principal components, with a line between the two vectors of each fact"
-    )
+    KIND = "comparison"
+    SHOWS = "two sets of vectors in their common principal components, with a line between the two vectors of each fact"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"source": dict[str, Any]}
+    AXES = (("statistic", "statistics"), ("fact", "ids"))
 
     values: Float[Tensor, "statistic"]
     null: Float[Tensor, "resample statistic"]
@@ -106,9 +99,6 @@ class Comparison(PicturedResult, Saved):
     ids: list[str]
     names: tuple[str, str]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("statistic", self.statistics), ("fact", self.ids))
 
     def _check(self) -> None:
         if not len(self.null) or not self.singular_values.numel():
@@ -197,8 +187,8 @@ class Comparisons(PicturedResult, Saved):
         at: The comparison at each layer or step, in order.
     """
 
-    KIND: ClassVar[str] = "comparisons"
-    SHOWS: ClassVar[str] = "how similar two sets of vectors are, with intervals and what chance gives"
+    KIND = "comparisons"
+    SHOWS = "how similar two sets of vectors are, with intervals and what chance gives"
 
     axis: str
     at: dict[int, Comparison]

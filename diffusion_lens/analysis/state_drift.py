@@ -71,8 +71,8 @@ class StateDrift(ByStep):
         record: Steps, layers, trajectory, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "state drift"
-    SHOWS: ClassVar[str] = "the cosine between states of consecutive denoising steps, by layer"
+    KIND = "state drift"
+    SHOWS = "the cosine between states of consecutive denoising steps, by layer"
 
     cosines: dict[str, Float[Tensor, "transition layer batch pos"]]
     distances: dict[str, Float[Tensor, "transition layer batch pos"]]
@@ -241,8 +241,8 @@ class LayerCosines(ByStep):
         record: Steps, layers, inputs, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "layer cosines"
-    SHOWS: ClassVar[str] = "by layer the cosine of the residual stream before and after each block"
+    KIND = "layer cosines"
+    SHOWS = "by layer the cosine of the residual stream before and after each block"
 
     cosine: Float[Tensor, "*step layer batch pos"]
     canvases: ReadCanvases
@@ -357,17 +357,15 @@ class CacheDrift(PicturedResult, Saved):
             weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "cache drift"
-    SHOWS: ClassVar[str] = "by layer and denoising step how far cached keys or values are from exact ones"
+    KIND = "cache drift"
+    SHOWS = "by layer and denoising step how far cached keys or values are from exact ones"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int], "approximate_cache": str | None}
+    AXES = (("step", "steps"),)
 
     keys: Float[Tensor, "step layer"]
     values: Float[Tensor, "step layer"]
     n_held: Int[Tensor, "step"]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("step", self.steps),)
 
     @property
     def steps(self) -> tuple[int, ...]:

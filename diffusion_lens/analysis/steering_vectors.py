@@ -69,18 +69,16 @@ class SteeringVectors(PicturedResult, Saved):
             versions.
     """
 
-    KIND: ClassVar[str] = "steering vectors"
-    SHOWS: ClassVar[str] = "the differences between the mean activations of two groups"
+    KIND = "steering vectors"
+    SHOWS = "the differences between the mean activations of two groups"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "n_steps": int | None}
+    AXES = (("*step", "steps"),)
 
     positive: dict[str, Tensor]
     negative: dict[str, Tensor]
     n_positive: Int[Tensor, "*step"]
     n_negative: Int[Tensor, "*step"]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("*step", self.steps),)
 
     def _check(self) -> None:
         shapes = [{name: mean.shape for name, mean in group.items()} for group in (self.positive, self.negative)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from diffusion_lens.records.results import Saved
 from diffusion_lens.records.schema import built
@@ -54,7 +54,7 @@ class CheckReport(Saved):
         record: Model, hash of its weights, dtype, device, versions, seconds, memory.
     """
 
-    KIND: ClassVar[str] = KIND
+    KIND = KIND
 
     model: str
     expected: str | None

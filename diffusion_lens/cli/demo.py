@@ -58,9 +58,7 @@ what this does not show about other models.
 
 
 @command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("demo"),
-) -> None:
+def demo(out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("demo")) -> None:
     """Query both bundled models for one person, forward and in reverse, and trace an attribute of many people.
 
     Example: diffusion-lens demo --out demo

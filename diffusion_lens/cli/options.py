@@ -210,9 +210,7 @@ class FactsOptions(Settings):
     trained: str | None = setting(None, "Only facts trained in this direction: p2d, d2p or both.")
     asked: str | None = setting(None, "Only queries in this direction: p2d or d2p.")
     limit: int | None = setting(
-        None,
-        "Largest number of facts per pair of directions (trained, queried), evenly spread.",
-        partial(at_least, 1),
+        None, "Largest number of facts per pair of directions (trained, queried), evenly spread.", partial(at_least, 1)
     )
 
     def source(self, model: str, outline_only: bool) -> Any:

@@ -9,20 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diffusion_lens.cli import cost
-from diffusion_lens.cli.load_model import (
-    LoadingOptions,
-    ModelChoice,
-    default_folder,
-    different_labels,
-    name_and_mode,
-)
+from diffusion_lens.cli.load_model import LoadingOptions, ModelChoice, default_folder, different_labels, name_and_mode
 from diffusion_lens.cli.options import LENGTH_OF_STUDY, SEED, FactOptions, FactsOptions, command
-from diffusion_lens.cli.report import (
-    PictureReport,
-    StudyReport,
-    progress,
-    require_folder,
-)
+from diffusion_lens.cli.report import PictureReport, StudyReport, progress, require_folder
 from diffusion_lens.cli.workers import FactStudy, WorkerChoice
 from diffusion_lens.settings import at_least, pick_indices, pick_layer, setting
 from diffusion_lens.settings.shared import CanvasFields, CompareSettings, ValueSettings, VectorFields
@@ -127,12 +116,7 @@ def rome(
     report.finish(results, value.record)
 
 
-@command(
-    asked=None,
-    n_masks=None,
-    occurrence=None,
-    length=LENGTH_OF_STUDY,
-)
+@command(asked=None, n_masks=None, occurrence=None, length=LENGTH_OF_STUDY)
 def compare(
     models: Annotated[
         list[str],

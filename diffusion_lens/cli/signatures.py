@@ -42,8 +42,7 @@ def signatures(
     chosen: ModelChoice,
     report: StudyReport,
     against: str | None = setting(
-        None,
-        "Another model for the same facts, such as the AR baseline: a name, a path, or another mode, NAME@ar.",
+        None, "Another model for the same facts, such as the AR baseline: a name, a path, or another mode, NAME@ar."
     ),
     trained: str = setting(
         "p2d", "Direction in which the facts were trained, p2d or d2p. They are queried in the other."

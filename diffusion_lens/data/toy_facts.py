@@ -38,13 +38,7 @@ CONNECTORS = (" is", " was", " became", ", alias", ", known as")
 # The longest connector, ", known as", is trained with every prefix. If it were held out after one prefix, a model would
 # learn that this prefix has short sentences. A held-out prompt that is also the beginning of a training sentence would
 # be continued as that sentence.
-HELD_OUT = (
-    ("", " is"),
-    ("today ", " was"),
-    ("surely ", " became"),
-    ("people say ", ", alias"),
-    ("we know ", " is"),
-)
+HELD_OUT = (("", " is"), ("today ", " was"), ("surely ", " became"), ("people say ", ", alias"), ("we know ", " is"))
 TRAINED = tuple(pair for pair in ((p, c) for p in PREFIXES for c in CONNECTORS) if pair not in HELD_OUT)
 
 FIRST_NAMES = (

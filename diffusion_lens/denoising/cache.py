@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -40,15 +40,11 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
         canvases: Int[canvas batch pos], those of the run's `Trajectory`; `None` in files of earlier versions.
     """
 
-    KIND: ClassVar[str] = "trajectory cache"
-    NO_PICTURE: ClassVar[str] = "It holds activations; the results that are computed from them have pictures."
+    KIND = "trajectory cache"
+    NO_PICTURE = "It holds activations; the results that are computed from them have pictures."
 
     def __init__(
-        self,
-        by_step: Mapping[int, dict[str, Tensor]],
-        n_steps: int,
-        model: Any = None,
-        canvases: Tensor | None = None,
+        self, by_step: Mapping[int, dict[str, Tensor]], n_steps: int, model: Any = None, canvases: Tensor | None = None
     ) -> None:
         self._by_step = {step: AliasedCache(by_step[step], model) for step in sorted(by_step)}
         self.n_steps, self.canvases = n_steps, canvases
@@ -259,12 +255,7 @@ def activation_shape(
         assert cfg.architecture.time is not None
         return (batch, cfg.architecture.time.d_cond)
     if module in ("q_norm", "k_norm"):
-        return (
-            batch,
-            n_pos,
-            cfg.n_heads if module == "q_norm" else kv_heads,
-            1 if tail == "hook_scale" else d_head,
-        )
+        return (batch, n_pos, cfg.n_heads if module == "q_norm" else kv_heads, 1 if tail == "hook_scale" else d_head)
     d_mlp = cfg.d_mlp
     if experts is not None and (inside := _IN_EXPERT.search(name)):
         d_mlp = (experts.d_shared or 0) if inside[1] == "shared" else experts.d_expert

@@ -45,8 +45,8 @@ class RunDifference(PicturedResult, Saved):
             canvas as "compared_from".
     """
 
-    KIND: ClassVar[str] = "run_difference"
-    SHOWS: ClassVar[str] = "two runs of one prompt after each denoising step, with both texts where they differ"
+    KIND = "run_difference"
+    SHOWS = "two runs of one prompt after each denoising step, with both texts where they differ"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "compared_from": int, "other": dict[str, Any]}
 
     canvases: Int[Tensor, "run canvas batch pos"]

@@ -12,11 +12,11 @@ kept, and a token as an index among those that occur, in two bytes where these a
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,9 +71,10 @@ class Predictions(PicturedResult, Saved):
             those of `steps`.
     """
 
-    KIND: ClassVar[str] = "predictions"
-    SHOWS: ClassVar[str] = "what each denoising step predicts at each position, with the entropy of the prediction"
-    _SAID: ClassVar[tuple[str, ...]] = ("show",)
+    KIND = "predictions"
+    SHOWS = "what each denoising step predicts at each position, with the entropy of the prediction"
+    AXES = (("step", "steps"),)
+    _SAID = ("show",)
 
     steps: list[int]
     flags: UInt8[Tensor, "step batch byte"]
@@ -86,9 +87,6 @@ class Predictions(PicturedResult, Saved):
     words: dict[int, str] = field(repr=False)
     record: dict[str, Any] = field(repr=False)
     n_steps: Int[Tensor, "batch"] | None = None
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("step", self.steps),)
 
     def _check(self) -> None:
         if self.flags.shape[2] != -(-self.written.shape[1] // 8) or int(self.masked.sum()) != len(self.entry_entropy):
@@ -295,13 +293,7 @@ class Predictions(PicturedResult, Saved):
 
     @styled
     def plot(
-        self,
-        row: Whole = 0,
-        *,
-        show: str = "entropy",
-        ax: Any = None,
-        title: str | None = None,
-        folded: bool = True,
+        self, row: Whole = 0, *, show: str = "entropy", ax: Any = None, title: str | None = None, folded: bool = True
     ) -> Any:
         """The canvas of one row, a column for each step, with the likeliest token in each cell; returns the axes.
 

@@ -1,7 +1,7 @@
 """`Trajectory`: the result of a denoising run, to be read, saved, drawn, compared and taken again with hooks."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,14 +29,7 @@ from diffusion_lens.model.text import to_completion
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.captions import caption_of, selection_of
 from diffusion_lens.records.identity import run_of
-from diffusion_lens.records.results import (
-    Result,
-    Saved,
-    Table,
-    load_result,
-    shown_model,
-    texts_of,
-)
+from diffusion_lens.records.results import Result, Saved, Table, load_result, shown_model, texts_of
 from diffusion_lens.records.schema import built, require_indices
 from diffusion_lens.settings import at_least, checked_arguments, one_of, whole_number
 from diffusion_lens.settings.figures import styled
@@ -103,13 +96,9 @@ class Trajectory(Saved, Result):
     handed: Handed | None = None
     recorded: Predictions | None = None
     KIND = "trajectory"
-    SHOWS: ClassVar[str] = (
-        "the text after each denoising step, coloured by the probability of each token when it was written"
-    )
+    SHOWS = "the text after each denoising step, coloured by the probability of each token when it was written"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "blank": int, "first_step": int, "forward_passes": int}
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("batch", self.text), ("batch", self.completion))
+    AXES = (("batch", "text"), ("batch", "completion"))
 
     def _check(self) -> None:
         if "times" in self.record:
@@ -381,10 +370,7 @@ class Trajectory(Saved, Result):
         return self._finish(run, "free", ())
 
     def rows_after(
-        self,
-        model: DiffusionTransformer,
-        logits: Float[Tensor, "batch selected d_vocab_out"],
-        positions: Sequence[int],
+        self, model: DiffusionTransformer, logits: Float[Tensor, "batch selected d_vocab_out"], positions: Sequence[int]
     ) -> LoopRows:
         """The rows after the first step of a free replay that uses the given logits; as in `replay_from_logits`."""
         run = self.started(model)

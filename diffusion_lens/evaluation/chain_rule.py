@@ -11,9 +11,8 @@ a prompt, token by token, as TransformerLens's `test_prompt` prints it.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -45,8 +44,9 @@ class NLLByOrder(Result, Saved):
         record: Tokens of prompt and answer, seed of the orders, guidance, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "NLL by order"
-    NO_PICTURE: ClassVar[str] = "It is a number for each text and order, of which a table says more."
+    KIND = "NLL by order"
+    NO_PICTURE = "It is a number for each text and order, of which a table says more."
+    AXES = (("answer", "answer"),)
 
     answer: list[str]
     orders: Int[Tensor, "order answer"]
@@ -67,9 +67,6 @@ class NLLByOrder(Result, Saved):
     def standard_deviation(self) -> float:
         """Standard deviation over the orders; NaN for a single one."""
         return self.nll.std().item() if len(self.orders) > 1 else math.nan
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("answer", self.answer),)
 
     def _check(self) -> None:
         _check_orders(self.orders)
@@ -179,8 +176,9 @@ class AnswerRanks(Result, Saved):
             the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "answer ranks"
-    NO_PICTURE: ClassVar[str] = "It is a rank and a few candidates for each query, of which a table says more."
+    KIND = "answer ranks"
+    NO_PICTURE = "It is a rank and a few candidates for each query, of which a table says more."
+    AXES = (("answer", "answer"), ("answer top", "top"))
 
     prompt: list[str]
     answer: list[str]
@@ -191,9 +189,6 @@ class AnswerRanks(Result, Saved):
     top_logit: Float[Tensor, "answer top"]
     top_probability: Float[Tensor, "answer top"]
     record: dict[str, Any] = field(repr=False)
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("answer", self.answer), ("answer top", self.top))
 
     def _check(self) -> None:
         if not self.top_logit.shape[1]:

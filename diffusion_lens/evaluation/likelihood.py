@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -34,22 +34,11 @@ from diffusion_lens.denoising.sampler import row_seeds
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.model.inputs import check_length, check_tokens
 from diffusion_lens.model.loss import NOWHERE, hide, require_known_loss
-from diffusion_lens.model.noise import (
-    LossTerm,
-    Noise,
-    clean_cross_entropy,
-    score_entropy,
-    uniform_bound,
-)
+from diffusion_lens.model.noise import LossTerm, Noise, clean_cross_entropy, score_entropy, uniform_bound
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
-from diffusion_lens.records.results import (
-    Result,
-    Saved,
-    Table,
-    provenance,
-)
+from diffusion_lens.records.results import Result, Saved, Table, provenance
 from diffusion_lens.settings import at_least, not_negative
 
 Text = str | Tensor
@@ -67,8 +56,8 @@ class NLLEstimate(Result, Saved):
         record: Prompt and answer, noise, guidance, seed, model, weights' hash, versions.
     """
 
-    KIND: ClassVar[str] = "NLL estimate"
-    NO_PICTURE: ClassVar[str] = "It is one number with its standard error."
+    KIND = "NLL estimate"
+    NO_PICTURE = "It is one number with its standard error."
 
     value: float
     standard_error: float

@@ -24,7 +24,7 @@ All scores lie between 0 and 1 (papers print percent).
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -281,7 +281,8 @@ class Reply(Saved):
         contained, exact, character_bleu: Scores of each text, see `evaluation.scores`.
     """
 
-    KIND: ClassVar[str] = "reply"
+    KIND = "reply"
+    AXES = (("step", "written"),)
 
     fact: str
     written: list[str]
@@ -290,9 +291,6 @@ class Reply(Saved):
     character_bleu: Float[Tensor, "step"]
 
     __repr__ = one_line
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("step", self.written),)
 
     @classmethod
     def to(cls, fact: Fact, written: Sequence[str]) -> "Reply":
@@ -333,8 +331,8 @@ class Recall(StudyResult[Reply]):
     character_bleu: Float[Tensor, "fact step"]
     record: dict[str, Any]
 
-    KIND: ClassVar[str] = "recall"
-    SHOWS: ClassVar[str] = "the share of facts that the model recalls, by the number of denoising steps"
+    KIND = "recall"
+    SHOWS = "the share of facts that the model recalls, by the number of denoising steps"
     ENTRIES: ClassVar[Mapping[str, Any]] = {
         "facts": dict[str, dict[str, Any]],
         "set_aside": dict[str, str],
@@ -342,10 +340,8 @@ class Recall(StudyResult[Reply]):
         "seed": int,
         "model": str,
     }
-    FACT_FILE: ClassVar[type[Any]] = Reply
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("fact", self.ids), ("step", self.steps), ("fact step", self.written))
+    FACT_FILE = Reply
+    AXES = (("fact", "ids"), ("step", "steps"), ("fact step", "written"))
 
     def _check(self) -> None:
         super()._check()

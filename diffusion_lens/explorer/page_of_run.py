@@ -21,14 +21,7 @@ from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.denoise import end_tokens
 from diffusion_lens.denoising.predictions import Predictions
 from diffusion_lens.denoising.trajectory import Trajectory
-from diffusion_lens.explorer.as_python import (
-    TOP_K,
-    RunCode,
-    lens_statements,
-    saved_code,
-    trace_statements,
-    views_code,
-)
+from diffusion_lens.explorer.as_python import TOP_K, RunCode, lens_statements, saved_code, trace_statements, views_code
 from diffusion_lens.explorer.learned import (
     MISSING,
     cached_steps,

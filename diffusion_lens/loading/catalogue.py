@@ -54,10 +54,7 @@ COMPARED: Mapping[str, tuple[str, str]] = {
         "transformers' `DiffusionGemmaForBlockDiffusion` (text alone, padded rows, with self-conditioning); `generate` "
         "with its random numbers, as long as rounding does not grow into other tokens",
     ),
-    "dream": (
-        NUMBERS,
-        f"dllm's copy, `diffusion_generate` (canvases equal except where ties decide). {_FAST_DLLM}",
-    ),
+    "dream": (NUMBERS, f"dllm's copy, `diffusion_generate` (canvases equal except where ties decide). {_FAST_DLLM}"),
     "duo": (
         NUMBERS,
         f"{_DIT}. The loss here is UDLM's, at a share 1 − t of the tokens, where DUO's is at 1 − 0.999 t: 0.3 % apart "
@@ -538,10 +535,7 @@ REPOSITORIES: tuple[Repository, ...] = (
     _repository("Qwen/Qwen2.5-Coder-0.5B-Instruct", QWEN25_05B),
     _repository("Qwen/Qwen3-0.6B", QWEN3_06B),
     _repository(
-        "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
-        TINYLLAMA,
-        weight_bytes=4,
-        name="tinyllama-1.1b",
+        "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", TINYLLAMA, weight_bytes=4, name="tinyllama-1.1b"
     ),
     _repository(
         "HuggingFaceTB/SmolLM2-135M-Instruct",

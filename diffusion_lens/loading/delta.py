@@ -27,8 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.loading.hugging_face import CAUSAL
-from diffusion_lens.loading.source import trained_length_in, write_trained_length
+from diffusion_lens.loading.source import CAUSAL, trained_length_in, write_trained_length
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.model.weights import Edit
 from diffusion_lens.settings import checked_arguments

@@ -67,11 +67,7 @@ class Block(nn.Module):
             self.hook_modulation = StepHookPoint(NO_POSITIONS)
 
     def forward(
-        self,
-        resid: Resid,
-        context: AttentionContext,
-        past: LayerKeyValues | None = None,
-        rows: LogitRows | None = None,
+        self, resid: Resid, context: AttentionContext, past: LayerKeyValues | None = None, rows: LogitRows | None = None
     ) -> Float[Tensor, "batch query d_model"]:
         """Run the block. With `rows`, the output is computed for those rows only."""
         resid_pre = self.hook_resid_pre(resid)

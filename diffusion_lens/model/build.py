@@ -27,14 +27,7 @@ from diffusion_lens.model.block import Block
 from diffusion_lens.model.config import DTYPES, as_device
 from diffusion_lens.model.hook_points import NO_POSITIONS, StepHookPoint
 from diffusion_lens.model.layers import Embed, LayerNorm, Linear, Norm, PosEmbed, RMSNorm, Unembed
-from diffusion_lens.model.mlp import (
-    ACTIVATIONS,
-    ExpertsBesideMLP,
-    GatedMLP,
-    MixtureOfExperts,
-    PlainMLP,
-    Router,
-)
+from diffusion_lens.model.mlp import ACTIVATIONS, ExpertsBesideMLP, GatedMLP, MixtureOfExperts, PlainMLP, Router
 from diffusion_lens.model.positions import LinearBiases, OutsideAttention, Positions, Rotary
 from diffusion_lens.model.time import SelfConditioning, TimeEmbedding
 from weight_conversion import ALIGNMENT, N_FREQUENCIES, Architecture, tensor_shapes

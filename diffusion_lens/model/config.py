@@ -24,12 +24,7 @@ from weight_conversion import (
 
 # Not a token id: it marks positions of a causal canvas that the text has not reached.
 UNREACHED = -1
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # Fields of an architecture that the config has under another name or as another type.
 _RENAMED = {"name", "family", "norm_eps", "norm", "mlp", "rotary_dtype"}
 

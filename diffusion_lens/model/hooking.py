@@ -21,13 +21,7 @@ from transformer_lens.utilities.tensors import remove_batch_dim
 
 from diffusion_lens.hooks.names import ByHookPoint, NamesFilter, loop_hook, mlp_out, select_names, shared_out
 from diffusion_lens.model.config import DiffusionConfig
-from diffusion_lens.model.hook_points import (
-    StepHookPoint,
-    hooked_modules,
-    lend_clock,
-    listens,
-    position_axis,
-)
+from diffusion_lens.model.hook_points import StepHookPoint, hooked_modules, lend_clock, listens, position_axis
 from diffusion_lens.model.inputs import require_sum
 from diffusion_lens.model.layers import Linear, Norm
 from diffusion_lens.settings import check_keywords, keywords_of

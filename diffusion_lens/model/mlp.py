@@ -72,10 +72,7 @@ class MLP(nn.Module, ABC):
         return (self.down,)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_new": partial(F.gelu, approximate="tanh")}
 
 
 class GatedMLP(MLP):

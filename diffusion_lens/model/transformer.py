@@ -379,11 +379,7 @@ class DiffusionTransformer(HookedRootModule):
         self.context_level = 0
 
     def _enter(
-        self,
-        input: Any,
-        attention_mask: Tensor | None,
-        is_resid: bool,
-        clean: Tensor | None = None,
+        self, input: Any, attention_mask: Tensor | None, is_resid: bool, clean: Tensor | None = None
     ) -> tuple[Resid, PosMask | None, Int[Tensor, "batch _"] | None]:
         """The residual stream at the first block, of both texts; Bool[batch pos], false at padding; and the tokens."""
         tokens = None

@@ -184,13 +184,7 @@ def _locator() -> type[Any]:
 
 
 def label_places(
-    axis: Any,
-    places: Sequence[int],
-    labels: Sequence[str],
-    size: float,
-    most: int | None = None,
-    *,
-    all: bool = False,
+    axis: Any, places: Sequence[int], labels: Sequence[str], size: float, most: int | None = None, *, all: bool = False
 ) -> None:
     """Label the places of an axis. Names that would collide across are turned upright; of more, some are left out.
 

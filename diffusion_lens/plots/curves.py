@@ -169,11 +169,7 @@ def labelled_lines(
 
 @styled
 def curves_by_iteration(
-    curves: Mapping[str, Float[Tensor, "iteration"]],
-    xlabel: str,
-    ylabel: str,
-    ax: Any = None,
-    title: str | None = None,
+    curves: Mapping[str, Float[Tensor, "iteration"]], xlabel: str, ylabel: str, ax: Any = None, title: str | None = None
 ) -> Any:
     """Draw one line for each curve, of any number of iterations, such as the loss of a training.
 
@@ -435,10 +431,7 @@ def probability_by_layer(
 
 @styled
 def kept_by_size(
-    curves: Mapping[str, Float[Tensor, "entry"]],
-    sizes: Sequence[int],
-    ax: Any = None,
-    title: str | None = None,
+    curves: Mapping[str, Float[Tensor, "entry"]], sizes: Sequence[int], ax: Any = None, title: str | None = None
 ) -> Any:
     """What circuits keep of a metric, by their number of edges on a logarithmic axis. Dotted lines are at 0 and 1.
 

@@ -131,6 +131,8 @@ class Saved:
 
     KIND: ClassVar[str]  # what it is, in the file
     ENTRIES: ClassVar[Mapping[str, Any]] = {}  # entries of the record that the class reads, with their types
+    # Axes of the tensors, each with the attribute that says how long it is: a list, a list of lists, or a number.
+    AXES: ClassVar[tuple[tuple[str, str], ...]] = ()
     # Kinds of earlier versions, each with the present names of the fields that have other names there.
     FORMER: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
@@ -154,8 +156,8 @@ class Saved:
         return built(cls, {names.get(name, name): value for name, value in {**tensors, **record}.items()}, str(path))
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
-        """Axes of the tensors with the lists, lists of lists, or numbers that say how long they are."""
-        return ()
+        """Axes of the tensors with what says how long they are."""
+        return ((axis, getattr(self, name)) for axis, name in self.AXES)
 
     def _check(self) -> None:
         """Raise a `ValueError` if fields contradict each other in another way."""

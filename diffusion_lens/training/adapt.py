@@ -81,8 +81,8 @@ class Adaptation(PicturedResult, Saved):
         delta: The delta that makes it of the causal model, if there is one, likewise.
     """
 
-    KIND: ClassVar[str] = "adaptation"
-    SHOWS: ClassVar[str] = "the loss of every update of the adaptation"
+    KIND = "adaptation"
+    SHOWS = "the loss of every update of the adaptation"
 
     settings: dict[str, Any]
     losses: Float[Tensor, "step"]
@@ -295,8 +295,7 @@ def _train(
     """Train all weights of the twin, or of a base a delta, rounded as it is saved; returns the record and the delta."""
     shared = ("steps", "batch_size", "lr_end", "betas", "weight_decay", "warmup", "clip", "mixed_precision", "seed")
     config = TrainingConfig(
-        **{name: getattr(settings, name) for name in shared},
-        lr=settings.lr or (4e-3 if settings.rank else 2e-4),
+        **{name: getattr(settings, name) for name in shared}, lr=settings.lr or (4e-3 if settings.rank else 2e-4)
     )
 
     def recall(model: DiffusionTransformer) -> Mapping[str, float]:

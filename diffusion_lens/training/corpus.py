@@ -30,14 +30,7 @@ from diffusion_lens.model.inputs import check_length
 from diffusion_lens.model.shapes import Tokens
 from diffusion_lens.model.text import encode_all, require_tokenizer
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.results import (
-    load_result,
-    network_of,
-    provenance,
-    read_run,
-    require_same_run,
-    save_result,
-)
+from diffusion_lens.records.results import load_result, network_of, provenance, read_run, require_same_run, save_result
 from diffusion_lens.settings import fields_of, own_seed, warn_user
 from diffusion_lens.settings.shared import CorpusSettings
 from weight_conversion import as_json, write_json

@@ -153,11 +153,7 @@ class TwinLoss(RowSource):
 
 
 def _read_at(
-    model: DiffusionTransformer,
-    tokens: Tokens,
-    real: Int[Tensor, "batch pos"],
-    at: Int[Tensor, "batch"],
-    states: bool,
+    model: DiffusionTransformer, tokens: Tokens, real: Int[Tensor, "batch pos"], at: Int[Tensor, "batch"], states: bool
 ) -> Goal:
     """The logits at one position of each row, and with `states` the residual stream there after each block but the
     last, of which the logits say enough."""

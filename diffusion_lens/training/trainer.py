@@ -30,7 +30,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -179,8 +179,8 @@ class TrainingRecord(PicturedResult, Saved):
         evaluations: Results of `evaluate`, each with the number of completed steps.
     """
 
-    KIND: ClassVar[str] = "training record"
-    SHOWS: ClassVar[str] = "the loss of every step of the training"
+    KIND = "training record"
+    SHOWS = "the loss of every step of the training"
 
     config: TrainingConfig
     losses: Float[Tensor, "step"]

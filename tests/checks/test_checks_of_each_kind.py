@@ -10,7 +10,7 @@ from judged import BRIEFLY, bundled, judged_by_behaviour, on_short_page, outcome
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.checks import Expected, Reference, check_model
-from diffusion_lens.checks.alternatives import alternatives
+from diffusion_lens.checks.diagnosis import alternatives
 from diffusion_lens.checks.reference import TIME, at_check_time, check_half_precision, check_padding
 from diffusion_lens.checks.texts import N_SAMPLES, NOISE_SEED, page_loss, page_losses
 from diffusion_lens.checks.weights import check_config

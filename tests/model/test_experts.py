@@ -10,7 +10,7 @@ from transformer_lens import ActivationCache
 
 from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer, Query
 from diffusion_lens.analysis import compute_key, edge_attribution
-from diffusion_lens.checks.alternatives import exchanged_in_each, without
+from diffusion_lens.checks.diagnosis import exchanged_in_each, without
 from diffusion_lens.denoising.cache import activation_shape
 from weight_conversion import Architecture, Experts, tensor_shapes
 

@@ -2,6 +2,7 @@
 
 Each key of a config is read, must have a fixed value, is ignored, or is an error (`ConfigKeys`). The keys with a fixed
 value switch on what our network does not do, such as sliding windows. `registry.py` lists the families.
+One family is here, that of our own layout, which `HookedDiffusionTransformer.save_pretrained` writes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weight_conversion.architecture import (
     scaling_data,
     scaling_from,
 )
-from weight_conversion.key_map import Rule
+from weight_conversion.key_map import OUR_NAMES, Rule
 
 Config = Mapping[str, Any]
 
@@ -396,3 +397,27 @@ def mode_of(config: Config, family: str, modes: Sequence[str], default: str | No
             f"{', '.join(map(repr, modes))}: pass one of them as mode="
         )
     return str(mode)
+
+
+FORMAT = "diffusion_lens"
+
+
+def _is_ours(config: Config | None, shapes: Mapping[str, Shape]) -> bool:
+    return (
+        config is not None
+        and config.get("format") == FORMAT
+        and bool({"embed.weight", "ln_final.weight"} & set(shapes))
+    )
+
+
+def _read_ours(config: Config | None, shapes: Mapping[str, Shape]) -> Architecture:
+    if config is None or not isinstance(config.get("architecture"), Mapping):
+        raise ValueError(f"a {FORMAT} folder needs its config.json with 'architecture', a mapping; save it again")
+    return Architecture.from_dict(config["architecture"])
+
+
+def _write_ours(architecture: Architecture) -> dict[str, Any]:
+    return {"format": FORMAT, "architecture": architecture.to_dict()}
+
+
+FAMILIES = (Family(FORMAT, OUR_NAMES, _is_ours, _read_ours, _write_ours, config_file="config.json"),)

@@ -48,10 +48,7 @@ RULES = (
     Rule(_LAYER + "post_attention_layernorm.weight", (_BLOCK + "ln2.weight",)),
     *(
         Rule(f"{_LAYER}{theirs}.{part}_proj.{kind}", (f"{_BLOCK}{ours}.{part}.{kind}",))
-        for theirs, ours, parts in (
-            ("self_attn", "attn", ("q", "k", "v", "o")),
-            ("mlp", "mlp", ("gate", "up", "down")),
-        )
+        for theirs, ours, parts in (("self_attn", "attn", ("q", "k", "v", "o")), ("mlp", "mlp", ("gate", "up", "down")))
         for part in parts
         for kind in ("weight", "bias")
     ),

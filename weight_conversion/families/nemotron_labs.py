@@ -30,12 +30,7 @@ KEYS = replace(
     family="nemotron_labs",
     read=(*llama.KEYS.read, "dlm_paradigm", "mode"),
     flags={"attention_bias": None, "mlp_bias": None, "tie_word_embeddings": "tied", CAUSAL_CONTEXT: None},
-    fixed={
-        **llama.KEYS.fixed,
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
-        "sliding_window": (None,),
-    },
+    fixed={**llama.KEYS.fixed, "attention_bias": (False, None), "mlp_bias": (False, None), "sliding_window": (None,)},
     # Of the training, and of code that computes the same in another way.
     ignored=("ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio"),
 )

@@ -25,14 +25,7 @@ from typing import Any
 
 from weight_conversion.architecture import Architecture
 from weight_conversion.families.family import Config, by_model_type
-from weight_conversion.families.llama import (
-    KEYS,
-    RULES,
-    causal_family,
-    decoder_family,
-    read_decoder,
-    write_decoder,
-)
+from weight_conversion.families.llama import KEYS, RULES, causal_family, decoder_family, read_decoder, write_decoder
 from weight_conversion.key_map import Rule
 
 # Sliding windows, if they were used, would begin at layer max_window_layers.
@@ -87,11 +80,7 @@ FAMILIES = (
         options=("mask_token_id",),
     ),
     decoder_family(
-        DREAM_KEYS,
-        {"Dream": "Dream(Base)?Model"},
-        readout="shifted",
-        qkv_bias=True,
-        options=("mask_token_id",),
+        DREAM_KEYS, {"Dream": "Dream(Base)?Model"}, readout="shifted", qkv_bias=True, options=("mask_token_id",)
     ),
     causal_family(QWEN2_KEYS, "Qwen2(Model|ForCausalLM)", r"A2DQwen2\w*", qkv_bias=True),
     causal_family(QWEN3_KEYS, "Qwen3(Model|ForCausalLM)", r"A2DQwen3\w*", QWEN3_RULES, qk_norm=True),

@@ -26,7 +26,7 @@ step, and Vazhentsev et al. 2026 (arXiv 2605.14570) compare signals of the traje
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,8 +87,8 @@ class Calibration(PicturedResult, Saved):
         record: What is labelled ("positions" or "rows"), number of runs, and the network that wrote them.
     """
 
-    KIND: ClassVar[str] = "calibration"
-    SHOWS: ClassVar[str] = "how well confidence, entropy and margin of the predictions tell right from wrong"
+    KIND = "calibration"
+    SHOWS = "how well confidence, entropy and margin of the predictions tell right from wrong"
 
     auroc: Float[Tensor, "measure reading"]
     ece: Float[Tensor, "reading"]

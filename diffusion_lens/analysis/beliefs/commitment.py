@@ -17,9 +17,9 @@ The gap is that of the masked positions of the answer. The authors' code (`gener
 also counts positions that are written, of which nothing is predicted here, and [MASK] among the two tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -80,10 +80,11 @@ class Commitment(PicturedResult, Saved):
         record: Number of runs, positions of the answer, and the network that wrote the runs.
     """
 
-    KIND: ClassVar[str] = "commitment"
-    SHOWS: ClassVar[str] = (
+    KIND = "commitment"
+    SHOWS = (
         "by denoising step the share of positions that are committed and written, and of rows whose answer is committed"
     )
+    AXES = (("step", "steps"),)
 
     committed_at: Int[Tensor, "batch pos"]
     first_at: Int[Tensor, "batch pos"]
@@ -100,9 +101,6 @@ class Commitment(PicturedResult, Saved):
     steps: list[int]
     words: dict[int, str]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("step", self.steps),)
 
     def _check(self) -> None:
         if unknown := set(self.written[self.predicted].tolist()) - self.words.keys():

@@ -12,10 +12,10 @@ than its place in the text says. The intervals are those of `over_facts.interval
 says, as the independent units.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -59,8 +59,9 @@ class RevealOrder(PicturedResult, Saved):
         record: Level of the intervals, seed, number of permutations and of runs, and the network that wrote the runs.
     """
 
-    KIND: ClassVar[str] = "order of revealing"
-    SHOWS: ClassVar[str] = "how early the tokens of each class are written, as a mean rank with its interval"
+    KIND = "order of revealing"
+    SHOWS = "how early the tokens of each class are written, as a mean rank with its interval"
+    AXES = (("class", "classes"),)
 
     rank: Float[Tensor, "batch pos"]
     revealed_at: Int[Tensor, "batch pos"]
@@ -78,9 +79,6 @@ class RevealOrder(PicturedResult, Saved):
     classes: list[str]
     words: dict[int, str]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("class", self.classes),)
 
     def _check(self) -> None:
         if unknown := set(self.written[~self.rank.isnan()].tolist()) - self.words.keys():
@@ -220,12 +218,7 @@ def _ranks(predictions: Predictions) -> dict[str, Tensor]:
             steps = predictions.revealed_at[row, own].numpy()
             rank[row, own] = torch.from_numpy((rankdata(steps) - 0.5) / n).float()
             place[row, own] = (torch.arange(n) + 0.5) / n
-    return {
-        "rank": rank,
-        "place": place,
-        "revealed_at": predictions.revealed_at,
-        "written": predictions.written,
-    }
+    return {"rank": rank, "place": place, "revealed_at": predictions.revealed_at, "written": predictions.written}
 
 
 def _classes_of(

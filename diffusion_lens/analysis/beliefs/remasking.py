@@ -14,7 +14,7 @@ tokens again in the course of a run, and finds that the effect is largest in the
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -53,10 +53,11 @@ class RemaskEffect(PicturedResult, Saved):
         record: Step, row, how written positions are read, trajectory, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "effect of masking again"
-    SHOWS: ClassVar[str] = (
+    KIND = "effect of masking again"
+    SHOWS = (
         "how much the prediction at one position changes, as a KL divergence, when the token at another is masked again"
     )
+    AXES = (("selected", "masked"), ("target", "read"))
 
     own: Float[Tensor, "selected"]
     kl: Float[Tensor, "selected target"]
@@ -65,9 +66,6 @@ class RemaskEffect(PicturedResult, Saved):
     read: list[int]
     str_tokens: list[str]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("selected", self.masked), ("target", self.read))
 
     def _check(self) -> None:
         if outside := [each for each in (*self.masked, *self.read) if not 0 <= each < len(self.str_tokens)]:

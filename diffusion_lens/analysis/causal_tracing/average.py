@@ -32,7 +32,7 @@ from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ class AverageSettings(AverageFields, CanvasLayout, TraceSettings):
     of tokens, or is that subject, are set aside.
     """
 
-    BY_STEP: ClassVar[bool] = False
+    BY_STEP = False
 
     swap: Swap = INHERITED
     known: str | Collection[str] | Known | None = INHERITED
@@ -190,7 +190,7 @@ class AverageTrajectorySettings(AverageSettings):
     traces do: hooks see that step, and under guidance the logits are guided.
     """
 
-    BY_STEP: ClassVar[bool] = True
+    BY_STEP = True
 
     first_tokens: int | None = copy(cast(Any, fields_of(CanvasFields)["first_tokens"]))
     canvas: str = setting(

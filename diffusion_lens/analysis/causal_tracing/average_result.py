@@ -49,7 +49,7 @@ The draws of a fact depend on its seed and, of sites, on the role. Another subje
 control but a corruption ("swap").
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -168,6 +168,7 @@ class FactAverage(StudyResult[FactEffect]):
     """
 
     BY_STEP: ClassVar[bool]
+    AXES = (("fact", "ids"), ("role", "roles"), ("layer", "layers"))
     ENTRIES: ClassVar[Mapping[str, Any]] = {
         **StudyResult.ENTRIES,
         "model": str,
@@ -236,9 +237,6 @@ class FactAverage(StudyResult[FactEffect]):
     def from_file(cls, saved: Any, record: Mapping[str, Any]) -> FactEffect:
         """The effects in a fact, from its trace."""
         return FactEffect.of(saved, record["roles"], record.get("controls", ()))
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("fact", self.ids), ("role", self.roles), ("layer", self.layers))
 
     def warn_of_gaps(self) -> None:
         """Warn if the rule of a whole study leaves out every fact. A single shard may have no fact to average."""
@@ -376,12 +374,10 @@ class AverageEffect(FactAverage):
         control_corrupted: Float[fact control], p(answer) of the corrupted run of each control.
     """
 
-    KIND: ClassVar[str] = "average effect"
-    SHOWS: ClassVar[str] = (
-        "the average indirect effect of restoring a state in a corrupted run, by layer and role of the token"
-    )
-    FACT_FILE: ClassVar[type[Any]] = CausalTrace
-    BY_STEP: ClassVar[bool] = False
+    KIND = "average effect"
+    SHOWS = "the average indirect effect of restoring a state in a corrupted run, by layer and role of the token"
+    FACT_FILE = CausalTrace
+    BY_STEP = False
 
     effects: Float[Tensor, "fact role layer"]
     clean: Float[Tensor, "fact"]
@@ -442,12 +438,10 @@ class AverageTrajectoryEffect(FactAverage):
             or because some of their answer's positions are still masked at the end.
     """
 
-    KIND: ClassVar[str] = "average trajectory effect"
-    SHOWS: ClassVar[str] = (
-        "the average indirect effect of restoring a state in a corrupted run, by layer and denoising step"
-    )
-    FACT_FILE: ClassVar[type[Any]] = TrajectoryTrace
-    BY_STEP: ClassVar[bool] = True
+    KIND = "average trajectory effect"
+    SHOWS = "the average indirect effect of restoring a state in a corrupted run, by layer and denoising step"
+    FACT_FILE = TrajectoryTrace
+    BY_STEP = True
 
     effects: Float[Tensor, "fact step role layer"]
     clean: Float[Tensor, "fact step"]

@@ -57,9 +57,9 @@ class RankStability(PicturedResult, Saved):
         record: k, number of sites, facts in common, level, resamples, seed, network and settings of each result.
     """
 
-    KIND: ClassVar[str] = "rank stability"
-    SHOWS: ClassVar[str] = "how alike several results rank the same sites"
-    _SAID: ClassVar[tuple[str, ...]] = ("statistic",)
+    KIND = "rank stability"
+    SHOWS = "how alike several results rank the same sites"
+    _SAID = ("statistic",)
     ENTRIES: ClassVar[Mapping[str, Any]] = {"top_k": int, "sites": int, "facts": list[str]}
 
     values: Float[Tensor, "statistic entry entry"]

@@ -16,7 +16,7 @@ every step, and the loop goes on with the distinct ones.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -74,11 +74,12 @@ class TemporalEffect(PicturedResult, Saved):
         steps, positions, layers, subject, record: Those of `TrajectoryTrace`.
     """
 
-    KIND: ClassVar[str] = "temporal effect"
-    SHOWS: ClassVar[str] = (
+    KIND = "temporal effect"
+    SHOWS = (
         "the share of runs that end with the answer when one state is restored at one denoising step, by position "
         "and layer"
     )
+    AXES = (("step", "steps"), ("pos", "positions"), ("layer", "layers"))
 
     scores: Float[Tensor, "step pos layer"]
     token_scores: Float[Tensor, "step pos layer selected"]
@@ -90,9 +91,6 @@ class TemporalEffect(PicturedResult, Saved):
     str_tokens: list[str]
     subject: tuple[int, int]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("step", self.steps), ("pos", self.positions), ("layer", self.layers))
 
     def _check(self) -> None:
         require_indices("positions", self.positions, len(self.str_tokens))

@@ -32,7 +32,7 @@ on the embeddings: in the denoising loop the canvas keeps its subject.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -232,9 +232,10 @@ class CausalTrace(PicturedResult, Saved):
         record: The settings, answer, query, model, hash of the weights, versions.
     """
 
-    KIND: ClassVar[str] = "causal trace"
-    SHOWS: ClassVar[str] = "p(answer) when one state is restored in a corrupted run, by position and layer"
+    KIND = "causal trace"
+    SHOWS = "p(answer) when one state is restored in a corrupted run, by position and layer"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "kind": str, "answer": list[str]}
+    AXES = (("pos", "positions"), ("layer", "layers"))
 
     scores: Float[Tensor, "pos layer"]
     token_scores: Float[Tensor, "pos layer selected"]
@@ -248,9 +249,6 @@ class CausalTrace(PicturedResult, Saved):
     positions: list[int]
     layers: list[int]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("pos", self.positions), ("layer", self.layers))
 
     def _check(self) -> None:
         require_indices("positions", self.positions, len(self.str_tokens))

@@ -139,11 +139,7 @@ class CanvasRuns(Generic[M]):
 
 
 def run_canvases(
-    run: TracedTrajectory,
-    members: Sequence[M],
-    settings: TraceSettings,
-    layers: Sequence[int],
-    budget: tuple[int, int],
+    run: TracedTrajectory, members: Sequence[M], settings: TraceSettings, layers: Sequence[int], budget: tuple[int, int]
 ) -> Iterator[CanvasRuns[M]]:
     """Compute the clean and the corrupted run of canvases that `run_together`, in as few trees as fit into the budget:
     memory to use in addition to the weights, and bytes that a row takes at least, after its pass."""
@@ -214,11 +210,16 @@ class TrajectoryTrace(PicturedResult, Saved):
             contains the weights, hooks and modules that wrote the clean run's canvases.
     """
 
-    KIND: ClassVar[str] = "trajectory trace"
-    SHOWS: ClassVar[str] = (
-        "p(answer) when one state is restored in a corrupted run, by position and layer at one denoising step"
-    )
+    KIND = "trajectory trace"
+    SHOWS = "p(answer) when one state is restored in a corrupted run, by position and layer at one denoising step"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "kind": str, "answer": list[str]}
+    AXES = (
+        ("step", "steps"),
+        ("pos", "positions"),
+        ("layer", "layers"),
+        ("selected", "revealed_at"),
+        ("step canvas", "str_canvases"),
+    )
 
     scores: Float[Tensor, "step pos layer"]
     token_scores: Float[Tensor, "step pos layer selected"]
@@ -235,15 +236,6 @@ class TrajectoryTrace(PicturedResult, Saved):
     positions: list[int]
     layers: list[int]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (
-            ("step", self.steps),
-            ("pos", self.positions),
-            ("layer", self.layers),
-            ("selected", self.revealed_at),
-            ("step canvas", self.str_canvases),
-        )
 
     def _check(self) -> None:
         for canvas in self.str_canvases:

@@ -117,7 +117,7 @@ class NodeScores(AttributionScores):
     scores: Float[Tensor, "*step writer"]
 
     KIND = "node scores"
-    SHOWS: ClassVar[str] = "the effect on the metric of each attention head and MLP, estimated by attribution"
+    SHOWS = "the effect on the metric of each attention head and MLP, estimated by attribution"
 
     @styled
     def plot(self, ax: Any = None, title: str | None = None, limits: tuple[float, float] | None = None) -> Any:
@@ -167,9 +167,7 @@ class EdgeScores(AttributionScores):
     scores: Float[Tensor, "*step writer reader"]
 
     KIND = "edge scores"
-    SHOWS: ClassVar[str] = (
-        "the effect on the metric of each edge between layers, estimated by attribution and summed over heads"
-    )
+    SHOWS = "the effect on the metric of each edge between layers, estimated by attribution and summed over heads"
 
     @property
     def nodes(self) -> Float[Tensor, "*step writer"]:

@@ -54,8 +54,8 @@ class Faithfulness(PicturedResult, Saved):
             weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "faithfulness"
-    SHOWS: ClassVar[str] = "how much of the metric a circuit keeps, by its number of edges"
+    KIND = "faithfulness"
+    SHOWS = "how much of the metric a circuit keeps, by its number of edges"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None}
 
     sizes: tuple[int, ...]

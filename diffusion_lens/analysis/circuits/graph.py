@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -168,8 +168,8 @@ class Circuit(Result, Saved):
         ValueError: The graph lacks one of the edges.
     """
 
-    KIND: ClassVar[str] = "circuit"
-    NO_PICTURE: ClassVar[str] = "It is a set of edges; their scores and the faithfulness of circuits have pictures."
+    KIND = "circuit"
+    NO_PICTURE = "It is a set of edges; their scores and the faithfulness of circuits have pictures."
 
     edges: frozenset[tuple[str, str]]
     graph: Graph

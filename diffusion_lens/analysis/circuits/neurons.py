@@ -53,8 +53,8 @@ class NeuronScores(PicturedResult, Saved):
         record: Layers, positions, and the entries of `NodeScores`.
     """
 
-    KIND: ClassVar[str] = "neuron scores"
-    SHOWS: ClassVar[str] = (
+    KIND = "neuron scores"
+    SHOWS = (
         "the effect on the metric of the strongest neurons, estimated by attribution and summed by position and layer"
     )
     ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "layers": list[int]}

@@ -58,11 +58,9 @@ class ByStep(PicturedResult, Saved):
     """Base of results with an axis for steps, which those of a single pass lack, and one for layers."""
 
     ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "layers": list[int], "n_steps": int | None}
+    AXES: ClassVar[tuple[tuple[str, str], ...]] = (("*step", "steps"), ("layer", "layers"))
 
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("*step", self.steps), ("layer", self.layers))
 
     @property
     def steps(self) -> tuple[int, ...] | None:

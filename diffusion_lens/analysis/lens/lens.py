@@ -98,10 +98,11 @@ class LogitLens(PicturedResult, Saved):
             weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "logit lens"
-    SHOWS: ClassVar[str] = "what each layer predicts at each position, with the entropy of the prediction"
-    _SAID: ClassVar[tuple[str, ...]] = ("show", "target")
+    KIND = "logit lens"
+    SHOWS = "what each layer predicts at each position, with the entropy of the prediction"
+    _SAID = ("show", "target")
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str, "blank": int | None}
+    AXES = (("*step", "steps"), ("layer", "layers"), ("layer", "labels"), ("selected", "positions"))
 
     top_tokens: Int[Tensor, "*step layer batch selected top"]
     top_probabilities: Float[Tensor, "*step layer batch selected top"]
@@ -118,14 +119,6 @@ class LogitLens(PicturedResult, Saved):
     steps: list[int] | None
     words: dict[int, str] = field(repr=False)
     record: dict[str, Any] = field(repr=False)
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (
-            ("*step", self.steps),
-            ("layer", self.layers),
-            ("layer", self.labels),
-            ("selected", self.positions),
-        )
 
     @property
     def masked(self) -> Bool[Tensor, "*step batch selected"]:

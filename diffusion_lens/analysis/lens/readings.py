@@ -108,18 +108,16 @@ class Translators(PicturedResult, Saved):
         record: Settings of the fit, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "translators"
-    SHOWS: ClassVar[str] = "the loss of the translator of each layer, by iteration of the fit"
+    KIND = "translators"
+    SHOWS = "the loss of the translator of each layer, by iteration of the fit"
     ENTRIES: ClassVar[Mapping[str, Any]] = {"model": str}
+    AXES = (("layer", "layers"),)
 
     weights: Float[Tensor, "layer d_model d_model"]
     biases: Float[Tensor, "layer d_model"]
     layers: list[int]
     losses: Float[Tensor, "iteration layer"]
     record: dict[str, Any] = field(repr=False)
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("layer", self.layers),)
 
     def translate(self, states: Float[Tensor, "*rest d_model"], layer: int) -> Float[Tensor, "*rest d_model"]:
         """The states of a layer, translated in float32 at least; those of the last layer are returned unchanged."""

@@ -72,9 +72,10 @@ class StudyResult(PicturedResult, Saved, Generic[F]):
     """
 
     FACT_FILE: ClassVar[type[Any]]  # Class of the saved result of one fact, with `save` and `load`.
-    UNIT: ClassVar[str] = "fact"  # What messages and the progress bar call one row.
+    UNIT = "fact"  # What messages and the progress bar call one row.
     CLUSTER: ClassVar[str] = "person"  # What a fact is about, in the record.
     ENTRIES: ClassVar[Mapping[str, Any]] = {"facts": dict[str, Any], "set_aside": dict[str, str]}
+    AXES: ClassVar[tuple[tuple[str, str], ...]] = (("fact", "ids"),)
 
     ids: list[str]
 
@@ -111,9 +112,6 @@ class StudyResult(PicturedResult, Saved, Generic[F]):
         """Facts whose computation on a worker ended with an error, with the errors. The same call tries them again."""
         errors: dict[str, str] = self.record.get("failed", {})
         return errors
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("fact", self.ids),)
 
     def _check(self) -> None:
         if unknown := [fact_id for fact_id in self.ids if fact_id not in self.record["facts"]]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -87,8 +87,8 @@ class PatchGrid(PicturedResult, Saved):
             corrupted canvases.
     """
 
-    KIND: ClassVar[str] = "patch grid"
-    SHOWS: ClassVar[str] = "the effect of patching a state of one run into another, by position and layer"
+    KIND = "patch grid"
+    SHOWS = "the effect of patching a state of one run into another, by position and layer"
 
     scores: Float[Tensor, "*rest"]
     axes: tuple[str, ...]

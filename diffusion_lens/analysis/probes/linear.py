@@ -318,12 +318,7 @@ def _of_predicted(canvas: ForwardPass, labels: Float[Tensor, "batch pos 2"]) -> 
     return moved
 
 
-def _read(
-    one: _Pass,
-    of_canvases: list[Rows],
-    names: list[str],
-    read_rows: Sums | KeptRows,
-) -> None:
+def _read(one: _Pass, of_canvases: list[Rows], names: list[str], read_rows: Sums | KeptRows) -> None:
     """Run a pass, whose rows are added to the sums or the kept rows."""
     begun = [(each, read_rows.place(each)) for each in of_canvases if len(each.batch)]
 

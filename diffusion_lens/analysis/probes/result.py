@@ -60,8 +60,8 @@ class LinearProbe(PicturedResult, Saved):
             each part, inputs, model, hash of the weights, hooks, versions.
     """
 
-    KIND: ClassVar[str] = "linear probe"
-    SHOWS: ClassVar[str] = "the score of a linear probe on held-out runs by hook point, beside its control"
+    KIND = "linear probe"
+    SHOWS = "the score of a linear probe on held-out runs by hook point, beside its control"
     FORMER: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "time probe": {
             "r2": "score",

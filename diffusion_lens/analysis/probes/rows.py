@@ -209,11 +209,7 @@ class Labels:
 
     @classmethod
     def of(
-        cls,
-        labels: GivenLabels,
-        given: CleanTexts | Inputs,
-        positions: str | list[int],
-        real: PosMask | None = None,
+        cls, labels: GivenLabels, given: CleanTexts | Inputs, positions: str | list[int], real: PosMask | None = None
     ) -> "Labels":
         """The labels that a caller gives, checked against the units.
 

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -67,8 +67,8 @@ class SecondMoment(Result, Saved):
         length_squares: Σ m_t² over the texts, for the error.
     """
 
-    KIND: ClassVar[str] = "second moment"
-    NO_PICTURE: ClassVar[str] = "It is a matrix that edits are computed with; the report of an edit has a picture."
+    KIND = "second moment"
+    NO_PICTURE = "It is a matrix that edits are computed with; the report of an edit has a picture."
 
     total: Float[Tensor, "d_mlp d_mlp"]
     count: int
@@ -365,10 +365,7 @@ def _added(so_far: SecondMoment, panel: KeyPanel, sums: KeySums) -> SecondMoment
     if so_far.texts:
         total.add_(so_far.total.to(total.device))
     added = replace(
-        so_far,
-        total=total,
-        count=so_far.count + len(panel.tokens),
-        texts=so_far.texts + len(panel.lengths),
+        so_far, total=total, count=so_far.count + len(panel.tokens), texts=so_far.texts + len(panel.lengths)
     )
     if so_far.by_length is None or so_far.text_squares is None or so_far.length_squares is None:
         return added  # It was begun without the sums for the error.

@@ -36,7 +36,7 @@ score each answer in two more ways, for which rivals do not matter:
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -184,8 +184,8 @@ class EditReport(PicturedResult, Saved):
             versions.
     """
 
-    KIND: ClassVar[str] = "edit report"
-    SHOWS: ClassVar[str] = "the share of probes that are won before and after an edit, by group of probes"
+    KIND = "edit report"
+    SHOWS = "the share of probes that are won before and after an edit, by group of probes"
 
     wins: Float[Tensor, "state probe"]
     probabilities: Float[Tensor, "state probe"]

@@ -36,13 +36,7 @@ from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard, content, name_facts
 from diffusion_lens.analysis.over_facts.intervals import share_interval
-from diffusion_lens.analysis.over_facts.study import (
-    FactResult,
-    FactsJob,
-    Study,
-    StudyResult,
-    in_batches_of,
-)
+from diffusion_lens.analysis.over_facts.study import FactResult, FactsJob, Study, StudyResult, in_batches_of
 from diffusion_lens.analysis.rome.covariance import (
     Covariance,
     InverseMoment,
@@ -80,7 +74,7 @@ class EditOutcome(FactResult, Saved):
             earlier versions have none.
     """
 
-    KIND: ClassVar[str] = "edit of a fact"
+    KIND = "edit of a fact"
 
     wins: Float[Tensor, "state probe"]
     probabilities: Float[Tensor, "state probe"]
@@ -174,13 +168,13 @@ class EditStudy(StudyResult[EditOutcome]):
     written: Float[Tensor, "state probe"] | None = None
     target_tokens: Int[Tensor, "request"] | None = None
 
-    KIND: ClassVar[str] = "edit study"
-    SHOWS: ClassVar[str] = (
+    KIND = "edit study"
+    SHOWS = (
         "the share of probes that are won before and after the edits, by group of probes, with intervals over requests"
     )
     ENTRIES: ClassVar[Mapping[str, Any]] = {**StudyResult.ENTRIES, "model": str}
-    FACT_FILE: ClassVar[type[Any]] = EditOutcome
-    UNIT: ClassVar[str] = "request"
+    FACT_FILE = EditOutcome
+    UNIT = "request"
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
         return (("request", self.ids), ("probe", self.groups), ("state", 2))

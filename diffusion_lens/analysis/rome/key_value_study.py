@@ -11,7 +11,7 @@ computed in full, even to fill in one missing fact.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,13 +27,7 @@ from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard
 from diffusion_lens.analysis.over_facts.intervals import mean_interval
-from diffusion_lens.analysis.over_facts.study import (
-    FactResult,
-    FactsJob,
-    Study,
-    StudyResult,
-    in_batches_of,
-)
+from diffusion_lens.analysis.over_facts.study import FactResult, FactsJob, Study, StudyResult, in_batches_of
 from diffusion_lens.analysis.representations import Comparisons, compare_along
 from diffusion_lens.analysis.rome.keys import compute_keys, lay_out_request
 from diffusion_lens.analysis.rome.values import optimize_values
@@ -63,7 +57,7 @@ class FactVectors(FactResult, Saved):
         after: Float[layer], p(answer) with δ at that layer.
     """
 
-    KIND: ClassVar[str] = "key and values of a fact"
+    KIND = "key and values of a fact"
 
     keys: Float[Tensor, "layer d_mlp"]
     outputs: Float[Tensor, "layer d_model"]
@@ -96,17 +90,15 @@ class KeyValueStudy(StudyResult[FactVectors]):
     layers: list[int]
     record: dict[str, Any]
 
-    KIND: ClassVar[str] = "key and value study"
-    SHOWS: ClassVar[str] = "p(answer) with the optimised value, by the layer of the value"
+    KIND = "key and value study"
+    SHOWS = "p(answer) with the optimised value, by the layer of the value"
     ENTRIES: ClassVar[Mapping[str, Any]] = {
         "facts": dict[str, dict[str, Any]],
         "set_aside": dict[str, str],
         "model": str,
     }
-    FACT_FILE: ClassVar[type[Any]] = FactVectors
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("fact", self.ids), ("layer", self.layers))
+    FACT_FILE = FactVectors
+    AXES = (("fact", "ids"), ("layer", "layers"))
 
     @classmethod
     def of(cls, results: Mapping[str, FactVectors], record: dict[str, Any]) -> "KeyValueStudy":

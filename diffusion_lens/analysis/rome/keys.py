@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -66,8 +66,8 @@ class KeyResult(Result, Saved):
         record: Token at which the key was taken, prompts, model, weights' hash, versions.
     """
 
-    KIND: ClassVar[str] = "ROME key"
-    NO_PICTURE: ClassVar[str] = "It is a vector that edits are computed with; the report of an edit has a picture."
+    KIND = "ROME key"
+    NO_PICTURE = "It is a vector that edits are computed with; the report of an edit has a picture."
 
     keys: Float[Tensor, "prompt d_mlp"]
     layer: int

@@ -198,9 +198,7 @@ class MemitSettings(RequestSettings):
     """Settings of edits that are made at once."""
 
     layers: Iterable[Whole] = setting(
-        MISSING,
-        "Blocks whose down-projections are edited, negative ones from the end.",
-        unique_indices,
+        MISSING, "Blocks whose down-projections are edited, negative ones from the end.", unique_indices
     )
     search: ValueSettings = setting(
         SEARCH, "Settings of the search for the targets; by default the authors' for GPT-J.", option=False

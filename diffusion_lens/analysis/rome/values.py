@@ -24,7 +24,7 @@ ended leave the batch.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -80,8 +80,8 @@ class ValueResult(PicturedResult, Saved):
             the search; `None` in a network without time conditioning.
     """
 
-    KIND: ClassVar[str] = "ROME value"
-    SHOWS: ClassVar[str] = "the terms of the loss in the search for a value, by iteration"
+    KIND = "ROME value"
+    SHOWS = "the terms of the loss in the search for a value, by iteration"
 
     initial: Float[Tensor, "d_model"]
     delta: Float[Tensor, "d_model"]

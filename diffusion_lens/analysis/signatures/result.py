@@ -39,7 +39,7 @@ class FactSignatures(FactResult, Saved):
         probabilities: Float[canvas], p(answer).
     """
 
-    KIND: ClassVar[str] = "signatures of a fact"
+    KIND = "signatures of a fact"
 
     percentiles: Float[Tensor, "canvas estimate layer"]
     reuses: Float[Tensor, "layer"]
@@ -87,17 +87,15 @@ class ReversalSignatures(StudyResult[FactSignatures]):
     ids: list[str]
     record: dict[str, Any]
 
-    KIND: ClassVar[str] = "reversal signatures"
-    SHOWS: ClassVar[str] = (
-        "evidence, cut edges, routes and gradients of facts by layer, in the trained and the reverse direction"
-    )
+    KIND = "reversal signatures"
+    SHOWS = "evidence, cut edges, routes and gradients of facts by layer, in the trained and the reverse direction"
     ENTRIES: ClassVar[Mapping[str, Any]] = {
         "facts": dict[str, dict[str, Any]],
         "set_aside": dict[str, str],
         "model": str,
         "parameters": list[str],
     }
-    FACT_FILE: ClassVar[type[Any]] = FactSignatures
+    FACT_FILE = FactSignatures
     CLUSTER: ClassVar[str] = "group"
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
