@@ -71,7 +71,8 @@ def run_graph(
     ends = [-1, max((node["x"] for node in nodes), default=0)]
     ax.set_xticks([ends[0], *across, ends[1]], ["embed", *map(str, across), "writes"], fontsize=points(7))
     ax.invert_yaxis()
-    label_axes(ax, "layer: heads ○, MLPs ◇", "step:position", title)
+    features = ", features △" if any(node["kind"] == "feature" for node in nodes) else ""
+    label_axes(ax, f"layer: heads ○, MLPs ◇{features}", "step:position", title)
     return ax
 
 

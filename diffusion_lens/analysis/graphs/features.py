@@ -45,7 +45,7 @@ def transcoders_of(model: DiffusionTransformer, features: Sequence[SparseDiction
         if layer is None or own_name(one.reads) != read_point(layer):
             raise ValueError(
                 f"features: a dictionary reads {one.reads!r} and writes {one.writes!r}, but nodes are features of "
-                f"transcoders of MLPs: that of block 1 reads {read_point(1)!r} and writes {mlp_out(1)!r}, and the model "
+                f"transcoders of MLPs: that of block 1 reads {read_point(1)!r} and writes {mlp_out(1)!r}. The model "
                 f"has {n_layers} blocks"
             )
         if one.W_enc.shape[0] != d_model or one.W_dec.shape[1] != d_model:

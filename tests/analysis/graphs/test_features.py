@@ -146,6 +146,7 @@ def test_a_whole_graph_keeps_everything_and_an_empty_one_nothing(either: Any, ca
         assert math.isfinite(graph.prune(0.8).faithfulness(either.model, replace, **given).share)
 
 
+@torch.no_grad()
 def test_a_feature_outside_the_graph_is_replaced_alone(either: Any) -> None:
     """What its removal does is what a hook does that takes the change of this feature out of the MLP's output."""
     (one,) = transcoders(either.model, [2])

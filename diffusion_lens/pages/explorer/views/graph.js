@@ -80,7 +80,7 @@ function nodeText(seen, { kind, name, step, layer, head, position, branch, word,
   const not = other === null ? "" : `, not ${quoted(other)}`, where = `at ${at}, step ${step}${branch ? ", unconditional branch" : ""}`;
   return { head: `head ${head} of block ${layer} ${where}`, mlp: `MLP of block ${layer} ${where}`, token: `given ${said}, read by step ${step}`,
     embed: `${at}, read by step ${step}`, decision: `step ${step} writes ${said}${not}`, target: `step ${step} writes ${said}${not}`,
-    error: `error ${where}` }[kind] ?? `${name} ${where}`;
+    feature: `feature ${name} ${where}` }[kind] ?? `${name} ${where}`;
 }
 
 /** The outline of a node around its place.
@@ -88,7 +88,7 @@ function nodeText(seen, { kind, name, step, layer, head, position, branch, word,
 const outlineOf = (kind, r) => ({
   token: `M${-r} ${-r}H${r}V${r}H${-r}Z`, embed: `M${-r} ${-r}H${r}V${r}H${-r}Z`, mlp: `M${-r - 1} 0L0 ${-r - 1}L${r + 1} 0L0 ${r + 1}Z`,
   decision: `M${-r} ${-r - 1}L${r + 1} 0L${-r} ${r + 1}Z`, target: `M${-r} ${-r - 1}L${r + 1} 0L${-r} ${r + 1}Z`,
-  error: `M${-r} ${-r}L${r} ${r}M${r} ${-r}L${-r} ${r}`,
+  error: `M${-r} ${-r}L${r} ${r}M${r} ${-r}L${-r} ${r}`, feature: `M${-r - 1} ${r}L0 ${-r - 1}L${r + 1} ${r}Z`,
 })[kind] ?? `M${-r} 0A${r} ${r} 0 1 1 ${r} 0A${r} ${r} 0 1 1 ${-r} 0Z`;
 
 class GraphPane {
@@ -168,7 +168,7 @@ class GraphPane {
     const taken = new Set();
     const placed = (/** @type {Node} */ node) => {
       const lane = node.head < 0 ? n_heads : node.head, { kind } = node, { y: top } = this.rows.get(key(node));
-      const column = { token: 0.5, embed: 0.5, error: 0.2, decision: n_layers + 1.4, target: n_layers + 1.4 }[kind] ?? node.layer + 1 + (lane + 0.5) / (n_heads + 1);
+      const column = { token: 0.5, embed: 0.5, error: node.layer < 0 ? 0.2 : undefined, decision: n_layers + 1.4, target: n_layers + 1.4 }[kind] ?? node.layer + 1 + (lane + 0.5) / (n_heads + 1);
       let x = Math.round(SIDES[0] + column * width);
       while (taken.has(`${x} ${top}`)) x += 7; // several nodes of one part
       taken.add(`${x} ${top}`);
