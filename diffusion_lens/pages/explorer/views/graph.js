@@ -106,6 +106,7 @@ class GraphPane {
     this.picture = h("div", { class: "dl-circuit-picture", tabindex: 0, role: "group", "aria-label": "Graph; arrow keys go from node to node" });
     this.file = h("input", { type: "file", accept: ".json", hidden: true, onchange: () => this.load() });
     this.pin = button("Pin", () => this.togglePin());
+    this.leave = button("Deselect", () => this.pick({ clickedId: "" }));
     this.said = h("p");
     this.lists = h("div");
     this.pins = h("div");
@@ -113,8 +114,11 @@ class GraphPane {
       h("header", { class: "dl-group" }, this.heading, field("Influence", this.slider, "dl-grow"), this.count, this.legend,
         button("Load pins…", () => this.file.click(), { title: "Pins and groups of a graph that was saved from here or from circuit-tracer" }), this.file,
         button("as Python", () => this.seen.code("graph", "Graph"), { class: "dl-code" })),
-      this.reading, h("div", { class: "dl-circuit-body" }, this.picture, h("section", {}, this.said, this.pin, this.pins, this.lists)));
-    this.picture.addEventListener("click", (/** @type {MouseEvent} */ event) => this.placeAt(event) && this.choose(this.placeAt(event)));
+      this.reading, h("div", { class: "dl-circuit-body" }, this.picture, h("section", {}, this.said, h("div", { class: "dl-group" }, this.pin, this.leave), this.pins, this.lists)));
+    this.picture.addEventListener("click", (/** @type {MouseEvent} */ event) => {
+      const place = this.placeAt(event);
+      if (place) this.choose(place);
+    });
     this.picture.addEventListener("pointermove", (/** @type {MouseEvent} */ event) => this.light(this.placeAt(event)));
     this.picture.addEventListener("pointerleave", () => this.light(null));
     this.picture.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.go(event));
@@ -286,6 +290,7 @@ class GraphPane {
   drawSelected(edges, nodes) {
     const { clickedId, pinnedIds, supernodes } = this.picked, at = this.places.find(({ id }) => id === clickedId), isGroup = clickedId.startsWith("supernode-");
     setText(this.said, at ? this.sentence(at) : "Select a node to see what flows into it and out of it.");
+    this.leave.hidden = !at;
     this.pin.hidden = !at || isGroup;
     setText(this.pin, pinnedIds.includes(clickedId) ? "Unpin" : "Pin");
     const own = new Set(!at ? [] : isGroup ? supernodes[Number(clickedId.split("-")[1])].slice(1) : [clickedId]);
