@@ -3,6 +3,7 @@
 The build warns if there is no Chromium, since a page would then show a picture that is missing.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -11,8 +12,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import chromium
+import explorer_pages
 from snippets import run_python
 from sphinx.application import Sphinx
 from sphinx.util.logging import getLogger
@@ -20,6 +23,7 @@ from sphinx.util.logging import getLogger
 logger = getLogger(__name__)
 WIDTH = 1280  # pixels
 OWN_VIEW = "_made/own_view.png"
+GRAPH = "_made/explorer_graph.png"
 HOME = "_static/home.png"
 
 
@@ -113,6 +117,20 @@ def draw_own_view(app: Sphinx) -> None:
         )
 
 
+def draw_graph(app: Sphinx) -> None:
+    """The graph of a run in the explorer: two nodes are a group, and a third one is selected."""
+    run, graph = explorer_pages.graphed()
+    chosen = {
+        "pinnedIds": ["4_1_4", "2_7_1"],
+        "supernodes": [["reads the name", "4_1_4", "2_7_1"]],
+        "clickedId": "13_3_6",
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        page = explorer_pages.write(run.explore(graph=graph), Path(scratch), "graph")
+        fragment = f"#step=5&position=6&view=graph&graph={quote(json.dumps(chosen))}"
+        photograph_file(page, Path(app.srcdir) / GRAPH, chromium.DRAWN, fragment)
+
+
 def draw_home(app: Sphinx, error: Exception | None) -> None:
     """The home page as it is built, beside the built pages."""
     if error is None and app.builder.format == "html":
@@ -122,5 +140,6 @@ def draw_home(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", draw_explorer)
     app.connect("builder-inited", draw_own_view)
+    app.connect("builder-inited", draw_graph)
     app.connect("build-finished", draw_home)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""What a page shows of circuits, graphs, experts, conditioning and signatures: the numbers of results of this run."""
+"""What a page shows of circuits, graphs, experts, conditioning and signatures: the numbers of the results of a run."""
 
 import json
 

@@ -98,12 +98,8 @@
  * @property {{labels: string[], layers: number[], positions: number[], steps: number[], k: number, targets: number[]}|null} lens
  * @property {{layers: number[], n_heads: number, steps: number[]}|null} attention
  * @property {Trace[]} traces
-<<<<<<< HEAD
- * @property {Circuit|null} [circuit]  this and the next three are described in `diffusion_lens/pages/views.py`
-=======
  * @property {Circuit|null} [circuit]  this and the next four are described in `diffusion_lens/pages/views.py`
  * @property {{step: number, position: number, word: number, metric: string, clean: number, corrupted: number, text: string}|null} [graph]
->>>>>>> graphview
  * @property {{layers: number[], n_experts: number, steps: number[]}|null} [experts]
  * @property {{steps: number[]}|null} [conditioning]
  * @property {{measures: any[], facts: any[], n_facts: number}|null} [signatures]

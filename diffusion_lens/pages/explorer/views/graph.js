@@ -106,6 +106,7 @@ class GraphPane {
     this.picture = h("div", { class: "dl-circuit-picture", tabindex: 0, role: "group", "aria-label": "Graph; arrow keys go from node to node" });
     this.file = h("input", { type: "file", accept: ".json", hidden: true, onchange: () => this.load() });
     this.pin = button("Pin", () => this.togglePin());
+    this.leave = button("Deselect", () => this.pick({ clickedId: "" }));
     this.said = h("p");
     this.lists = h("div");
     this.pins = h("div");
@@ -113,8 +114,11 @@ class GraphPane {
       h("header", { class: "dl-group" }, this.heading, field("Influence", this.slider, "dl-grow"), this.count, this.legend,
         button("Load pins…", () => this.file.click(), { title: "Pins and groups of a graph that was saved from here or from circuit-tracer" }), this.file,
         button("as Python", () => this.seen.code("graph", "Graph"), { class: "dl-code" })),
-      this.reading, h("div", { class: "dl-circuit-body" }, this.picture, h("section", {}, this.said, this.pin, this.pins, this.lists)));
-    this.picture.addEventListener("click", (/** @type {MouseEvent} */ event) => this.placeAt(event) && this.choose(this.placeAt(event)));
+      this.reading, h("div", { class: "dl-circuit-body" }, this.picture, h("section", {}, this.said, h("div", { class: "dl-group" }, this.pin, this.leave), this.pins, this.lists)));
+    this.picture.addEventListener("click", (/** @type {MouseEvent} */ event) => {
+      const place = this.placeAt(event);
+      if (place) this.choose(place);
+    });
     this.picture.addEventListener("pointermove", (/** @type {MouseEvent} */ event) => this.light(this.placeAt(event)));
     this.picture.addEventListener("pointerleave", () => this.light(null));
     this.picture.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.go(event));
@@ -196,10 +200,11 @@ class GraphPane {
       const top = this.tops.get(to.nodes[0].step), isBack = flow.decision && to.x < from.x;
       const line = drawn("path", { d: isBack ? broken(from, to, top - 12) : curve(from, to), class: "dl-flow", fill: "none",
         stroke: flow.decision ? inks.soft : colour(Math.sign(flow.weight)), "stroke-width": flow.decision ? 4 : 0.5 + 3.5 * strength,
-        opacity: isPicked ? (isOf(flow) ? 0.9 : 0.07) : flow.decision ? 0.8 : (0.15 + 0.65 * strength).toFixed(2), ...(flow.weight < 0 ? { "stroke-dasharray": "4 3" } : {}) });
+        opacity: isPicked ? (isOf(flow) ? 0.9 : flow.decision ? 0.3 : 0.07) : flow.decision ? 0.8 : (0.15 + 0.65 * strength).toFixed(2), ...(flow.weight < 0 ? { "stroke-dasharray": "4 3" } : {}) });
       return { ...flow, line };
     });
     const parts = places.filter(({ name, nodes: [{ layer }] }) => name === null && layer >= 0).sort((a, b) => Math.abs(b.nodes[0].effect) - Math.abs(a.nodes[0].effect));
+    const halo = { stroke: inks.paper, "stroke-width": 3, "paint-order": "stroke" };
     /** @type {Place[]} */ const named = [];
     for (const part of parts.slice(0, NAMED)) if (named.every(({ x, y }) => y !== part.y || Math.abs(x - part.x) > 36)) named.push(part);
     const marks = places.map((place, i) => {
@@ -210,8 +215,8 @@ class GraphPane {
         const text = shorten(readable(place.name), 24), half = 3.4 * text.length + 8;
         mark.append(drawn("rect", { x: -half, y: -9, width: 2 * half, height: 18, rx: 9, ...outline, fill: inks.paper }), drawn("text", { y: 4, "text-anchor": "middle", fill: inks.ink }, text));
       } else mark.append(drawn("path", { d: outlineOf(kind, Math.round(3 + 6 * Math.sqrt(Math.min(1, Math.abs(effect))))), ...outline }));
-      if (named.includes(place)) mark.append(drawn("text", { y: -10, "font-size": 9, "text-anchor": "middle", fill: inks.soft }, place.nodes[0].name));
-      if (place.name === null && (kind === "decision" || kind === "target")) mark.append(drawn("text", { x: 13, y: -5, fill: inks.ink, "font-weight": 600 }, shorten(readable(word ?? "·"), 12)));
+      if (named.includes(place)) mark.append(drawn("text", { y: -10, "font-size": 9, "text-anchor": "middle", fill: inks.soft, ...halo }, place.nodes[0].name));
+      if (place.name === null && (kind === "decision" || kind === "target")) mark.append(drawn("text", { x: 13, y: -5, fill: inks.ink, "font-weight": 600, ...halo }, shorten(readable(word ?? "·"), 12)));
       return mark;
     });
     const label = (/** @type {number} */ x, /** @type {number} */ y, /** @type {string} */ text, /** @type {Record<string, any>} */ more) => drawn("text", { x, y, fill: inks.soft, ...more }, text);
@@ -286,6 +291,7 @@ class GraphPane {
   drawSelected(edges, nodes) {
     const { clickedId, pinnedIds, supernodes } = this.picked, at = this.places.find(({ id }) => id === clickedId), isGroup = clickedId.startsWith("supernode-");
     setText(this.said, at ? this.sentence(at) : "Select a node to see what flows into it and out of it.");
+    this.leave.hidden = !at;
     this.pin.hidden = !at || isGroup;
     setText(this.pin, pinnedIds.includes(clickedId) ? "Unpin" : "Pin");
     const own = new Set(!at ? [] : isGroup ? supernodes[Number(clickedId.split("-")[1])].slice(1) : [clickedId]);
