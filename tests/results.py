@@ -412,7 +412,7 @@ def _runs() -> Iterator[Any]:
 
 
 def _graphs(run: Any) -> Iterator[Any]:
-    from diffusion_lens.analysis import GraphFaithfulness, RunGraph
+    from diffusion_lens.analysis import GraphFaithfulness, GraphInterventions, RunGraph
 
     settings = {"target": [7, 2], "target_step": 3, "metric": "logit", "other": -1, "share": 0.8}
     settings["features"] = {"4": "SparseDictionary #01234567"}
@@ -456,6 +456,22 @@ def _graphs(run: Any) -> Iterator[Any]:
         n_nodes=12,
         n_all=473,
         wrote=[True, False, False, False],
+        record=RECORD,
+    )
+    # A head at step 1, and an MLP at step 3 at two scales; a decision and the target, whose word is not predicted once.
+    whole = {"node_steps": [1, 3, 3], "node_positions": [5, 7, 7], "branches": [0, 0, 0], "nodes": [1, 4, 4]}
+    whole |= {"steps": [1, 3], "positions": [5, 7], "tokens": [2, 2], "written_at": [1, 3]}
+    whole |= {"predicted_tokens": [[1, -1], [2, 1], [2, 2]], "predicted_steps": [[1, -1], [1, 3], [1, 3]]}
+    whole |= {"measured_tokens": [[1, 2], [2, 0], [2, 2]], "measured_steps": [[2, 3], [1, 3], [1, 3]]}
+    yield GraphInterventions(
+        **{name: torch.tensor(values) for name, values in whole.items()},
+        names=["a2.h1", "m4", "m4"],
+        scales=torch.tensor([0.0, 0.0, -1.0]),
+        clean=rand(2) + 1,
+        corrupted=-rand(2),
+        predicted=rand(3, 2),
+        measured=torch.tensor([[0.5, float("nan")], [0.8, -1.2], [0.7, 0.1]]),
+        words=WORDS,
         record=RECORD,
     )
 
