@@ -213,7 +213,7 @@ class RunGraph(PicturedResult, Saved):
     def faithfulness(
         self,
         model: DiffusionTransformer,
-        replace: str = "corrupted",
+        replace: str | Trajectory = "corrupted",
         *,
         features: Sequence[SparseDictionary] = (),
         canvas: str = "forced",
@@ -227,7 +227,9 @@ class RunGraph(PicturedResult, Saved):
         Args:
             model: Model of the run.
             replace: What replaces it: its "corrupted" output, the "mean" of its outputs over the positions of the
-                corrupted canvas, or "zero". Embeddings outside the graph are always the corrupted ones.
+                corrupted canvas, or "zero". Embeddings outside the graph are always the corrupted ones. Or another
+                corrupted run, as `run_graph` takes it: its outputs and embeddings, and margins over the words that it
+                writes; of several rows the mean, and the margins of this graph.
             features: The transcoders of the graph.
             canvas: With "forced" each step reads the clean canvas, so that the target and every decision of the graph
                 is measured by itself. With "free", the run is taken again, and each step reads what the steps before
@@ -237,7 +239,8 @@ class RunGraph(PicturedResult, Saved):
             max_bytes: Memory to use in addition to the weights.
 
         Raises:
-            ValueError: Another model, other transcoders, an unknown setting, or a budget that is too small.
+            ValueError: Another model, other transcoders, an unknown setting, a run with other steps or given positions
+                or one that writes the target's token, or a budget that is too small.
         """
         return measured(self, model, replace, features, canvas, n_random, seed, max_bytes)
 

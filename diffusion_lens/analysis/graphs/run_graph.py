@@ -47,7 +47,17 @@ from diffusion_lens.analysis.circuits.attribution import require_plain_stream
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.graphs.features import digests, transcoders_of
 from diffusion_lens.analysis.graphs.result import RunGraph
-from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, StepGraph, StepRun, Swept, both_runs
+from diffusion_lens.analysis.graphs.within_step import (
+    KINDS,
+    Objective,
+    StepGraph,
+    StepRun,
+    Swept,
+    require_same_given,
+    require_same_steps,
+    step_runs,
+    word_instead,
+)
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -176,27 +186,16 @@ def _corrupted_run(
     """The corrupted run, with the given positions and steps of the clean one."""
     if isinstance(corrupted, Trajectory):
         other = _one_row(model, corrupted, "corrupted")
-        same_steps = (other.first_step, other.record["times"]) == (clean.first_step, clean.record["times"])
-        if other.canvases.shape != clean.canvases.shape or not same_steps:
-            raise ValueError(
-                f"the clean run has {clean.n_steps} steps of {clean.tokens.shape[1]} positions from step "
-                f"{clean.first_step} on, and the corrupted one {other.n_steps} of {other.tokens.shape[1]} from step "
-                f"{other.first_step} on: denoise both with the same length, steps and sampler"
-            )
-        given, prompt = other.given, other.prompt
+        require_same_steps(clean, other)
+        prompt = other.prompt
     else:
         laid_out = lay_out(
             model,
             corrupted[None] if isinstance(corrupted, Tensor) and corrupted.dim() == 1 else corrupted,
             clean.tokens.shape[1],
         )
-        given, prompt = laid_out.given.to(clean.given.device), laid_out.tokens.to(clean.tokens.device)
-    if not torch.equal(given, clean.given):
-        n_clean, n_other = int(clean.given.sum()), int(given.sum())
-        raise ValueError(
-            f"the clean run was given {n_clean} tokens and the corrupted one {n_other}, or at other positions: edges "
-            "connect equal positions, so take prompts of equally many tokens"
-        )
+        require_same_given(clean, laid_out.given.to(clean.given.device))
+        prompt = laid_out.tokens.to(clean.tokens.device)
     if isinstance(corrupted, Trajectory) and canvas == "free":
         return other
     swapped: Tensor = torch.where(clean.given, prompt, clean.tokens)
@@ -241,15 +240,13 @@ def _target_of(
             f"the target at position {position} is read at step {step}, and the run has the steps {clean.first_step} "
             f"to {clean.first_step + clean.n_steps - 1}: give a step= of it, or a position that it reveals"
         )
-    written = int(other.tokens[0, position])
-    if settings.metric == "margin" and (
-        written == token or not bool(model.cfg.writable(torch.tensor([written])).all())
-    ):
+    instead = word_instead(model, other, position, token) if settings.metric == "margin" else -1
+    if settings.metric == "margin" and instead < 0:
         raise ValueError(
             f"the corrupted run writes no other token at position {position} than token {token}, so there is no "
             'margin: give metric="logit", or a prompt with another answer'
         )
-    return step, Objective(position, token, written if settings.metric == "margin" else -1, settings.metric)
+    return step, Objective(position, token, instead, settings.metric)
 
 
 class _Pending(NamedTuple):
@@ -314,7 +311,7 @@ class _Builder:
             return
         # 1. Both runs, and the objectives that they decide.
         positions = sorted({objective.position for objective in wanted})
-        runs = both_runs(self.model, (self.clean, self.corrupted), step, positions)
+        runs = step_runs(self.model, (self.clean, self.corrupted), step, positions)
         settings = self.settings
         most = settings.nodes_per_step
         graph = StepGraph(runs[0], runs[1], list(wanted), settings.points, self.transcoders, most, settings.max_bytes)

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.circuits.attribution import wider
@@ -129,18 +129,48 @@ class StepRun:
         return torch.stack([one.of(clean[:, column[one.position]]) for one in objectives])
 
 
-def both_runs(
+def step_runs(
     model: DiffusionTransformer,
-    pair: tuple[Trajectory, Trajectory],
+    runs: Sequence[Trajectory],
     step: int,
     positions: Sequence[int],
     n_reached: int = 0,
 ) -> list[StepRun]:
-    """A step of the clean and of the corrupted run, read up to the last position that one of them has reached."""
-    runs = [StepRun(model, run, step, positions, n_reached) for run in pair]
-    if runs[0].n_pos == runs[1].n_pos:
-        return runs
-    return [StepRun(model, run, step, positions, max(one.n_pos for one in runs)) for run in pair]
+    """A step of several runs, read up to the last position that one of them has reached."""
+    found = [StepRun(model, run, step, positions, n_reached) for run in runs]
+    most = max(one.n_pos for one in found)
+    return [
+        one if one.n_pos == most else StepRun(model, run, step, positions, most)
+        for one, run in zip(found, runs, strict=True)
+    ]
+
+
+def require_same_steps(clean: Trajectory, other: Trajectory) -> None:
+    """Refuse a run of other steps, or one that was given tokens at other positions."""
+    same_steps = (other.first_step, other.record["times"]) == (clean.first_step, clean.record["times"])
+    if other.canvases.shape[::2] != clean.canvases.shape[::2] or not same_steps:
+        raise ValueError(
+            f"the clean run has {clean.n_steps} steps of {clean.tokens.shape[1]} positions from step "
+            f"{clean.first_step} on, and the corrupted one {other.n_steps} of {other.tokens.shape[1]} from step "
+            f"{other.first_step} on: denoise both with the same length, steps and sampler"
+        )
+    require_same_given(clean, other.given)
+
+
+def require_same_given(clean: Trajectory, given: Bool[Tensor, "batch pos"]) -> None:
+    """Refuse other given positions than those of the clean run."""
+    if not torch.equal(given, clean.given.expand_as(given)):
+        n_clean, n_other = int(clean.given.sum()), int(given.sum(dim=1).max())
+        raise ValueError(
+            f"the clean run was given {n_clean} tokens and the corrupted one {n_other}, or at other positions: edges "
+            "connect equal positions, so take prompts of equally many tokens"
+        )
+
+
+def word_instead(model: DiffusionTransformer, run: Trajectory, position: int, token: int) -> int:
+    """The token that a run writes at a position in place of this one, -1 if it writes no other."""
+    written = int(run.tokens[0, position])
+    return written if written != token and bool(model.cfg.writable(torch.tensor([written])).all()) else -1
 
 
 class Column(NamedTuple):
