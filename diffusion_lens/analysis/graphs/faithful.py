@@ -295,7 +295,7 @@ class Ablated:
         kept += (len(self.runs) - 2) * kept // len(found)
         most = max((len(one.b_enc) for one in self.transcoders.values()), default=0)
         one = reserved(self.model.cfg, row_bytes(self.model.cfg, given.n_pos, len(positions)))
-        one += 4 * given.n_pos * most * 4
+        one += 4 * given.n_pos * most * 4 + 4 * self._none(step)[:, 0].numel()
         self.at_once = (self.max_bytes - kept) // one
         if self.at_once < 1:
             raise ValueError(f"max_bytes={self.max_bytes:,} is too small: one graph takes {kept + one:,} bytes")

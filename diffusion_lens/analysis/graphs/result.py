@@ -31,7 +31,9 @@ from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.graphs import circuit_tracer
 from diffusion_lens.analysis.graphs.faithful import GraphFaithfulness, measured
 from diffusion_lens.analysis.graphs.interventions import GraphInterventions, intervened
+from diffusion_lens.analysis.graphs.refine import refined
 from diffusion_lens.analysis.graphs.within_step import KINDS
+from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model
@@ -208,6 +210,41 @@ class RunGraph(PicturedResult, Saved):
         if most is not None:
             size = min(size, at_least(1, "most", most) + 1)
         return self._of_nodes(ranks < size, {"share": number})
+
+    @checked_arguments
+    def refine(
+        self,
+        model: DiffusionTransformer,
+        most: Whole,
+        corrupted: Sequence[Trajectory] = (),
+        *,
+        features: Sequence[SparseDictionary] = (),
+        candidates: Whole = 16,
+        max_bytes: Whole = 2**30,
+    ) -> "RunGraph":
+        """`prune(most=most)` with nodes exchanged until those inside keep as much as they can of what is measured.
+
+        The nodes are chosen by the measurements of `faithfulness` themselves (see `graphs.refine`), so that its share
+        says how few nodes suffice, and no longer tests a prediction. Test with corrupted runs that are not given here.
+
+        Args:
+            model: Model of the run.
+            most: Number of nodes at most, beside the target. Only nodes with computed edges are exchanged.
+            corrupted: Other corrupted runs of the same steps and given positions; the graph then fits all at once, and
+                others better.
+            features: The transcoders of the graph.
+            candidates: Number n of nodes outside and of nodes inside that are tried. A round takes, for each step and
+                corrupted run, a pass with gradients and n² copies of the canvas.
+            max_bytes: Memory to use in addition to the weights.
+
+        Raises:
+            ValueError: As `faithfulness`.
+        """
+        with_edges = self._of_nodes(~self.inflow.isnan(), {})
+        inside = with_edges._ranks() <= at_least(1, "most", most)
+        begin, n = with_edges._of_nodes(inside, {}), at_least(1, "candidates", candidates)
+        kept = refined(with_edges, begin, inside, model, ["corrupted", *corrupted], features, n, int(max_bytes))
+        return with_edges._of_nodes(kept, {"refined": [canvas_provenance(run.record) for run in corrupted]})
 
     @checked_arguments
     def faithfulness(
