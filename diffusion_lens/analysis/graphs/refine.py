@@ -10,8 +10,8 @@ over the target and the decisions o of the graph, with their effects A_o, on ave
 1. every node u has a gate g_u from its replacement (0) to its live output (1). One backward pass through the step with
    the graph gives ∂L/∂g_u of all nodes: to first order, what adding a node gains, and what leaving one out costs. These
    are the gates of pruning by gradients (Michel et al. 2019, arXiv 1905.10650).
-2. The nodes outside that promise most are exchanged with the nodes inside that cost least, each pair by itself, and L is
-   measured. The best exchange is made.
+2. The nodes outside that promise most are exchanged with the nodes inside that cost least, each pair by itself, and L
+   is measured. The best exchange is made.
 
 This is repeated until no exchange lowers L by `LEAST_GAIN`: a local search, which fits the runs that it measures. So
 measure its graph with others, too (`replace` of `RunGraph.faithfulness`).
