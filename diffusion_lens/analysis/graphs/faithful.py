@@ -199,7 +199,7 @@ class Ablated:
                 part = 0
             elif kind in ("head", "mlp"):
                 part = 1 + layer * per_layer + (head if kind == "head" else self.graph.n_heads)
-            elif kind == "error" and layer >= 0:
+            elif kind == "error" and head < 0 and layer in transcoders:
                 part = self.graph.n_writers + featured.index(layer)
             elif kind == "feature":
                 wanted = torch.tensor([branch, layer, position, feature])

@@ -59,7 +59,8 @@ class RunGraph(PicturedResult, Saved):
         step: Int[node], denoising step.
         kind: Int[node], index of `KINDS`: a given token as a step reads it, the embedding of a position that the run
             writes, a head, an MLP (of one with a transcoder, the features that are no nodes), the decision that writes
-            a token, the target, an error (with a layer, what a transcoder lacks of its MLP), or a feature.
+            a token, the target, an error (with a layer, what a transcoder lacks of its MLP, or what a frozen part does
+            not pass back), or a feature.
         layer, head, feature: Int[node], -1 where the node has none.
         position: Int[node], position on the canvas.
         branch: Int[node], 1 in the unconditional branch of guidance.
@@ -137,11 +138,17 @@ class RunGraph(PicturedResult, Saved):
 
     @property
     def names(self) -> list[str]:
-        """Name of each node's part: "a3.h0", "m1", feature "m1.f120", "m1.error" of a transcoder, or its kind."""
+        """Name of each node's part: "a3.h0", "m1", feature "m1.f120", "m1.error" of a transcoder or of a frozen norm,
+        "a3.h0.error" of a frozen pattern, or its kind."""
         of_part = {"head": "a{0}.h{1}", "mlp": "m{0}", "feature": "m{0}.f{2}", "error": "m{0}.error"}
         parts = zip(self.kind.tolist(), self.layer.tolist(), self.head.tolist(), self.feature.tolist(), strict=True)
-        kinds = ((KINDS[kind], part) for kind, *part in parts)
-        return [kind if part[0] < 0 else of_part.get(kind, kind).format(*part) for kind, part in kinds]
+        named = []
+        for kind, *part in parts:
+            name = (
+                "a{0}.h{1}.error" if KINDS[kind] == "error" and part[1] >= 0 else of_part.get(KINDS[kind], KINDS[kind])
+            )
+            named.append(KINDS[kind] if part[0] < 0 else name.format(*part))
+        return named
 
     @property
     def nodes(self) -> Any:

@@ -100,6 +100,12 @@ class GraphSettings(Settings):
         partial(at_least, 0),
     )
     max_bytes: int = setting(2**30, "Memory to use in addition to the weights.", partial(at_least, 1))
+    frozen: str = setting(
+        "nothing",
+        'What parts hold at the mean of both runs where they pass differences on: "nothing", attention "patterns", or '
+        '"patterns and norms" (`within_step`). The rest stays in error nodes of heads, MLPs and objectives.',
+        one_of("nothing", "patterns", "patterns and norms"),
+    )
 
 
 @takes(GraphSettings)
@@ -313,10 +319,18 @@ class _Builder:
         positions = sorted({objective.position for objective in wanted})
         runs = step_runs(self.model, (self.clean, self.corrupted), step, positions)
         settings = self.settings
-        most = settings.nodes_per_step
-        graph = StepGraph(runs[0], runs[1], list(wanted), settings.points, self.transcoders, most, settings.max_bytes)
+        graph = StepGraph(
+            runs[0],
+            runs[1],
+            list(wanted),
+            settings.points,
+            self.transcoders,
+            settings.nodes_per_step,
+            settings.frozen,
+            settings.max_bytes,
+        )
         self.passes += 3 * len(graph.change)
-        self.copies += (2 + settings.points) * len(graph.change)
+        self.copies += (2 + len(graph.at)) * len(graph.change)
         changed = (graph.clean_values - graph.corrupted_values).tolist()
         kept = [
             pending.nodes is None or pending.sign * change >= LEAST_MARGIN
@@ -368,7 +382,11 @@ class _Builder:
                     table, own = graph.into_node(branch, position, writer), int(ids[branch][position, writer])
                     self.inflows[own] = float(table.sum(dtype=torch.float64))
                     self._add_edges(table, ids[branch], places, own)
-        within = sum(float(one.effect[:, one.sources].sum(dtype=torch.float64)) for one in swept)
+            self._add_errors(step, branch, swept[branch], ids[branch], places)
+        within = sum(
+            float(one.effect[:, one.sources].sum(dtype=torch.float64) + one.error.sum(dtype=torch.float64))
+            for one in swept
+        )
         total = float((coefficients * (graph.clean_values - graph.corrupted_values - graph.head_change)).sum())
         self.errors.append([float(step), within, total])
 
@@ -391,6 +409,29 @@ class _Builder:
         )
         for node, passed in pending.nodes or ():
             self._edge(own, node, passed, True)
+
+    def _add_errors(self, step: int, branch: int, swept: Swept, ids: Tensor, chosen: Tensor) -> None:
+        """Nodes for what frozen heads and MLPs do not pass back; of an MLP with a transcoder, its error node."""
+        of_mlps = {
+            (position, column.layer): int(ids[position, writer])
+            for writer, column in enumerate(swept.columns)
+            if column.kind == "error"
+            for position in range(len(ids))
+            if ids[position, writer] >= 0
+        }
+        for position, writer in swept.error.nonzero().tolist():
+            column, left = swept.columns[writer], float(swept.error[position, writer])
+            own = of_mlps.get((position, column.layer)) if column.kind != "head" else None
+            if own is None:
+                own = self._node(step, "error", position, 0.0, 0.0, layer=column.layer, head=column.head, branch=branch)
+                if column.kind != "head":
+                    of_mlps[position, column.layer] = own
+            self.effects[own] += left
+            self.inflows[own] += left
+            if chosen[position, writer]:
+                target = int(ids[position, writer])
+                self.inflows[target] += left
+                self._edge(own, target, left, False)
 
     def _add_nodes(self, step: int, runs: Sequence[StepRun], swept: Sequence[Swept]) -> list[Int[Tensor, "pos writer"]]:
         """Nodes for all parts with an effect; their numbers, -1 for those without."""
