@@ -9,10 +9,10 @@ or a decision of the graph, is
     (q - q') / (q_clean - q')
 
 with q' in the pass in which everything is replaced, which is that of the corrupted run for corrupted outputs. Random
-graphs have as many nodes of each kind at each step as the graph, at random parts and positions.
+graphs have as many nodes of each kind at each step as the graph, at random parts and positions that the network reads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -26,9 +26,17 @@ from diffusion_lens.analysis.circuits.graph import Graph, by_part
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.batching import reserved, row_bytes
 from diffusion_lens.analysis.graphs.features import MLPInGraph, digests, read_point, share_masked, transcoders_of
-from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, StepRun, both_runs
-from diffusion_lens.denoising.same_network import require_same_architecture
-from diffusion_lens.hooks.names import mlp_out
+from diffusion_lens.analysis.graphs.within_step import (
+    KINDS,
+    Objective,
+    StepRun,
+    require_same_steps,
+    step_runs,
+    word_instead,
+)
+from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture
+from diffusion_lens.denoising.trajectory import Trajectory
+from diffusion_lens.hooks.names import mlp_out, resid_pre
 from diffusion_lens.hooks.step import BRANCHES
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
@@ -51,7 +59,7 @@ class GraphFaithfulness(PicturedResult, Saved):
         values: Float[target member], the objective with the graph, and with each random graph; of a free run the target
             alone.
         n_nodes: Number of nodes of the graph that can be replaced: embeddings, heads, MLPs, features and their errors.
-        n_all: Number of all that could be, at the steps of the graph.
+        n_all: Number of all that could be, at the steps of the graph and the positions that the network reads there.
         wrote: Whether the run with the graph, and with each random graph, wrote the target; of forced canvases, whether
             its token is the likeliest.
         record: Settings, model, hash of the weights, hooks, versions.
@@ -117,7 +125,7 @@ class GraphFaithfulness(PicturedResult, Saved):
 def measured(
     graph: Any,
     model: DiffusionTransformer,
-    replace: str,
+    replace: str | Trajectory,
     features: Sequence[SparseDictionary],
     canvas: str,
     n_random: Whole,
@@ -125,18 +133,13 @@ def measured(
     max_bytes: Whole,
 ) -> GraphFaithfulness:
     """`RunGraph.faithfulness`."""
-    one_of("corrupted", "mean", "zero")("replace", replace)
     one_of("forced", "free")("canvas", canvas)
     n_random, seed = at_least(0, "n_random", n_random), check_seed("seed", seed)
-    for run in graph.runs.values():
-        require_same_architecture(run.record, model)
-    transcoders = transcoders_of(model, features)
-    if (given := digests(transcoders)) != graph.record["features"]:
-        raise ValueError(f"features: the graph has {graph.record['features']}, by block, and these are {given}")
     with torch.inference_mode(False), torch.no_grad(), run_of(model):
-        ablated = _Ablated(graph, model, replace, transcoders, n_random, int(seed), int(max_bytes))
+        ablated = Ablated(graph, model, replace, features, n_random, int(seed), int(max_bytes))
         found = ablated.forced() if canvas == "forced" else ablated.free()
-        settings = {"replace": replace, "canvas": canvas, "n_random": n_random, "seed": int(seed)}
+        of_run = canvas_provenance(replace.record) if isinstance(replace, Trajectory) else replace
+        settings = {"replace": of_run, "canvas": canvas, "n_random": n_random, "seed": int(seed)}
         settings["target"] = graph.record["target"]
         return GraphFaithfulness(**found, record={**settings, **provenance(model, model.cfg)})
 
@@ -148,33 +151,47 @@ class _Replacement(NamedTuple):
     mlps: dict[str, MLPInGraph]
 
 
-class _Ablated:
+class Ablated:
     """Passes of the clean run with the nodes outside of several graphs replaced: the graph, random ones, and none."""
 
     def __init__(
         self,
         graph: Any,
         model: DiffusionTransformer,
-        replace: str,
-        transcoders: Mapping[int, SparseDictionary],
+        replace: str | Trajectory,
+        features: Sequence[SparseDictionary],
         n_random: int,
         seed: int,
         max_bytes: int,
     ) -> None:
-        self.run, self.model, self.replace, self.max_bytes = graph, model, replace, max_bytes
+        clean, corrupted = graph.runs["clean"], graph.runs["corrupted"]
+        if isinstance(replace, str):
+            one_of("corrupted", "mean", "zero")("replace", replace)
+        self.how, other = (replace, corrupted) if isinstance(replace, str) else ("corrupted", replace)
+        for run in (clean, other):
+            require_same_architecture(run.record, model)
+        require_same_steps(clean, other)
+        transcoders = transcoders_of(model, features)
+        if (given := digests(transcoders)) != graph.record["features"]:
+            raise ValueError(f"features: the graph has {graph.record['features']}, by block, and these are {given}")
+        self.run, self.model, self.max_bytes = graph, model, max_bytes
+        self.runs = [clean, *(other.row(i) for i in range(len(other)))]
         self.graph, self.n, self.transcoders = Graph.of(model.cfg), 2 + n_random, transcoders
-        self.n_branches = 2 if graph.runs["clean"].record["cfg_scale"] else 1
+        self.n_branches = 2 if clean.record["cfg_scale"] else 1
         self.kinds = [KINDS[kind] for kind in graph.kind.tolist()]
-        self.n_pos = graph.runs["clean"].tokens.shape[1]
+        self.n_pos = clean.tokens.shape[1]
+        self.objectives = self._objectives(other if other is not corrupted and len(other) == 1 else None)
         generator = torch.Generator().manual_seed(seed)
         # By step: by branch, graph, position and part. Parts are the writers, errors of MLPs with a transcoder, and the
         # features that were nodes of the whole graph, each of which is a part at its own position.
         self.members: dict[int, Tensor] = {}
+        self.places: dict[tuple[int, int, int, int], int] = {}  # node at each step, branch, position and part
         self.n_nodes = self.n_all = 0
         names = ("step", "branch", "position", "layer", "head", "feature")
         per_layer, featured = self.graph.n_heads + 1, list(transcoders)
-        for kind, (step, branch, position, layer, head, feature) in zip(
-            self.kinds, zip(*(getattr(graph, name).tolist() for name in names), strict=True), strict=True
+        columns = zip(*(getattr(graph, name).tolist() for name in names), strict=True)
+        for number, (kind, (step, branch, position, layer, head, feature)) in enumerate(
+            zip(self.kinds, columns, strict=True)
         ):
             if step not in self.members:
                 self.members[step] = self._none(step)
@@ -182,7 +199,7 @@ class _Ablated:
                 part = 0
             elif kind in ("head", "mlp"):
                 part = 1 + layer * per_layer + (head if kind == "head" else self.graph.n_heads)
-            elif kind == "error" and layer >= 0:
+            elif kind == "error" and head < 0 and layer in transcoders:
                 part = self.graph.n_writers + featured.index(layer)
             elif kind == "feature":
                 wanted = torch.tensor([branch, layer, position, feature])
@@ -191,10 +208,12 @@ class _Ablated:
             else:
                 continue
             self.members[step][branch, 0, position, part] = True
+            self.places[step, branch, position, part] = number
         of_writers = [0, *([1] * self.graph.n_heads + [2]) * self.graph.n_layers, *[3] * len(featured)]
         for step, of_step in self.members.items():
             exists = torch.ones(self.n_branches, self.n_pos, of_step.shape[-1], dtype=torch.bool)
             exists[:, :, len(of_writers) :] = False
+            exists[:, step_runs(model, self.runs, step, self.positions(step))[0].n_pos :] = False
             for part, (branch, _, position, _) in enumerate(self._features(step).tolist(), len(of_writers)):
                 exists[branch, position, part] = True
             kinds = torch.tensor([*of_writers, *[4] * (of_step.shape[-1] - len(of_writers))])
@@ -218,26 +237,54 @@ class _Ablated:
         n_parts = self.graph.n_writers + len(self.transcoders) + len(self._features(step))
         return torch.zeros(self.n_branches, self.n, self.n_pos, n_parts, dtype=torch.bool)
 
-    def _replacements(self, step: int, positions: list[int], n_reached: int = 0) -> tuple[StepRun, list[_Replacement]]:
+    def _objectives(self, against: Trajectory | None) -> dict[int, list[tuple[int, Objective]]]:
+        """The target and the decisions of each step with the numbers of their nodes; margins are over what the run
+        `against` writes, where it is given."""
+        wanted: dict[int, list[tuple[int, Objective]]] = {}
+        for i, kind in enumerate(self.kinds):
+            if kind not in ("target", "decision"):
+                continue
+            position, token, other = (int(getattr(self.run, name)[i]) for name in ("position", "token", "other"))
+            measure = self.run.record["metric"] if kind == "target" else "margin" if other >= 0 else "log_probability"
+            if measure == "margin" and against is not None:
+                other = word_instead(self.model, against, position, token)
+                if other < 0 and kind == "target":
+                    raise ValueError(
+                        f"this run writes no other token at position {position} than the target, so there is no "
+                        'margin: give a run with another answer, or take a graph with metric="logit"'
+                    )
+            if measure != "margin" or other >= 0:
+                wanted.setdefault(int(self.run.step[i]), []).append((i, Objective(position, token, other, measure)))
+        return wanted
+
+    def positions(self, step: int) -> list[int]:
+        """The positions that the objectives of a step are about."""
+        target = self.run.record["target"][0]
+        return sorted({objective.position for _, objective in self.objectives.get(step, ())} or {target})
+
+    def replacements(self, step: int, positions: list[int], n_reached: int = 0) -> tuple[StepRun, list[_Replacement]]:
         """The clean step, and what replaces each part in each branch."""
-        runs = both_runs(self.model, (self.run.runs["clean"], self.run.runs["corrupted"]), step, positions, n_reached)
+        runs = step_runs(self.model, self.runs, step, positions, n_reached)
         of_mlps = {name for layer in self.transcoders for name in (read_point(layer), mlp_out(layer))}
         found = []
-        for branch, (own, given) in enumerate(zip(runs[0].branches, runs[1].branches, strict=True)):
-            wrote = given.run({*self.graph.node_points, *of_mlps}, given.embed()).activations
-            outputs = {name: by_part(wrote[name])[0] for name in self.graph.node_points}
+        for branch, (own, *others) in enumerate(zip(*(run.branches for run in runs), strict=True)):
+            wrote = [given.run({*self.graph.node_points, *of_mlps}, given.embed()).activations for given in others]
+            outputs = {name: _mean([by_part(each[name])[0] for each in wrote]) for name in self.graph.node_points}
             outputs |= {name: self._instead(value) for name, value in outputs.items() if name != "hook_embed"}
             clean = own.run(of_mlps).activations if of_mlps else {}
             mlps, rows = {}, self._features(step)
             for place, (layer, transcoder) in enumerate(self.transcoders.items(), self.graph.n_writers):
                 at = (rows[:, :2] == torch.tensor([branch, layer])).all(dim=1).nonzero().flatten()
                 read, mlp, share = read_point(layer), mlp_out(layer), share_masked(own)
-                other = self._instead(transcoder.encode(wrote[read][0].to(transcoder.W_enc), share_masked(given)))
+                encoded = [
+                    transcoder.encode(each[read][0].to(transcoder.W_enc), share_masked(given))
+                    for each, given in zip(wrote, others, strict=True)
+                ]
                 mlps[mlp] = MLPInGraph(
                     transcoder,
                     share,
                     (clean[read][0], clean[mlp][0]),
-                    (other, outputs[mlp][:, 0]),
+                    (self._instead(_mean(encoded)), outputs[mlp][:, 0]),
                     (rows[at, 2], rows[at, 3]),
                     [place, *(self.graph.n_writers + len(self.transcoders) + at).tolist()],
                 )
@@ -245,65 +292,57 @@ class _Ablated:
         given = runs[0].branches[0]
         n_features = sum(len(one.b_enc) for one in self.transcoders.values())
         kept = len(found) * (given.stored_bytes(self.graph.node_points) + given.n_pos * n_features * 4)
+        kept += (len(self.runs) - 2) * kept // len(found)
         most = max((len(one.b_enc) for one in self.transcoders.values()), default=0)
         one = reserved(self.model.cfg, row_bytes(self.model.cfg, given.n_pos, len(positions)))
-        one += 4 * given.n_pos * most * 4
-        self.at_once = min(self.n, (self.max_bytes - kept) // one)
+        one += 4 * given.n_pos * most * 4 + 4 * self._none(step)[:, 0].numel()
+        self.at_once = (self.max_bytes - kept) // one
         if self.at_once < 1:
             raise ValueError(f"max_bytes={self.max_bytes:,} is too small: one graph takes {kept + one:,} bytes")
         return runs[0], found
 
     def _instead(self, outputs: Float[Tensor, "pos *rest"]) -> Float[Tensor, "pos *rest"]:
         """What replaces outputs of the corrupted run."""
-        if self.replace == "corrupted":
+        if self.how == "corrupted":
             return outputs
-        if self.replace == "zero":
+        if self.how == "zero":
             return torch.zeros_like(outputs)
         return outputs.mean(dim=0, keepdim=True).expand_as(outputs)
 
     def _hooks(self, members: Tensor, replacement: _Replacement) -> list[tuple[str, Any]]:
-        """Hooks that replace what is not in the graphs, Bool[member pos part], one after the other."""
-        points = [*map(read_point, self.transcoders), *self.graph.node_points]
-        return [
-            (name, partial(self._replaced, members=members, replacement=replacement))
-            for name in points
-            if name != "hook_embed"
-        ]
+        """Hooks that replace what is not in the graphs, Shaped[member pos part], one after the other."""
+        names = [resid_pre(0), *map(read_point, self.transcoders), *list(self.graph.node_points)[1:]]
+        return [(name, partial(self._replaced, members=members, replacement=replacement)) for name in names]
 
     def _replaced(self, activation: Tensor, hook: Any, members: Tensor, replacement: _Replacement) -> Tensor | None:
-        """An activation with what is not in the graphs replaced."""
-        if hook.name not in self.graph.node_points:
+        """An activation with what is not in the graphs replaced: 0 is the replacement, 1 the live output, exactly."""
+        name = "hook_embed" if hook.name == resid_pre(0) else hook.name
+        if name not in self.graph.node_points:
             self.read = activation
             return None
-        writers = self.graph.node_points[hook.name]
+        writers = self.graph.node_points[name]
         n_pos = activation.shape[1]
-        members = members[:, :n_pos].to(activation.device)
-        if (mlp := replacement.mlps.get(hook.name)) is not None:
+        members = members[:, :n_pos].to(activation)
+        if (mlp := replacement.mlps.get(name)) is not None:
             return mlp.output(self.read, members, members[:, :, writers.start]).to(activation)
         kept = members[:, :, writers.start : writers.stop, None]
-        other = replacement.outputs[hook.name][:n_pos].to(activation)
-        patched = torch.where(kept, by_part(activation), other)
+        other = replacement.outputs[name][:n_pos].to(activation)
+        patched = torch.lerp(other, by_part(activation), kept)
         return patched if activation.dim() == 4 else patched[:, :, 0]
 
     def forced(self) -> dict[str, Any]:
         """Every objective of the graph, on the clean canvas of its step."""
-        wanted: dict[int, list[tuple[int, Objective]]] = {}
-        record = self.run.record
-        for i, kind in enumerate(self.kinds):
-            if kind in ("target", "decision"):
-                position, token, other = (int(getattr(self.run, name)[i]) for name in ("position", "token", "other"))
-                measure = record["metric"] if kind == "target" else "margin" if other >= 0 else "log_probability"
-                wanted.setdefault(int(self.run.step[i]), []).append((i, Objective(position, token, other, measure)))
         rows: list[tuple[int, int, Objective, float, Tensor]] = []
         wrote: list[bool] = []
         target = self.kinds.index("target")
-        for step, numbered in wanted.items():
+        for step, numbered in self.objectives.items():
             objectives = [objective for _, objective in numbered]
-            clean, logits, of_clean = self._passes(step, sorted({each.position for each in objectives}))
+            clean, replacements = self.replacements(step, self.positions(step))
+            logits = self.logits(clean, replacements, self.members[step])
             values = clean.values(logits, objectives).double().cpu()
-            clean_values = clean.values(of_clean, objectives)[:, 0].double().cpu()
+            clean_values = clean.values([given.run(()).logits for given in clean.branches], objectives).double().cpu()
             for row, (i, objective) in enumerate(numbered):
-                rows.append((int(i != target), step, objective, float(clean_values[row]), values[row]))
+                rows.append((int(i != target), step, objective, float(clean_values[row, 0]), values[row]))
                 if i == target:
                     wrote = self._likeliest(clean, logits, objective)
         rows.sort(key=lambda row: row[:2])
@@ -320,6 +359,20 @@ class _Ablated:
             "wrote": wrote[:-1],
         }
 
+    def logits(
+        self, clean: StepRun, replacements: Sequence[_Replacement], members: Tensor
+    ) -> list[Float[Tensor, "member selected d_vocab_out"]]:
+        """The logits of each branch with each graph, Shaped[branch member pos part]."""
+        found = []
+        for given, replacement, of_branch in zip(clean.branches, replacements, members, strict=True):
+            embedded, parts = given.embed(), []
+            for part in of_branch.split(self.at_once):
+                stream = embedded.expand(len(part), -1, -1)
+                with given.at_step(len(part)), self.model.hooks(fwd_hooks=self._hooks(part, replacement)):
+                    parts.append(self.model(stream, start_at_layer=0, logits_at=given.rows))
+            found.append(torch.cat(parts))
+        return found
+
     def _likeliest(self, clean: StepRun, logits: list[Tensor], objective: Objective) -> list[bool]:
         """Whether the target's token is the likeliest in each copy."""
         writable = self.model.cfg.writable(torch.arange(logits[0].shape[-1])).nonzero().flatten().tolist()
@@ -327,31 +380,15 @@ class _Ablated:
         best = clean.values(logits, others).argmax(dim=0).tolist()
         return [writable[token] == objective.token for token in best]
 
-    def _passes(self, step: int, positions: list[int]) -> tuple[StepRun, list[Tensor], list[Tensor]]:
-        """The clean step, the logits of all graphs in each branch, and those of the clean run."""
-        clean, replacements = self._replacements(step, positions)
-        logits, of_clean = [], []
-        for branch, given in enumerate(clean.branches):
-            embedded, parts = given.embed(), []
-            of_clean.append(given.run((), embedded).logits)
-            members = self.members[step][branch, :, : given.n_pos]
-            for part in torch.split(members, self.at_once):
-                kept = part[:, :, 0, None].to(embedded.device)
-                stream = torch.where(kept, embedded, replacements[branch].outputs["hook_embed"][:, 0])
-                hooks = self._hooks(part, replacements[branch])
-                with given.at_step(len(part)), self.model.hooks(fwd_hooks=hooks):
-                    parts.append(self.model(stream, start_at_layer=0, logits_at=given.rows))
-            logits.append(torch.cat(parts))
-        return clean, logits, of_clean
-
     def free(self) -> dict[str, Any]:
         """The target in runs that are taken again, each step under its own replacements."""
         run, record = self.run.runs["clean"], self.run.record
         (position, token), last = record["target"], int(record["target_step"])
-        objective = Objective(position, token, int(record["other"]), record["metric"])
-        first = run.first_step
-        n_pos = run.tokens.shape[1]
-        members_at = {step: self.members.get(step, self._none(step)) for step in range(first, last + 1)}
+        objective = next(one for i, one in self.objectives[last] if self.kinds[i] == "target")
+        first, n_pos = run.first_step, self.n_pos
+        members_at = {step: self.members.get(step, self._none(step)).clone() for step in range(first, last + 1)}
+        for of_step in members_at.values():  # what the graphs have written is read as it is
+            of_step[..., 0] |= ~run.given[0].cpu()
         network = StepRun(self.model, run, last, [position], n_pos).branches[0]
         kept = (last + 1 - first) * self.n_branches * network.stored_bytes(self.graph.node_points)
         one = self.n_branches * reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos))
@@ -360,38 +397,23 @@ class _Ablated:
                 f"max_bytes={self.max_bytes:,} is too small: the runs of {self.n} graphs take {needed:,} bytes; give "
                 "fewer random graphs (n_random=) or more bytes"
             )
-        by_step = {step: self._replacements(step, [position], n_pos)[1] for step in range(first, last + 1)}
-        given = run.given[0].cpu()
+        by_step = {step: self.replacements(step, [position], n_pos)[1] for step in range(first, last + 1)}
 
         def replaced(activation: Tensor, hook: Any) -> Tensor | None:
             if hook.step.index > last:
                 return None
             branch = BRANCHES.index(hook.step.branch)
-            members, replacement = members_at[hook.step.index][branch], by_step[hook.step.index][branch]
-            if hook.name != "blocks.0.hook_resid_pre":
-                return self._replaced(activation, hook, members, replacement)
-            n = activation.shape[1]
-            kept = members[:, :n, 0, None] | ~given[:n, None]
-            return torch.where(
-                kept.to(activation.device), activation, replacement.outputs["hook_embed"][:n, 0].to(activation)
+            return self._replaced(
+                activation, hook, members_at[hook.step.index][branch], by_step[hook.step.index][branch]
             )
 
-        names = ["blocks.0.hook_resid_pre", *(name for name, _ in self._hooks(members_at[last], by_step[last][0]))]
+        names = [name for name, _ in self._hooks(members_at[last], by_step[last][0])]
         again = run.repeat(self.n).replay(self.model, canvas="free", fwd_hooks=[(name, replaced) for name in names])
         # The target is read on the canvases that the graphs have written.
         values = []
         for member in range(self.n):
             own = StepRun(self.model, again.row(member), last, [position])
-            logits = []
-            for branch, of_branch in enumerate(own.branches):
-                members = members_at[last][branch, member : member + 1, : of_branch.n_pos]
-                embedded, replacement = of_branch.embed(), by_step[last][branch]
-                kept = members[0, :, 0, None] | ~given[: of_branch.n_pos, None]
-                stream = torch.where(
-                    kept.to(embedded.device), embedded, replacement.outputs["hook_embed"][: of_branch.n_pos, 0]
-                )
-                with of_branch.at_step(), self.model.hooks(fwd_hooks=self._hooks(members, replacement)):
-                    logits.append(self.model(stream, start_at_layer=0, logits_at=of_branch.rows))
+            logits = self.logits(own, by_step[last], members_at[last][:, member : member + 1])
             values.append(float(own.values(logits, [objective])[0, 0]))
         clean = StepRun(self.model, run, last, [position])
         clean_logits = [of_branch.run(()).logits for of_branch in clean.branches]
@@ -407,3 +429,8 @@ class _Ablated:
             "n_all": self.n_all,
             "wrote": (again.tokens[:-1, position] == token).tolist(),
         }
+
+
+def _mean(outputs: Sequence[Tensor]) -> Tensor:
+    """The mean of the outputs of several runs."""
+    return outputs[0] if len(outputs) == 1 else torch.stack(list(outputs)).mean(dim=0)

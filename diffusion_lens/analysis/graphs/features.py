@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
@@ -141,10 +141,11 @@ class MLPInGraph:
     def output(
         self,
         x: Float[Tensor, "member pos d"],
-        members: Bool[Tensor, "member pos writer"],
-        others: Bool[Tensor, "member pos"],
+        members: Float[Tensor, "member pos writer"],
+        others: Float[Tensor, "member pos"],
     ) -> Float[Tensor, "member pos d_model"]:
-        """What the MLP writes in each graph, which reads `x`; `others` of the features are no parts."""
+        """What the MLP writes in each graph, which reads `x`; `others` of the features are no parts. 1 keeps a part, 0
+        replaces it."""
         weights, (features, written) = self.transcoder, self.other
         written = written.to(weights.W_dec)
         error = self.clean[1].to(weights.W_dec) - written

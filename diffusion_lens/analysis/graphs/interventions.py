@@ -43,7 +43,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import Graph
 from diffusion_lens.analysis.engine.batching import proposal_bytes, reserved, row_bytes
-from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, both_runs
+from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, step_runs
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.names import mlp_out
@@ -252,7 +252,7 @@ class _Interventions:
         """Set the number of interventions in a batch."""
         cfg, n_pos, record = self.model.cfg, self.clean.tokens.shape[1], self.clean.record
         n_branches = 2 if record["cfg_scale"] else 1
-        network = both_runs(self.model, (self.clean, self.corrupted), int(self.steps[-1]), [int(self.positions[-1])])[0]
+        network = step_runs(self.model, (self.clean, self.corrupted), int(self.steps[-1]), [int(self.positions[-1])])[0]
         kept = 2 * n_branches * network.branches[0].stored_bytes(Graph.of(cfg).node_points)
         sampled = bool(record["temperature"]) or cfg.uniform_noise
         row = n_branches * row_bytes(cfg, n_pos, n_pos) + proposal_bytes(cfg, n_pos, n_branches + 1, sampled)
@@ -268,7 +268,7 @@ class _Interventions:
         """The objectives of a step in both runs, and the changes of its nodes."""
         here = (self.steps == step).nonzero().flatten().tolist()
         objectives = [self.objectives[i] for i in here]
-        runs = both_runs(
+        runs = step_runs(
             self.model, (self.clean, self.corrupted), step, sorted({objective.position for objective in objectives})
         )
         nodes = [node for node in self.points if int(self.graph.step[node]) == step]

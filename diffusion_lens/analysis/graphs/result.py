@@ -31,7 +31,9 @@ from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.graphs import circuit_tracer
 from diffusion_lens.analysis.graphs.faithful import GraphFaithfulness, measured
 from diffusion_lens.analysis.graphs.interventions import GraphInterventions, intervened
+from diffusion_lens.analysis.graphs.refine import refined
 from diffusion_lens.analysis.graphs.within_step import KINDS
+from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model
@@ -57,7 +59,8 @@ class RunGraph(PicturedResult, Saved):
         step: Int[node], denoising step.
         kind: Int[node], index of `KINDS`: a given token as a step reads it, the embedding of a position that the run
             writes, a head, an MLP (of one with a transcoder, the features that are no nodes), the decision that writes
-            a token, the target, an error (with a layer, what a transcoder lacks of its MLP), or a feature.
+            a token, the target, an error (with a layer, what a transcoder lacks of its MLP, or what a frozen part does
+            not pass back), or a feature.
         layer, head, feature: Int[node], -1 where the node has none.
         position: Int[node], position on the canvas.
         branch: Int[node], 1 in the unconditional branch of guidance.
@@ -135,11 +138,17 @@ class RunGraph(PicturedResult, Saved):
 
     @property
     def names(self) -> list[str]:
-        """Name of each node's part: "a3.h0", "m1", feature "m1.f120", "m1.error" of a transcoder, or its kind."""
+        """Name of each node's part: "a3.h0", "m1", feature "m1.f120", "m1.error" of a transcoder or of a frozen norm,
+        "a3.h0.error" of a frozen pattern, or its kind."""
         of_part = {"head": "a{0}.h{1}", "mlp": "m{0}", "feature": "m{0}.f{2}", "error": "m{0}.error"}
         parts = zip(self.kind.tolist(), self.layer.tolist(), self.head.tolist(), self.feature.tolist(), strict=True)
-        kinds = ((KINDS[kind], part) for kind, *part in parts)
-        return [kind if part[0] < 0 else of_part.get(kind, kind).format(*part) for kind, part in kinds]
+        named = []
+        for kind, *part in parts:
+            name = (
+                "a{0}.h{1}.error" if KINDS[kind] == "error" and part[1] >= 0 else of_part.get(KINDS[kind], KINDS[kind])
+            )
+            named.append(KINDS[kind] if part[0] < 0 else name.format(*part))
+        return named
 
     @property
     def nodes(self) -> Any:
@@ -210,10 +219,45 @@ class RunGraph(PicturedResult, Saved):
         return self._of_nodes(ranks < size, {"share": number})
 
     @checked_arguments
+    def refine(
+        self,
+        model: DiffusionTransformer,
+        most: Whole,
+        corrupted: Sequence[Trajectory] = (),
+        *,
+        features: Sequence[SparseDictionary] = (),
+        candidates: Whole = 16,
+        max_bytes: Whole = 2**30,
+    ) -> "RunGraph":
+        """`prune(most=most)` with nodes exchanged until those inside keep as much as they can of what is measured.
+
+        The nodes are chosen by the measurements of `faithfulness` themselves (see `graphs.refine`), so that its share
+        says how few nodes suffice, and no longer tests a prediction. Test with corrupted runs that are not given here.
+
+        Args:
+            model: Model of the run.
+            most: Number of nodes at most, beside the target. Only nodes with computed edges are exchanged.
+            corrupted: Other corrupted runs of the same steps and given positions; the graph then fits all at once, and
+                others better.
+            features: The transcoders of the graph.
+            candidates: Number n of nodes outside and of nodes inside that are tried. A round takes, for each step and
+                corrupted run, a pass with gradients and n² copies of the canvas.
+            max_bytes: Memory to use in addition to the weights.
+
+        Raises:
+            ValueError: As `faithfulness`.
+        """
+        with_edges = self._of_nodes(~self.inflow.isnan(), {})
+        inside = with_edges._ranks() <= at_least(1, "most", most)
+        begin, n = with_edges._of_nodes(inside, {}), at_least(1, "candidates", candidates)
+        kept = refined(with_edges, begin, inside, model, ["corrupted", *corrupted], features, n, int(max_bytes))
+        return with_edges._of_nodes(kept, {"refined": [canvas_provenance(run.record) for run in corrupted]})
+
+    @checked_arguments
     def faithfulness(
         self,
         model: DiffusionTransformer,
-        replace: str = "corrupted",
+        replace: str | Trajectory = "corrupted",
         *,
         features: Sequence[SparseDictionary] = (),
         canvas: str = "forced",
@@ -227,7 +271,9 @@ class RunGraph(PicturedResult, Saved):
         Args:
             model: Model of the run.
             replace: What replaces it: its "corrupted" output, the "mean" of its outputs over the positions of the
-                corrupted canvas, or "zero". Embeddings outside the graph are always the corrupted ones.
+                corrupted canvas, or "zero". Embeddings outside the graph are always the corrupted ones. Or another
+                corrupted run, as `run_graph` takes it: its outputs and embeddings, and margins over the words that it
+                writes; of several rows the mean, and the margins of this graph.
             features: The transcoders of the graph.
             canvas: With "forced" each step reads the clean canvas, so that the target and every decision of the graph
                 is measured by itself. With "free", the run is taken again, and each step reads what the steps before
@@ -237,7 +283,8 @@ class RunGraph(PicturedResult, Saved):
             max_bytes: Memory to use in addition to the weights.
 
         Raises:
-            ValueError: Another model, other transcoders, an unknown setting, or a budget that is too small.
+            ValueError: Another model, other transcoders, an unknown setting, a run with other steps or given positions
+                or one that writes the target's token, or a budget that is too small.
         """
         return measured(self, model, replace, features, canvas, n_random, seed, max_bytes)
 

@@ -47,7 +47,17 @@ from diffusion_lens.analysis.circuits.attribution import require_plain_stream
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.graphs.features import digests, transcoders_of
 from diffusion_lens.analysis.graphs.result import RunGraph
-from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, StepGraph, StepRun, Swept, both_runs
+from diffusion_lens.analysis.graphs.within_step import (
+    KINDS,
+    Objective,
+    StepGraph,
+    StepRun,
+    Swept,
+    require_same_given,
+    require_same_steps,
+    step_runs,
+    word_instead,
+)
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture, warn_of_another_network
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -90,6 +100,12 @@ class GraphSettings(Settings):
         partial(at_least, 0),
     )
     max_bytes: int = setting(2**30, "Memory to use in addition to the weights.", partial(at_least, 1))
+    frozen: str = setting(
+        "nothing",
+        'What parts hold at the mean of both runs where they pass differences on: "nothing", attention "patterns", or '
+        '"patterns and norms" (`within_step`). The rest stays in error nodes of heads, MLPs and objectives.',
+        one_of("nothing", "patterns", "patterns and norms"),
+    )
 
 
 @takes(GraphSettings)
@@ -176,27 +192,16 @@ def _corrupted_run(
     """The corrupted run, with the given positions and steps of the clean one."""
     if isinstance(corrupted, Trajectory):
         other = _one_row(model, corrupted, "corrupted")
-        same_steps = (other.first_step, other.record["times"]) == (clean.first_step, clean.record["times"])
-        if other.canvases.shape != clean.canvases.shape or not same_steps:
-            raise ValueError(
-                f"the clean run has {clean.n_steps} steps of {clean.tokens.shape[1]} positions from step "
-                f"{clean.first_step} on, and the corrupted one {other.n_steps} of {other.tokens.shape[1]} from step "
-                f"{other.first_step} on: denoise both with the same length, steps and sampler"
-            )
-        given, prompt = other.given, other.prompt
+        require_same_steps(clean, other)
+        prompt = other.prompt
     else:
         laid_out = lay_out(
             model,
             corrupted[None] if isinstance(corrupted, Tensor) and corrupted.dim() == 1 else corrupted,
             clean.tokens.shape[1],
         )
-        given, prompt = laid_out.given.to(clean.given.device), laid_out.tokens.to(clean.tokens.device)
-    if not torch.equal(given, clean.given):
-        n_clean, n_other = int(clean.given.sum()), int(given.sum())
-        raise ValueError(
-            f"the clean run was given {n_clean} tokens and the corrupted one {n_other}, or at other positions: edges "
-            "connect equal positions, so take prompts of equally many tokens"
-        )
+        require_same_given(clean, laid_out.given.to(clean.given.device))
+        prompt = laid_out.tokens.to(clean.tokens.device)
     if isinstance(corrupted, Trajectory) and canvas == "free":
         return other
     swapped: Tensor = torch.where(clean.given, prompt, clean.tokens)
@@ -241,15 +246,13 @@ def _target_of(
             f"the target at position {position} is read at step {step}, and the run has the steps {clean.first_step} "
             f"to {clean.first_step + clean.n_steps - 1}: give a step= of it, or a position that it reveals"
         )
-    written = int(other.tokens[0, position])
-    if settings.metric == "margin" and (
-        written == token or not bool(model.cfg.writable(torch.tensor([written])).all())
-    ):
+    instead = word_instead(model, other, position, token) if settings.metric == "margin" else -1
+    if settings.metric == "margin" and instead < 0:
         raise ValueError(
             f"the corrupted run writes no other token at position {position} than token {token}, so there is no "
             'margin: give metric="logit", or a prompt with another answer'
         )
-    return step, Objective(position, token, written if settings.metric == "margin" else -1, settings.metric)
+    return step, Objective(position, token, instead, settings.metric)
 
 
 class _Pending(NamedTuple):
@@ -314,12 +317,20 @@ class _Builder:
             return
         # 1. Both runs, and the objectives that they decide.
         positions = sorted({objective.position for objective in wanted})
-        runs = both_runs(self.model, (self.clean, self.corrupted), step, positions)
+        runs = step_runs(self.model, (self.clean, self.corrupted), step, positions)
         settings = self.settings
-        most = settings.nodes_per_step
-        graph = StepGraph(runs[0], runs[1], list(wanted), settings.points, self.transcoders, most, settings.max_bytes)
+        graph = StepGraph(
+            runs[0],
+            runs[1],
+            list(wanted),
+            settings.points,
+            self.transcoders,
+            settings.nodes_per_step,
+            settings.frozen,
+            settings.max_bytes,
+        )
         self.passes += 3 * len(graph.change)
-        self.copies += (2 + settings.points) * len(graph.change)
+        self.copies += (2 + len(graph.at)) * len(graph.change)
         changed = (graph.clean_values - graph.corrupted_values).tolist()
         kept = [
             pending.nodes is None or pending.sign * change >= LEAST_MARGIN
@@ -371,7 +382,11 @@ class _Builder:
                     table, own = graph.into_node(branch, position, writer), int(ids[branch][position, writer])
                     self.inflows[own] = float(table.sum(dtype=torch.float64))
                     self._add_edges(table, ids[branch], places, own)
-        within = sum(float(one.effect[:, one.sources].sum(dtype=torch.float64)) for one in swept)
+            self._add_errors(step, branch, swept[branch], ids[branch], places)
+        within = sum(
+            float(one.effect[:, one.sources].sum(dtype=torch.float64) + one.error.sum(dtype=torch.float64))
+            for one in swept
+        )
         total = float((coefficients * (graph.clean_values - graph.corrupted_values - graph.head_change)).sum())
         self.errors.append([float(step), within, total])
 
@@ -394,6 +409,29 @@ class _Builder:
         )
         for node, passed in pending.nodes or ():
             self._edge(own, node, passed, True)
+
+    def _add_errors(self, step: int, branch: int, swept: Swept, ids: Tensor, chosen: Tensor) -> None:
+        """Nodes for what frozen heads and MLPs do not pass back; of an MLP with a transcoder, its error node."""
+        of_mlps = {
+            (position, column.layer): int(ids[position, writer])
+            for writer, column in enumerate(swept.columns)
+            if column.kind == "error"
+            for position in range(len(ids))
+            if ids[position, writer] >= 0
+        }
+        for position, writer in swept.error.nonzero().tolist():
+            column, left = swept.columns[writer], float(swept.error[position, writer])
+            own = of_mlps.get((position, column.layer)) if column.kind != "head" else None
+            if own is None:
+                own = self._node(step, "error", position, 0.0, 0.0, layer=column.layer, head=column.head, branch=branch)
+                if column.kind != "head":
+                    of_mlps[position, column.layer] = own
+            self.effects[own] += left
+            self.inflows[own] += left
+            if chosen[position, writer]:
+                target = int(ids[position, writer])
+                self.inflows[target] += left
+                self._edge(own, target, left, False)
 
     def _add_nodes(self, step: int, runs: Sequence[StepRun], swept: Sequence[Swept]) -> list[Int[Tensor, "pos writer"]]:
         """Nodes for all parts with an effect; their numbers, -1 for those without."""

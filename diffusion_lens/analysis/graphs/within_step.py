@@ -25,6 +25,20 @@ copy of the canvas is replaced by x' + a (x - x'), so that all parts are local f
 exponentially with m, more slowly where attention or a norm turns sharply on the way. Every part must have a derivative
 along its path: where a router chooses other experts, the sum is off by the jump.
 
+A part may be frozen. Let f~ be the part with its attention pattern, or the scale of its norm, held at the mean of both
+runs, whatever it reads. Then
+
+    g · (f(x) - f(x')) = g · (f~(x) - f~(x')) + error
+
+of which the first term is passed back as above, and the second stays in an error node of the head, the MLP or the
+objective, so that the sums stay as they are. For a pattern A with values v this is, exactly,
+
+    A v - A' v' = (A + A')/2 · (v - v') + (A - A') · (v + v')/2
+
+and for the factor s of a norm s x - s' x' = (s + s')/2 · (x - x') + (s - s') · (x + x')/2. So an edge says what was copied
+to where a head looks in both runs, and the error that it looks elsewhere, or that the norm of the stream is another
+one (circuit-tracer holds both at those of its one run: Ameisen et al. 2025).
+
 Under guidance, the conditional and the unconditional pass are branches of one step, and the objective is a function of
 the logits of both along their common path.
 """
@@ -35,7 +49,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffusion_lens.analysis.circuits.attribution import wider
@@ -129,18 +143,48 @@ class StepRun:
         return torch.stack([one.of(clean[:, column[one.position]]) for one in objectives])
 
 
-def both_runs(
+def step_runs(
     model: DiffusionTransformer,
-    pair: tuple[Trajectory, Trajectory],
+    runs: Sequence[Trajectory],
     step: int,
     positions: Sequence[int],
     n_reached: int = 0,
 ) -> list[StepRun]:
-    """A step of the clean and of the corrupted run, read up to the last position that one of them has reached."""
-    runs = [StepRun(model, run, step, positions, n_reached) for run in pair]
-    if runs[0].n_pos == runs[1].n_pos:
-        return runs
-    return [StepRun(model, run, step, positions, max(one.n_pos for one in runs)) for run in pair]
+    """A step of several runs, read up to the last position that one of them has reached."""
+    found = [StepRun(model, run, step, positions, n_reached) for run in runs]
+    most = max(one.n_pos for one in found)
+    return [
+        one if one.n_pos == most else StepRun(model, run, step, positions, most)
+        for one, run in zip(found, runs, strict=True)
+    ]
+
+
+def require_same_steps(clean: Trajectory, other: Trajectory) -> None:
+    """Refuse a run of other steps, or one that was given tokens at other positions."""
+    same_steps = (other.first_step, other.record["times"]) == (clean.first_step, clean.record["times"])
+    if other.canvases.shape[::2] != clean.canvases.shape[::2] or not same_steps:
+        raise ValueError(
+            f"the clean run has {clean.n_steps} steps of {clean.tokens.shape[1]} positions from step "
+            f"{clean.first_step} on, and the corrupted one {other.n_steps} of {other.tokens.shape[1]} from step "
+            f"{other.first_step} on: denoise both with the same length, steps and sampler"
+        )
+    require_same_given(clean, other.given)
+
+
+def require_same_given(clean: Trajectory, given: Bool[Tensor, "batch pos"]) -> None:
+    """Refuse other given positions than those of the clean run."""
+    if not torch.equal(given, clean.given.expand_as(given)):
+        n_clean, n_other = int(clean.given.sum()), int(given.sum(dim=1).max())
+        raise ValueError(
+            f"the clean run was given {n_clean} tokens and the corrupted one {n_other}, or at other positions: edges "
+            "connect equal positions, so take prompts of equally many tokens"
+        )
+
+
+def word_instead(model: DiffusionTransformer, run: Trajectory, position: int, token: int) -> int:
+    """The token that a run writes at a position in place of this one, -1 if it writes no other."""
+    written = int(run.tokens[0, position])
+    return written if written != token and bool(model.cfg.writable(torch.tensor([written])).all()) else -1
 
 
 class Column(NamedTuple):
@@ -165,6 +209,7 @@ class Swept(NamedTuple):
     effect: Float[Tensor, "pos writer"]
     at_mlp_in: dict[int, Float[Tensor, "pos d_model"]]  # Ḡ of an MLP or feature, which read their own position only
     at_z: dict[int, Float[Tensor, "pos head d_head"]]  # direction at the mixed values of each attention, by layer
+    error: Float[Tensor, "pos writer"]  # of the effect, what is frozen does not pass back
 
     @property
     def sources(self) -> list[int]:
@@ -182,6 +227,7 @@ class StepGraph:
         points: Number m of quadrature points.
         transcoders: Transcoders of MLPs, by block.
         n_features: Number of features of each at most that are nodes.
+        frozen: What parts hold at the mean of both runs: "nothing", "patterns", or "patterns and norms".
         max_bytes: Memory to use in addition to the weights.
     """
 
@@ -193,6 +239,7 @@ class StepGraph:
         points: int,
         transcoders: Mapping[int, SparseDictionary],
         n_features: int,
+        frozen: str,
         max_bytes: int,
     ) -> None:
         self.clean, self.corrupted, self.objectives = clean, corrupted, list(objectives)
@@ -200,17 +247,26 @@ class StepGraph:
         self.model, self.graph = clean.model, Graph.of(clean.model.cfg)
         self.n_layers = self.model.cfg.n_layers
         at, weights = np.polynomial.legendre.leggauss(points)
-        self.at, self.weights = torch.tensor((at + 1) / 2), torch.tensor(weights / 2)
+        layers = range(self.n_layers)
+        self.patterns = [f"blocks.{layer}.attn.hook_pattern" for layer in layers] if frozen != "nothing" else []
+        norms = [f"blocks.{layer}.{norm}" for layer in layers for norm in ("ln1", "ln2")] + ["ln_final"]
+        self.scales = [f"{norm}.hook_scale" for norm in norms] if frozen == "patterns and norms" else []
+        ends = [0.0, 1.0] if self.patterns else []  # corrupted and clean, where the frozen parts differ from the runs'
+        self.at = torch.tensor([*((at + 1) / 2), *ends])
+        self.weights = torch.tensor([*(weights / 2), *(0.0 for _ in ends)])
         self._require_memory(max_bytes)
 
         # 1. Both runs: the difference of what each part wrote, and the streams before each part.
         self.streams: list[tuple[list[Tensor], ...]] = []
         self.change: list[Float[Tensor, "pos writer d_model"]] = []
         self.mlps: list[dict[int, MLPChange]] = []
+        self.held: list[dict[str, Tensor]] = []
         logits: list[tuple[Tensor, ...]] = []
         with torch.no_grad(), self.model.optional_hooks(use_attn_result=True):
             for pair in zip(clean.branches, corrupted.branches, strict=True):
-                wrote, streams, read, outputs = zip(*map(self._kept, pair), strict=True)
+                wrote, streams, read, held, outputs = zip(*map(self._kept, pair), strict=True)
+                mean = {name: (held[0][name] + held[1][name]) / 2 for name in held[0]}
+                self.held.append({name: 1 / mean[name] if name in self.scales else mean[name] for name in mean})
                 change = wrote[0].to(wider(wrote[0].dtype)) - wrote[1]
                 shares = share_masked(pair[0]), share_masked(pair[1])
                 self.mlps.append(
@@ -239,13 +295,16 @@ class StepGraph:
 
     def _kept(
         self, given: NetworkInput
-    ) -> tuple[Float[Tensor, "pos writer d_model"], list[Tensor], dict[int, Tensor], Tensor]:
-        """What each part of a run wrote, the streams before each part, what transcoders read, and the logits."""
+    ) -> tuple[Float[Tensor, "pos writer d_model"], list[Tensor], dict[int, Tensor], dict[str, Tensor], Tensor]:
+        """What each part of a run wrote, the streams before each part, what transcoders read, patterns and factors of
+        norms to be frozen, and the logits."""
         points = {layer: read_point(layer) for layer in self.transcoders}
-        run = given.run({*self.graph.writer_points, *self._leaf_points, *points.values()}, given.embed())
+        frozen = {*self.patterns, *self.scales}
+        run = given.run({*self.graph.writer_points, *self._leaf_points, *points.values(), *frozen}, given.embed())
         streams = [run.activations[name][0] for name in self._leaf_points]
         read = {layer: run.activations[name][0] for layer, name in points.items()}
-        return self.graph.written(run.activations)[0], streams, read, run.logits
+        held = {name: 1 / run.activations[name] if name in self.scales else run.activations[name] for name in frozen}
+        return self.graph.written(run.activations)[0], streams, read, held, run.logits
 
     def _require_memory(self, max_bytes: int) -> None:
         """Refuse a budget that does not hold the graphs of all points, the streams and the changes at once."""
@@ -258,7 +317,11 @@ class StepGraph:
             most = max(len(one.b_enc) for one in self.transcoders.values())
             changes += (self.graph.n_writers * cfg.d_model + 8 * most) * given.n_pos * 4 + of_nodes * 4
         # Beside the graph: the leaves, the outputs of attention and MLP, mixed values, and gradients on their way.
-        one = reserved(cfg, given.graph_bytes + leaves + (3 * self.n_layers + 4) * given.stream_bytes, of_graph=True)
+        tensors = given.graph_bytes + leaves + (3 * self.n_layers + 4) * given.stream_bytes
+        if self.patterns:  # those of both runs, their mean; explicit attention beside the products that keep the mean
+            pairs = cfg.n_heads * given.n_pos**2 * max(size, 4)
+            changes, tensors = changes + 3 * self.n_layers * pairs, tensors + (self.n_layers + 6) * pairs
+        one = reserved(cfg, tensors, of_graph=True)
         needed = len(self.clean.branches) * (len(self.at) * one + 2 * leaves + changes)
         if needed > max_bytes:
             raise ValueError(
@@ -272,6 +335,9 @@ class StepGraph:
             passes = [_LeafPass(self, branch) for branch in range(len(self.change))]
             values = self.clean.values([one.logits for one in passes], self.objectives)
             totals = ((values * self.weights.to(values)).sum(dim=1) * coefficients.to(values)).unbind()
+        if self.scales:
+            passed = (values[:, -1] - values[:, -2]).detach().double().cpu()
+            self.head_change = self.clean_values - self.corrupted_values - passed
         finals = [one.leaves[-1] for one in passes]
         # The direction at the final stream, by objective and branch.
         at_final = torch.stack([torch.stack(self._summed(finals, total)) for total in totals])
@@ -283,6 +349,7 @@ class StepGraph:
         """From the last part of a branch to the first."""
         direction, change, of_branch = self.at_final[:, branch].sum(dim=0), self.change[branch], self._passes[branch]
         effect, at_mlp_in, at_z = change.new_zeros(change.shape[:2]), {}, {}
+        error = torch.zeros_like(effect)
         columns = [
             Column("embed", -1, -1, 0),
             *(
@@ -293,13 +360,17 @@ class StepGraph:
                 for head in range(self.graph.n_heads + 1)
             ),
         ]
-        divided: dict[int, tuple[Parts, Tensor]] = {}
+        divided: dict[int, tuple[Parts, Tensor, Tensor]] = {}
         for layer in reversed(range(self.n_layers)):
             heads, mlp = self.graph.writer_points[f"blocks.{layer}.attn.hook_result"], self._mlp(layer)
             if layer in self.transcoders:
                 parts = self.mlps[branch][layer].parts(direction, self.n_features)
                 of_parts = torch.einsum("pnd,pd->pn", parts.written, direction)
-                divided[mlp] = parts, of_parts
+                left = torch.zeros_like(of_parts)
+                if self.scales:
+                    passed = torch.einsum("pnd,pd->pn", parts.toward, of_branch.passed(read_point(layer), direction))
+                    left[:, :-1] = of_parts[:, :-1] - passed
+                divided[mlp], error[:, mlp] = (parts, of_parts, left), left[:, 0]
                 into = [of_branch.read(layer, toward) for toward in parts.toward.unbind(dim=1)]
                 effect[:, mlp], at_mlp_in[mlp] = of_parts[:, 0], into[0]
                 at_mlp_in |= dict(enumerate(into[1:], len(columns)))
@@ -308,21 +379,29 @@ class StepGraph:
                 direction = direction + torch.stack(into).sum(dim=0)
             else:
                 effect[:, mlp] = (change[:, mlp] * direction).sum(dim=-1)
+                if self.scales:
+                    error[:, mlp] = effect[:, mlp] - (of_branch.passed(mlp_out(layer), direction) * direction).sum(
+                        dim=-1
+                    )
                 at_mlp_in[mlp] = of_branch.mlp(layer, direction)
                 direction = direction + at_mlp_in[mlp]
             of_heads = slice(heads.start, heads.stop)
             effect[:, of_heads] = torch.einsum("phd,pd->ph", change[:, of_heads], direction)
             at_z[layer] = of_branch.output(layer, direction)
+            if self.patterns:
+                passed = of_branch.passed(f"blocks.{layer}.attn.hook_z", direction)
+                error[:, of_heads] = effect[:, of_heads] - (at_z[layer] * passed).sum(dim=-1)
             direction = direction + of_branch.attention(layer, at_z[layer])
         effect[:, 0] = (change[:, 0] * direction).sum(dim=-1)
         features = torch.full(effect.shape, -1)
         if divided:
-            change = torch.cat([change, *(parts.written[:, 1:] for parts, _ in divided.values())], dim=1)
-            effect = torch.cat([effect, *(of_parts[:, 1:] for _, of_parts in divided.values())], dim=1)
-            features = torch.cat([features, *(parts.numbers[:, 1:] for parts, _ in divided.values())], dim=1)
-            for mlp, (parts, _) in divided.items():
+            change = torch.cat([change, *(parts.written[:, 1:] for parts, *_ in divided.values())], dim=1)
+            effect = torch.cat([effect, *(of_parts[:, 1:] for _, of_parts, _ in divided.values())], dim=1)
+            features = torch.cat([features, *(parts.numbers[:, 1:] for parts, *_ in divided.values())], dim=1)
+            error = torch.cat([error, *(left[:, 1:] for *_, left in divided.values())], dim=1)
+            for mlp, (parts, *_) in divided.items():
                 change[:, mlp] = parts.written[:, 0]
-        return Swept(columns, features, change, effect, at_mlp_in, at_z)
+        return Swept(columns, features, change, effect, at_mlp_in, at_z, error)
 
     def into_objective(self, index: int) -> list[Float[Tensor, "pos writer"]]:
         """The edges from every node of each branch into an objective, times its coefficient."""
@@ -359,7 +438,7 @@ class _LeafPass:
 
     def __init__(self, step: StepGraph, branch: int) -> None:
         given, (clean, corrupted) = step.clean.branches[branch], step.streams[branch]
-        self.weights = step.weights
+        self.weights, held = step.weights, step.held[branch]
         self.leaves = []
         for x, other in zip(clean, corrupted, strict=True):
             wide = wider(x.dtype)
@@ -381,7 +460,12 @@ class _LeafPass:
             return self.z[hook.name]
 
         layers = range(step.n_layers)
+
+        def frozen(activation: Tensor, hook: Any) -> Tensor:
+            return held[hook.name].expand_as(activation)
+
         hooks: list[tuple[str, Hook]] = [(name, replaced) for name in by_name]
+        hooks += [(name, frozen) for name in held]
         hooks += [(f"blocks.{layer}.attn.hook_z", cut) for layer in layers]
         hooks += [(name(layer), kept) for layer in layers for name in (attn_out, mlp_out)]
         hooks += [(read_point(layer), kept) for layer in step.transcoders]
@@ -389,6 +473,11 @@ class _LeafPass:
             self.logits: Tensor = step.model(
                 self.leaves[0].detach(), start_at_layer=0, attention_mask=None, logits_at=given.rows
             )
+
+    def passed(self, name: str, like: Tensor) -> Tensor:
+        """The difference of an output between both runs where parts are frozen."""
+        clean, corrupted = self.outputs[name].detach()[-1], self.outputs[name].detach()[-2]
+        return clean.to(like) - corrupted.to(like)
 
     def mlp(self, layer: int, direction: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_model"]:
         """Ḡ of an MLP, for a direction at its output."""
