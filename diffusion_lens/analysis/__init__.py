@@ -63,6 +63,7 @@ from diffusion_lens.analysis.dictionaries import (
     activations,
     dictionary_loss,
     splice,
+    train_dictionary,
 )
 from diffusion_lens.analysis.directions import (
     Orthogonalization,
@@ -245,6 +246,7 @@ __all__ = [
     "study_keys_and_values",
     "temporal_effect",
     "trace_trajectory",
+    "train_dictionary",
     "writes_to_stream",
 ]
 
