@@ -24,6 +24,7 @@ from diffusion_lens.analysis.dictionaries import (
     activations,
     dictionary_loss,
     splice,
+    train_dictionary,
 )
 from diffusion_lens.analysis.directions import (
     Orthogonalization,
@@ -170,6 +171,7 @@ __all__ = [
     "splice",
     "state_drift",
     "study_keys_and_values",
+    "train_dictionary",
     "writes_to_stream",
 ]
 __all__ += beliefs.__all__

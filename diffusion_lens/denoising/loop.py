@@ -508,6 +508,7 @@ class Run:
             block=self.canvas.open_block(self.tokens, self.revealed_at, index, len(self.times) - 1)
             if self.canvas.reach
             else None,
+            real=self.canvas.real,
             handed=self.handed if self.handed_script is None else self.handed_script[len(self.canvases) - 1],
         )
         if self.script is not None or self.sigmas is None or not self.sampler.has_times_of_rows:

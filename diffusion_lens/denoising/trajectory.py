@@ -309,6 +309,7 @@ class Trajectory(Saved, Result):
             block=canvas.open_block(tokens, self._revealed_before(step).to(tokens.device), step, len(times) - 1)
             if canvas.reach
             else None,
+            real=canvas.real,
             handed=None if self.handed is None else self.handed[self._canvas_index(step)].to(tokens.device),
         )
 

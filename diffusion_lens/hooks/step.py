@@ -128,6 +128,7 @@ class StepState:
             default a new identity; `None` for a single step outside a run, as in analyses of trajectories.
         block: The block that each row writes; `None` where the whole canvas is open from the first step on.
         handed: What the step reads of the steps before it; `None` where it reads the canvas alone.
+        real: Bool[batch pos], false at padding; `None` where there is none.
     """
 
     index: int
@@ -142,6 +143,7 @@ class StepState:
     run: RunIdentity | None = field(default_factory=RunIdentity, repr=False, compare=False)
     block: OpenBlock | None = None
     handed: Handed | None = field(default=None, repr=False)
+    real: PosMask | None = field(default=None, repr=False)
 
     def repeat(self, copies: int) -> "StepState":
         """The step of a batch that consists of several copies of this step's batch, one after the other."""
@@ -149,4 +151,5 @@ class StepState:
         sigma = self.sigma * copies if isinstance(self.sigma, tuple) else self.sigma
         block = None if self.block is None else self.block.repeat(copies)
         handed = None if self.handed is None else self.handed.repeat(copies)
-        return replace(self, **rows, sigma=sigma, block=block, handed=handed)
+        real = None if self.real is None else self.real.repeat(copies, 1)
+        return replace(self, **rows, sigma=sigma, block=block, handed=handed, real=real)

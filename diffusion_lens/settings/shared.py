@@ -15,6 +15,7 @@ imports torch. So each setting is declared here, and the settings object of the 
 | `PatchFields` | `patch_grid` | `patch` |
 | `LensSettings` | `logit_lens` | `lens` |
 | `SignatureSettings` | `reversal_signatures` | `signatures` |
+| `DictionarySettings` | `train_dictionary` | `dictionary train` |
 | `AdaptSettings`, with `CorpusSettings` | `adapt` | `adapt` |
 
 `finetune` and `TrainingConfig` share two of their settings.
@@ -452,6 +453,28 @@ def _share(name: str, value: Any) -> float:
     if not 0 <= (number := plain_number(name, value)) <= 1:  # This also rejects NaN.
         raise ValueError(f"{name}={number}; it must be a share, from 0 to 1")
     return number
+
+
+@dataclass(frozen=True)
+class DictionarySettings(Settings):
+    """How a sparse dictionary is trained."""
+
+    n_features: int | None = setting(
+        None, "Number of features. Default: 8 times the width of what they write.", partial(at_least, 1)
+    )
+    k: int = setting(16, "Mean number of active features at a position.", partial(at_least, 1))
+    conditioned: bool = setting(
+        False, "Give each feature a bias that is proportional to the share of masked positions of the canvas."
+    )
+    updates: int = setting(2000, "Number of updates.", partial(at_least, 1))
+    batch_size: int = setting(512, "Rows per update.", partial(at_least, 1))
+    lr: float | None = setting(
+        None,
+        "Learning rate of Adam, which falls to 0 in the last fifth of the updates. Default: 0.1 / √(number of "
+        "features).",
+        positive,
+    )
+    seed: int = setting(0, "Seed of the noise, the directions at the beginning and the order of rows.", check_seed)
 
 
 @dataclass(frozen=True)

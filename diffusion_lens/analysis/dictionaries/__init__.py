@@ -5,6 +5,7 @@ from diffusion_lens.analysis.dictionaries.loss import DictionaryLoss, Estimate, 
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.dictionaries.splice import Dictionary, splice
 from diffusion_lens.analysis.dictionaries.store import ActivationStore, activations
+from diffusion_lens.analysis.dictionaries.train import train_dictionary
 
 __all__ = [
     "ActivationStore",
@@ -16,4 +17,5 @@ __all__ = [
     "activations",
     "dictionary_loss",
     "splice",
+    "train_dictionary",
 ]

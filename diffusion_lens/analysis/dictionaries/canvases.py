@@ -119,6 +119,11 @@ class CanvasBatch:
     texts: Int[Tensor, "batch"]  # its index in the list that was given
     levels: Int[Tensor, "batch"]  # place of its noise level among the spans
 
+    @property
+    def share(self) -> Float[Tensor, "batch"]:
+        """Share of the positions of each canvas that are masked."""
+        return self.masked.sum(dim=1) / self.real.sum(dim=1)
+
     def selected(self, mask: Mask) -> PosMask:
         """The positions that `mask` selects."""
         if mask == "all":

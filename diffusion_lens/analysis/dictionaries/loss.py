@@ -18,6 +18,8 @@ early layers that lower the diffusion loss.
 The reconstruction itself is measured at the same positions:
 
     variance explained = 1 - Σ |x - x̂|² / Σ |x - mean x|²        L0 = mean number of features that are not zero
+
+For a transcoder x is what it writes, the output of the MLP.
 """
 
 import math
@@ -28,6 +30,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import one_hot
 from tqdm.auto import tqdm
 
 from diffusion_lens import plots
@@ -40,6 +43,7 @@ from diffusion_lens.analysis.dictionaries.canvases import (
     check_mask,
     spans_of,
 )
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.dictionaries.splice import Dictionary, check_dictionary, only_at, splice, vectors
 from diffusion_lens.analysis.dictionaries.store import run_to
 from diffusion_lens.analysis.engine.inputs import CleanTexts, Texts, readable_points
@@ -80,6 +84,7 @@ class DictionaryLoss(PicturedResult, Saved):
         l0: Float[level], mean number of features that are not zero.
         n_rows: Int[level], number of positions at which activations were replaced.
         overall_variance_explained: Share of the variance at all levels together.
+        density: Float[level feature], share of these positions at which each feature is not zero.
         record: Hook point, digest of the dictionary, positions (`mask`), seed, hash of the texts, facts set aside,
             model, hash of the weights, hooks, versions.
     """
@@ -99,6 +104,12 @@ class DictionaryLoss(PicturedResult, Saved):
     n_rows: Int[Tensor, "level"]
     overall_variance_explained: float
     record: dict[str, Any] = field(repr=False)
+    density: Float[Tensor, "level feature"] | None = None
+
+    @property
+    def dead(self) -> float:
+        """Share of the features that are zero at all replaced positions; NaN in results of earlier versions."""
+        return math.nan if self.density is None else (self.density.nansum(dim=0) == 0).float().mean().item()
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
         return (("state", len(STATES)), ("axis", 2))
@@ -175,7 +186,8 @@ class DictionaryLoss(PicturedResult, Saved):
             f"DictionaryLoss({self.record['name']} of {shown_model(self.record)}, {len(self.losses)} texts: loss "
             f"{clean.value:.3f}, spliced {spliced.value:.3f}; recovered {recovered.value:.3f} ± "
             f"{recovered.standard_error:.3f}, variance explained {self.overall_variance_explained:.3f}, "
-            f"L0 {(self.l0 * self.n_rows).nansum().item() / self.n_rows.sum().item():.1f})"
+            f"L0 {(self.l0 * self.n_rows).nansum().item() / self.n_rows.sum().item():.1f}"
+            f"{'' if self.density is None else f', dead {self.dead:.1%}'})"
         )
 
 
@@ -216,7 +228,7 @@ def dictionary_loss(
         model: Model, of either variant.
         texts: Texts, facts (whose answers count) or tokens, as in `activations`. Use texts on which the dictionary was
             not trained.
-        name: Hook point.
+        name: Hook point; of a transcoder the one that it writes.
         dictionary: Dictionary, as in `splice`.
         mask: Positions at which activations are replaced and measured: "masked", "unmasked" or "all", as in
             `activations`. Give what the dictionary was trained on. The loss is that of all masked positions.
@@ -246,6 +258,8 @@ def dictionary_loss(
         raise ValueError("at the noise level t=0 nothing is masked, so there is no loss; give levels above 0")
     selection, size = check_mask(model, mask, spans), at_least(1, "batch_size", batch_size)
     (point,) = readable_points(model, [name])
+    if isinstance(dictionary, SparseDictionary) and point != dictionary.writes:
+        raise ValueError(f"name={name!r}: this dictionary writes {dictionary.writes!r}; give that hook point")
     clean = CleanTexts.of(model, texts, attention_mask, prepend_bos)
     _require_predictions(model, clean)
     canvases = Canvases(model, clean, spans, whole_number("seed", seed))
@@ -271,16 +285,18 @@ def dictionary_loss(
         "texts": clean.describe(),
         **provenance(model, model.cfg),
     }
+    density = fit.active / fit.n_rows[:, None]
     return DictionaryLoss(
         losses=losses,
         n_counted=n_counted,
         texts=torch.tensor(clean.indices),
         spans=torch.tensor(spans, dtype=torch.float64),
         variance_explained=1 - fit.residual / fit.within_levels,
-        l0=fit.active / fit.n_rows,
+        l0=density.sum(dim=1),
         n_rows=fit.n_rows,
         overall_variance_explained=float(1 - fit.residual.sum() / fit.overall),
         record=record,
+        density=density,
     )
 
 
@@ -303,9 +319,10 @@ class _Fit:
         self, model: DiffusionTransformer, n_levels: int, point: str, mask: Mask, batches: Iterable[CanvasBatch]
     ) -> None:
         """Compute the means, in a first pass over all canvases."""
-        # By level: features that are not zero, and squared distances of activations and reconstructions, and of
-        # activations and their mean.
-        self.active, self.residual, self.within_levels = torch.zeros(3, n_levels, dtype=torch.float64)
+        # By level: number of positions at which each feature is not zero, and squared distances of activations and
+        # reconstructions, and of activations and their mean.
+        self.active = torch.zeros(n_levels, 1, dtype=torch.float64)
+        self.residual, self.within_levels = torch.zeros(2, n_levels, dtype=torch.float64)
         self.n_rows = torch.zeros(n_levels, dtype=torch.long)
         self.overall = torch.zeros((), dtype=torch.float64)
         total, counts = None, torch.zeros(n_levels, dtype=torch.float64)
@@ -325,7 +342,8 @@ class _Fit:
         x, reconstruction = (rows.to(device="cpu", dtype=torch.float64) for rows in (x, reconstruction))
         self.residual.index_add_(0, levels, (x - reconstruction).square().sum(dim=1))
         self.within_levels.index_add_(0, levels, (x - self._mean_of_level[levels]).square().sum(dim=1))
-        self.active.index_add_(0, levels, (features != 0).sum(dim=1).cpu().double())
+        of_level = one_hot(levels, len(self.n_rows)).T.to(features.device, torch.float32)
+        self.active = self.active + (of_level @ (features != 0).float()).cpu()
         self.n_rows += torch.bincount(levels, minlength=len(self.n_rows))
         self.overall += (x - self.mean).square().sum()
 
@@ -335,7 +353,9 @@ def _hooks(
 ) -> dict[str, list[tuple[str, Hook]]]:
     """The hooks of each state. That of "spliced" also adds the positions of the batch to `fit`."""
     kept: list[Tensor] = []
-    reconstruct = splice(dictionary, error_term=False, edit=lambda features, hook: kept.append(features))
+    reconstruct = splice(
+        dictionary, error_term=False, edit=lambda features, hook: kept.append(features), share=batch.share
+    )
 
     def spliced(activation: Tensor, hook: Any) -> Tensor:
         new: Tensor = reconstruct(activation, hook)
@@ -347,7 +367,10 @@ def _hooks(
         return fit.mean.to(activation).view(activation.shape[2:]).expand_as(activation)
 
     hooks = {"spliced": spliced, "zero_ablated": zero_ablate(), "mean_ablated": mean}
-    return {"clean": [], **{state: [(point, only_at(hook, selected))] for state, hook in hooks.items()}}
+    attached = {state: [(point, only_at(hook, selected))] for state, hook in hooks.items()}
+    if isinstance(dictionary, SparseDictionary) and dictionary.reads != dictionary.writes:
+        attached["spliced"].insert(0, (dictionary.reads, reconstruct))
+    return {"clean": [], **attached}
 
 
 def _losses(

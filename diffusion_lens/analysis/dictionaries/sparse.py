@@ -92,7 +92,7 @@ class SparseDictionary(nn.Module, PicturedResult, Saved):
 
     def activate(self, pre: Float[Tensor, "*rest feature"]) -> Float[Tensor, "*rest feature"]:
         """The features: each is its pre-activation, or 0 up to its threshold."""
-        return pre * (pre > self.threshold)
+        return pre.where(pre > self.threshold, 0.0)
 
     def encode(
         self, x: Float[Tensor, "*rest d"], share: float | Tensor | None = None

@@ -10,6 +10,9 @@ reconstruction, unless told otherwise (Marks et al. 2024, arXiv 2403.19647):
 With the error term, a splice without an edit changes nothing, and a splice with an edit has the effect of the edit
 alone. For gradients the error term is a constant, as with `use_error_term` of SAELens: the gradient of a metric reaches
 the features, and through the encoder the layers below.
+
+A `SparseDictionary` that writes another hook point than it reads, such as a transcoder, is spliced at both: the one
+hook keeps x where it is read, and replaces y where it is written.
 """
 
 from collections.abc import Callable
@@ -20,8 +23,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.inputs import check_vectors
 from diffusion_lens.hooks.names import Hook
+from diffusion_lens.model.config import reached
 from diffusion_lens.model.shapes import PosMask
 from diffusion_lens.records.identity import names_its_hook
 from diffusion_lens.settings import checked_arguments
@@ -44,7 +49,13 @@ class Dictionary(Protocol):
 
 @checked_arguments
 @names_its_hook
-def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None = None) -> Hook:
+def splice(
+    dictionary: Dictionary,
+    *,
+    error_term: bool = True,
+    edit: Edit | None = None,
+    share: float | Float[Tensor, "batch"] | None = None,
+) -> Hook:
     """A hook that puts a dictionary's reconstruction in the place of the activation.
 
     It works like the hooks of `interventions`: at any hook point [batch pos ...], in `run_with_hooks` and in the loop,
@@ -56,11 +67,14 @@ def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None
     SAEs of SAELens with `normalize_activations="layer_norm"` do: each `decode` follows an `encode` of its own.
 
     Args:
-        dictionary: Object with `encode` and `decode`.
+        dictionary: Object with `encode` and `decode`. Attach the hook of a transcoder to both of its hook points:
+            `fwd_hooks=[(dictionary.reads, hook), (dictionary.writes, hook)]`.
         error_term: Whether the error of the unedited reconstruction is added.
         edit: Function `edit(features, hook)` that returns new features, or writes into those that it gets, which are a
             copy. In the loop, `hook.step` is the step. To get the gradient of a metric with respect to the features,
             let this function call `features.retain_grad()` and keep the features.
+        share: Share of masked positions of each canvas, for a conditioned dictionary. By default that of the canvas of
+            `hook.step`, which there is in the loop.
 
     Raises:
         TypeError: The dictionary lacks a method, or one returns something else than a tensor.
@@ -69,21 +83,34 @@ def splice(dictionary: Dictionary, *, error_term: bool = True, edit: Edit | None
             for each position, such as one of attention patterns.
     """
     check_dictionary(dictionary)
+    kept: dict[str | None, Tensor] = {}  # x of a transcoder between its hook points, by branch of guidance
 
-    def hook_fn(activation: Tensor, hook: Any) -> Tensor:
+    def hook_fn(activation: Tensor, hook: Any) -> Tensor | None:
         # 1. Features and their reconstruction, in the dictionary's dtype.
-        x = vectors(activation, hook)
-        features = _encoded(dictionary, x, hook)
+        x = y = vectors(activation, hook)
+        if isinstance(dictionary, SparseDictionary) and dictionary.reads != dictionary.writes:
+            branch = None if hook.step is None else hook.step.branch
+            if hook.name == dictionary.reads:
+                kept[branch] = x
+                return None
+            if hook.name != dictionary.writes or branch not in kept:
+                raise ValueError(
+                    f"this dictionary reads {dictionary.reads!r} and writes {dictionary.writes!r}; attach its splice "
+                    f"to both, and not to {hook.name!r} alone"
+                )
+            x = kept.pop(branch)
+        given = _given_share(dictionary, share, hook)
+        features = _encoded(dictionary, x, hook, given)
         edited = features if edit is None else _edited(edit, features, hook)
-        unedited = reconstruction = _decoded(dictionary, edited, x, hook)
+        unedited = reconstruction = _decoded(dictionary, edited, y, hook)
         # 2. The error term. Without an edit the difference is exactly 0 in value, and carries the gradient of the
         #    features.
         if error_term:
             if edit is not None:
                 with torch.no_grad():
-                    _encoded(dictionary, x, hook)  # for what a dictionary keeps until `decode`
-                    unedited = _decoded(dictionary, features, x, hook)
-            reconstruction = x.detach() + (reconstruction - unedited.detach())
+                    _encoded(dictionary, x, hook, given)  # for what a dictionary keeps until `decode`
+                    unedited = _decoded(dictionary, features, y, hook)
+            reconstruction = y.detach() + (reconstruction - unedited.detach())
         return reconstruction.to(activation.dtype).reshape(activation.shape)
 
     return hook_fn
@@ -125,7 +152,19 @@ def only_at(hook_fn: Hook, positions: PosMask) -> Hook:
     return wrapped
 
 
-def _encoded(dictionary: Dictionary, x: Tensor, hook: Any) -> Tensor:
+def _given_share(dictionary: Dictionary, share: Any, hook: Any) -> tuple[Any, ...]:
+    """What `encode` of a conditioned dictionary gets beside x: the share of masked positions [batch 1]."""
+    if not isinstance(dictionary, SparseDictionary) or not dictionary.conditioned:
+        return ()
+    if share is None and hook.step is not None:
+        step, blank = hook.step, dictionary.record["architecture"]["mask_token_id"]
+        inside = reached(step.tokens) if step.real is None else reached(step.tokens) & step.real
+        hidden = step.tokens == blank if step.branch == "conditional" else (step.tokens == blank) | step.given
+        share = (hidden & inside).sum(dim=1) / inside.sum(dim=1)
+    return (share[:, None] if isinstance(share, Tensor) else share,)
+
+
+def _encoded(dictionary: Dictionary, x: Tensor, hook: Any, share: tuple[Any, ...]) -> Tensor:
     given = x
     stored = chain(dictionary.parameters(), dictionary.buffers()) if isinstance(dictionary, nn.Module) else ()
     weight = next((each for each in stored if each.is_floating_point()), None)
@@ -136,7 +175,7 @@ def _encoded(dictionary: Dictionary, x: Tensor, hook: Any) -> Tensor:
                 f"dictionary.to('{x.device}')"
             )
         given = x.to(weight.dtype)
-    features = _called(dictionary, "encode", given, x, hook)
+    features = _called(dictionary, "encode", given, x, hook, share)
     if features.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"encode of {type(dictionary).__name__} returned {list(features.shape)} for an activation {list(x.shape)} "
@@ -166,11 +205,13 @@ def _edited(edit: Edit, features: Tensor, hook: Any) -> Tensor:
     return returned
 
 
-def _called(dictionary: Dictionary, method: str, given: Tensor, x: Tensor, hook: Any) -> Tensor:
+def _called(
+    dictionary: Dictionary, method: str, given: Tensor, x: Tensor, hook: Any, share: tuple[Any, ...] = ()
+) -> Tensor:
     """What a method of the dictionary returns for a copy; an error of shapes names the hook point and its width."""
     called = f"{method} of {type(dictionary).__name__}"
     try:
-        returned = getattr(dictionary, method)(given.clone())
+        returned = getattr(dictionary, method)(given.clone(), *share)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -50,6 +50,7 @@ from diffusion_lens.settings import Whole, at_least, own_seed, whole_number
 KIND = "activations"
 _COLUMNS = {
     "t": torch.float32,
+    "share": torch.float32,
     "masked": torch.bool,
     "position": torch.int32,
     "text": torch.int32,
@@ -130,6 +131,11 @@ class ActivationStore(Result):
     def t(self) -> Float[Tensor, "entry"]:
         """Noise level of each row's canvas; 0 without [MASK]."""
         return self._column("t")
+
+    @cached_property
+    def share(self) -> Float[Tensor, "entry"]:
+        """Share of the positions of each row's canvas that are masked, a prompt included."""
+        return self._column("share")
 
     @cached_property
     def masked(self) -> Bool[Tensor, "entry"]:
@@ -304,7 +310,7 @@ class StoredRows:
         selected = batch.selected(self.mask)
         canvas, position = (index.cpu() for index in selected.nonzero(as_tuple=True))
         masked, token = (x.cpu()[canvas, position] for x in (batch.masked, batch.tokens))
-        columns = (batch.t.cpu()[canvas], masked, position, batch.texts[canvas], token)
+        columns = (batch.t.cpu()[canvas], batch.share.cpu()[canvas], masked, position, batch.texts[canvas], token)
         rows = {name: x.to(dtype) for (name, dtype), x in zip(_COLUMNS.items(), columns, strict=True)}
         if not len(canvas):
             return rows
