@@ -21,7 +21,7 @@ of their MLP, and pass on what they have.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -72,6 +72,16 @@ def digests(transcoders: Mapping[int, SparseDictionary]) -> dict[str, str]:
     return {str(layer): value_in_words(one) for layer, one in transcoders.items()}
 
 
+def transcoders_of_graph(
+    record: Mapping[str, Any], model: DiffusionTransformer, features: Sequence[SparseDictionary]
+) -> dict[int, SparseDictionary]:
+    """The transcoders by block; a `ValueError` unless the graph with this record has the same."""
+    found = transcoders_of(model, features)
+    if (given := digests(found)) != record["features"]:
+        raise ValueError(f"features: the graph has {record['features']}, by block, and these are {given}")
+    return found
+
+
 class Parts(NamedTuple):
     """The change of an MLP, by position and part: its other features, features that are nodes, and the error.
 
@@ -92,15 +102,29 @@ class MLPChange:
     shares: tuple[float, float]
     written: Float[Tensor, "pos d_model"]  # clean less corrupted
 
-    def parts(self, direction: Float[Tensor, "pos d_model"], most: int) -> Parts:
-        """Its parts, for a direction at its output; at most so many features are parts of their own."""
-        # 1. Change and slope of every feature.
+    def features(self) -> tuple[Float[Tensor, "pos feature"], Float[Tensor, "pos feature"]]:
+        """The change c_i and the slope s_i of every feature."""
         weights = self.transcoder
         x, other = (each.to(weights.W_enc) for each in self.read)
         pre, other_pre = (weights.pre(each, share) for each, share in zip((x, other), self.shares, strict=True))
         slope = (weights.activate(pre) - weights.activate(other_pre)) / (pre - other_pre)
         slope = slope.where((pre != other_pre) & (slope.abs() <= STEEPEST), 0)
-        change = slope * ((x - other) @ weights.W_enc)
+        return slope * ((x - other) @ weights.W_enc), slope
+
+    def of_node(self, kind: str, feature: int, nodes: Sequence[int]) -> Float[Tensor, "pos d_model"]:
+        """What a node of this kind changed: a feature, the error, or the MLP, without those features that are nodes."""
+        weights, (change, _) = self.transcoder, self.features()
+        if kind == "error":
+            return self.written.to(weights.W_dec) - change @ weights.W_dec
+        if kind == "feature":
+            return change[:, feature, None] * weights.W_dec[feature]
+        return change.index_fill(1, torch.tensor(nodes, dtype=torch.long, device=change.device), 0.0) @ weights.W_dec
+
+    def parts(self, direction: Float[Tensor, "pos d_model"], most: int) -> Parts:
+        """Its parts, for a direction at its output; at most so many features are parts of their own."""
+        # 1. Change and slope of every feature.
+        weights, x = self.transcoder, self.read[0].to(self.transcoder.W_enc)
+        change, slope = self.features()
         gain = direction.to(weights.W_dec) @ weights.W_dec.T
         toward = gain * slope
         error = self.written.to(weights.W_dec) - change @ weights.W_dec

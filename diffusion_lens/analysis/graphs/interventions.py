@@ -28,10 +28,10 @@ the order (by a log-probability, where one of the runs has not written yet), by 
 not predicted, and taken to be as in the clean run. So is the token of a target that is no margin.
 
 **Then the run is made**: the clean run is replayed freely, all interventions as copies of one batch, and every
-objective is read at its step, whatever canvas that has by then.
+objective is read at its step, whatever canvas that has by then. A feature is scaled in what its MLP writes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -42,7 +42,10 @@ from torch import Tensor
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import Graph
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.batching import proposal_bytes, reserved, row_bytes
+from diffusion_lens.analysis.engine.kept_run import KeptRun
+from diffusion_lens.analysis.graphs.features import MLPChange, read_point, share_masked, transcoders_of_graph
 from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, step_runs
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -55,7 +58,6 @@ from diffusion_lens.records.results import PicturedResult, Saved, Table, provena
 from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_numbers
 from diffusion_lens.settings.figures import styled
 
-_SCALED = ("token", "embed", "head", "mlp")  # kinds of nodes that have an output
 _MOST = 32  # nodes by default
 
 
@@ -69,18 +71,18 @@ class GraphInterventions(PicturedResult, Saved):
     measured_word, measured_step, word_changes and step_changes (from the clean run, by the prediction or in the run).
 
     Attributes:
-        nodes: Int[intervention], node of the graph.
+        nodes: Int[entry], node of the graph.
         names: Its name.
-        node_steps, node_positions, branches: Int[intervention], its step, position and branch.
-        scales: Float[intervention], factor of its difference.
-        steps, positions: Int[objective], step and position of the target and each decision, in the order of steps.
-        clean, corrupted: Float[objective], its value in both runs.
-        tokens, written_at: Int[objective], the token that the clean run writes there, and the step of this.
-        predicted, measured: Float[intervention objective], its value under the intervention; measured is NaN where the
+        node_steps, node_positions, branches: Int[entry], its step, position and branch.
+        scales: Float[entry], factor of its difference.
+        steps, positions: Int[target], step and position of the target and each decision, in the order of steps.
+        clean, corrupted: Float[target], its value in both runs.
+        tokens, written_at: Int[target], the token that the clean run writes there, and the step of this.
+        predicted, measured: Float[entry target], its value under the intervention; measured is NaN where the
             run proposes no token there at this step, because it has written one before.
-        predicted_tokens, predicted_steps: Int[intervention objective], what is written there and when; -1 where the
+        predicted_tokens, predicted_steps: Int[entry target], what is written there and when; -1 where the
             graph does not predict this.
-        measured_tokens, measured_steps: Int[intervention objective], what the run wrote there and when, under uniform
+        measured_tokens, measured_steps: Int[entry target], what the run wrote there and when, under uniform
             noise in this step.
         words: Text of every id that occurs.
         record: Settings, model, hash of the weights, hooks, versions.
@@ -89,29 +91,29 @@ class GraphInterventions(PicturedResult, Saved):
     KIND: ClassVar[str] = "graph interventions"
     SHOWS: ClassVar[str] = "changes of decisions and the target that a graph of a run predicts, and those of the run"
 
-    nodes: Int[Tensor, "intervention"]
+    nodes: Int[Tensor, "entry"]
     names: list[str]
-    node_steps: Int[Tensor, "intervention"]
-    node_positions: Int[Tensor, "intervention"]
-    branches: Int[Tensor, "intervention"]
-    scales: Float[Tensor, "intervention"]
-    steps: Int[Tensor, "objective"]
-    positions: Int[Tensor, "objective"]
-    clean: Float[Tensor, "objective"]
-    corrupted: Float[Tensor, "objective"]
-    tokens: Int[Tensor, "objective"]
-    written_at: Int[Tensor, "objective"]
-    predicted: Float[Tensor, "intervention objective"]
-    measured: Float[Tensor, "intervention objective"]
-    predicted_tokens: Int[Tensor, "intervention objective"]
-    predicted_steps: Int[Tensor, "intervention objective"]
-    measured_tokens: Int[Tensor, "intervention objective"]
-    measured_steps: Int[Tensor, "intervention objective"]
+    node_steps: Int[Tensor, "entry"]
+    node_positions: Int[Tensor, "entry"]
+    branches: Int[Tensor, "entry"]
+    scales: Float[Tensor, "entry"]
+    steps: Int[Tensor, "target"]
+    positions: Int[Tensor, "target"]
+    clean: Float[Tensor, "target"]
+    corrupted: Float[Tensor, "target"]
+    tokens: Int[Tensor, "target"]
+    written_at: Int[Tensor, "target"]
+    predicted: Float[Tensor, "entry target"]
+    measured: Float[Tensor, "entry target"]
+    predicted_tokens: Int[Tensor, "entry target"]
+    predicted_steps: Int[Tensor, "entry target"]
+    measured_tokens: Int[Tensor, "entry target"]
+    measured_steps: Int[Tensor, "entry target"]
     words: dict[int, str]
     record: dict[str, Any] = field(repr=False)
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("intervention", self.names),)
+        return (("entry", self.names),)
 
     def __len__(self) -> int:
         """Number of interventions."""
@@ -156,12 +158,12 @@ class GraphInterventions(PicturedResult, Saved):
         return plots.predicted_changes(cells, title or "Interventions, predicted and made", ax)
 
     @property
-    def _later(self) -> Bool[Tensor, "intervention objective"]:
+    def _later(self) -> Bool[Tensor, "entry target"]:
         """The objectives that an intervention may change."""
         return self.steps >= self.node_steps[:, None]
 
     @property
-    def _changes(self) -> tuple[Bool[Tensor, "intervention objective"], Bool[Tensor, "intervention objective"]]:
+    def _changes(self) -> tuple[Bool[Tensor, "entry target"], Bool[Tensor, "entry target"]]:
         """Whether the word, and whether its step, differs from the clean run, by the prediction or in the run."""
         told = self.predicted_steps >= 0
         words = (told & (self.predicted_tokens != self.tokens)) | (self.measured_tokens != self.tokens)
@@ -191,39 +193,53 @@ class GraphInterventions(PicturedResult, Saved):
 
 
 def intervened(
-    graph: Any, model: DiffusionTransformer, nodes: Iterable[Whole] | None, scales: Sequence[Real], max_bytes: Whole
+    graph: Any,
+    model: DiffusionTransformer,
+    nodes: Iterable[Whole] | None,
+    scales: Sequence[Real],
+    features: Sequence[SparseDictionary],
+    max_bytes: Whole,
 ) -> GraphInterventions:
     """`RunGraph.interventions`."""
-    kinds = [KINDS[kind] for kind in graph.kind.tolist()]
+    # Parts have layers, also the errors of transcoders; decisions and what they leave unexplained have none.
+    writes = (graph.layer >= 0) | (graph.kind == KINDS.index("token")) | (graph.kind == KINDS.index("embed"))
     if nodes is None:
-        order = graph.effect.abs().sort(descending=True, stable=True).indices.tolist()
-        chosen = [node for node in order if kinds[node] in _SCALED][:_MOST]
+        order = graph.effect.abs().where(writes, -1).sort(descending=True, stable=True).indices
+        chosen = order[: min(_MOST, int(writes.sum()))].tolist()
     else:
         chosen = whole_numbers("nodes", nodes)
     factors = [plain_number("scales", scale) for scale in scales]
     if not chosen or not factors:
         raise ValueError(f"nodes={chosen} and scales={factors}: give at least one of each")
     for node in chosen:
-        if not 0 <= node < len(graph) or kinds[node] not in _SCALED:
-            what = f"a {kinds[node]}" if 0 <= node < len(graph) else f"none of the {len(graph)} nodes"
-            raise ValueError(f"node {node} is {what}; give numbers of nodes of the kinds {', '.join(_SCALED)}")
-    if "share" in graph.record:
+        if not 0 <= node < len(graph) or not writes[node]:
+            what = f"of the kind {graph.names[node]}" if 0 <= node < len(graph) else f"none of {len(graph)}"
+            raise ValueError(
+                f"node {node} is {what}; give tokens, embeddings, heads, MLPs or features by their numbers"
+            )
+    if {"share", "refined", "only_step"} & graph.record.keys():
         raise ValueError("this graph is pruned, and a prediction takes all decisions: give nodes of the whole graph")
     for run in graph.runs.values():
         require_same_architecture(run.record, model)
+    transcoders = transcoders_of_graph(graph.record, model, features)
     with torch.inference_mode(False), torch.no_grad(), run_of(model):
-        return _Interventions(graph, model, chosen, factors, at_least(1, "max_bytes", max_bytes)).result()
+        made = [(node, factor) for node in chosen for factor in factors]
+        return _Interventions(graph, model, made, transcoders, at_least(1, "max_bytes", max_bytes)).result()
 
 
 class _Interventions:
     """The objectives of a graph in both runs, its predictions, and the runs."""
 
     def __init__(
-        self, graph: Any, model: DiffusionTransformer, nodes: list[int], scales: list[float], max_bytes: int
+        self,
+        graph: Any,
+        model: DiffusionTransformer,
+        made: list[tuple[int, float]],
+        transcoders: Mapping[int, SparseDictionary],
+        max_bytes: int,
     ) -> None:
-        self.graph, self.model, self.max_bytes = graph, model, max_bytes
-        self.clean, self.corrupted = graph.runs["clean"], graph.runs["corrupted"]
-        self.made = [(node, scale) for node in nodes for scale in scales]
+        self.graph, self.model, self.transcoders, self.max_bytes = graph, model, transcoders, max_bytes
+        self.clean, self.corrupted, self.made = graph.runs["clean"], graph.runs["corrupted"], made
         self.kinds = [KINDS[kind] for kind in graph.kind.tolist()]
         ends = [i for i, kind in enumerate(self.kinds) if kind in ("target", "decision")]
         self.ends = sorted(ends, key=lambda i: int(graph.step[i]))
@@ -234,7 +250,7 @@ class _Interventions:
             measure = "margin" if other >= 0 else "log_probability"
             measure = graph.record["metric"] if self.kinds[i] == "target" else measure
             self.objectives.append(Objective(position, token, other, measure))
-        self.points = {node: self._point_of(node) for node in nodes}
+        self.points = {node: self._point_of(node) for node, _ in made}
         self.changes: dict[int, Tensor] = {}  # of the nodes' outputs
         self.values = torch.zeros(2, len(ends), dtype=torch.float64)  # of the objectives, in both runs
         self._require_memory()
@@ -246,14 +262,15 @@ class _Interventions:
         layer, position, kind = int(self.graph.layer[node]), int(self.graph.position[node]), self.kinds[node]
         if kind == "head":
             return f"blocks.{layer}.attn.hook_z", (position, int(self.graph.head[node]))
-        return mlp_out(layer) if kind == "mlp" else "hook_embed", (position,)
+        return "hook_embed" if layer < 0 else mlp_out(layer), (position,)
 
     def _require_memory(self) -> None:
         """Set the number of interventions in a batch."""
         cfg, n_pos, record = self.model.cfg, self.clean.tokens.shape[1], self.clean.record
         n_branches = 2 if record["cfg_scale"] else 1
         network = step_runs(self.model, (self.clean, self.corrupted), int(self.steps[-1]), [int(self.positions[-1])])[0]
-        kept = 2 * n_branches * network.branches[0].stored_bytes(Graph.of(cfg).node_points)
+        points = [*Graph.of(cfg).node_points, *map(read_point, self.transcoders)]
+        kept = 2 * n_branches * network.branches[0].stored_bytes(points)
         sampled = bool(record["temperature"]) or cfg.uniform_noise
         row = n_branches * row_bytes(cfg, n_pos, n_pos) + proposal_bytes(cfg, n_pos, n_branches + 1, sampled)
         one = reserved(cfg, row)
@@ -272,16 +289,29 @@ class _Interventions:
             self.model, (self.clean, self.corrupted), step, sorted({objective.position for objective in objectives})
         )
         nodes = [node for node in self.points if int(self.graph.step[node]) == step]
-        names = {self.points[node][0] for node in nodes}
+        names = {*(self.points[node][0] for node in nodes), *map(read_point, self.transcoders)}
         kept = [[given.run(names, given.embed()) for given in run.branches] for run in runs]
         for i, (run, of_run) in enumerate(zip(runs, kept, strict=True)):
             self.values[i, here] = run.values([each.logits for each in of_run], objectives)[:, 0].double().cpu()
         for node in nodes:
-            (name, place), branch = self.points[node], int(self.graph.branch[node])
-            clean, corrupted = (of_run[branch].activations[name][(0, *place)] for of_run in kept)
-            self.changes[node] = clean - corrupted
+            branch = int(self.graph.branch[node])
+            self.changes[node] = self._change(node, kept[0][branch], kept[1][branch])
 
-    def shares(self) -> Float[Tensor, "node objective"]:
+    def _change(self, node: int, clean: KeptRun, corrupted: KeptRun) -> Float[Tensor, "d"]:
+        """The difference of a node's output between the runs; what a feature or an error adds to that of its MLP."""
+        name, place = self.points[node]
+        change: Tensor = clean.activations[name][(0, *place)] - corrupted.activations[name][(0, *place)]
+        layer, kind = int(self.graph.layer[node]), self.kinds[node]
+        if kind == "head" or layer not in self.transcoders:
+            return change
+        read = [run.activations[read_point(layer)][0, list(place)] for run in (clean, corrupted)]
+        shares = share_masked(clean.input), share_masked(corrupted.input)
+        of_mlp = MLPChange(self.transcoders[layer], (read[0], read[1]), shares, change[None])
+        same = torch.tensor([int(getattr(self.graph, axis)[node]) for axis in ("step", "branch", "layer", "position")])
+        nodes = self.graph.feature_nodes[(self.graph.feature_nodes[:, :4] == same).all(dim=1), 4].tolist()
+        return of_mlp.of_node(kind, int(self.graph.feature[node]), nodes)[0]
+
+    def shares(self) -> Float[Tensor, "node target"]:
         """F(u → q) / A(q): the share of each objective's difference that passes each node of its step."""
         graph, effect = self.graph, self.graph.effect
         own, unit = effect[self.ends], torch.zeros(len(graph), len(self.ends), dtype=torch.float64)
@@ -331,7 +361,7 @@ class _Interventions:
             record=record,
         )
 
-    def _written(self, run: Trajectory) -> tuple[Int[Tensor, "batch objective"], Int[Tensor, "batch objective"]]:
+    def _written(self, run: Trajectory) -> tuple[Int[Tensor, "batch target"], Int[Tensor, "batch target"]]:
         """The token that each row writes at the position of each objective, and the step of this."""
         if not run.uniform_noise:
             return run.tokens[:, self.positions].cpu(), run.revealed_at[:, self.positions].cpu()
@@ -339,7 +369,7 @@ class _Interventions:
         return after.T.cpu(), self.steps.expand(len(run), -1)
 
     def _predict(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Value, token and step of each objective [intervention objective], from the graph."""
+        """Value, token and step of each objective [entry target], from the graph."""
         graph, shares, difference = self.graph, self.shares(), self.values[0] - self.values[1]
         (tokens, steps), (others, at) = (
             [each[0] for each in self._written(run)] for run in (self.clean, self.corrupted)
@@ -364,7 +394,7 @@ class _Interventions:
         return values, predicted[0].masked_fill(~told, -1), predicted[1].masked_fill(~told, -1)
 
     def _make(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Value, token and step of each objective [intervention objective], in the runs."""
+        """Value, token and step of each objective [entry target], in the runs."""
         found: list[tuple[Tensor, ...]] = []
         for made in (self.made[i : i + self.at_once] for i in range(0, len(self.made), self.at_once)):
             values = torch.full((len(made), len(self.ends)), torch.nan, dtype=torch.float64)
@@ -398,7 +428,7 @@ class _Interventions:
 
         return [(name, scaled) for name in cells]
 
-    def _reader(self, values: Float[Tensor, "intervention objective"]) -> Any:
+    def _reader(self, values: Float[Tensor, "entry target"]) -> Any:
         """A hook that reads the objectives of each step, where the run proposes tokens."""
 
         def read(logits: Tensor, hook: Any) -> None:

@@ -295,6 +295,7 @@ class RunGraph(PicturedResult, Saved):
         nodes: Iterable[Whole] | None = None,
         scales: Sequence[Real] = (0.0, -1.0),
         *,
+        features: Sequence[SparseDictionary] = (),
         max_bytes: Whole = 2**30,
     ) -> GraphInterventions:
         """Scale the difference of nodes between the runs, one at a time: what later steps write by the graph, and what
@@ -302,15 +303,17 @@ class RunGraph(PicturedResult, Saved):
 
         Args:
             model: Model of the run.
-            nodes: Numbers of nodes (the index of `nodes`) that are given tokens, embeddings, heads or MLPs. By default
-                the 32 with the largest absolute effects.
+            nodes: Numbers of tokens, embeddings, heads, MLPs or features (the index of `nodes`). By default the 32 with
+                the largest absolute effects.
             scales: Factors of a node's difference: 1 is the clean run, 0 the output of the corrupted one.
+            features: The transcoders of the graph.
             max_bytes: Memory to use in addition to the weights.
 
         Raises:
-            ValueError: The graph is pruned, a node has no output, the model is another one, or the budget is too small.
+            ValueError: The graph is pruned, a node has no output, the model or the transcoders are others, or the
+                budget is too small.
         """
-        return intervened(self, model, nodes, scales, max_bytes)
+        return intervened(self, model, nodes, scales, features, max_bytes)
 
     @checked_arguments
     def to_json(self, path: str | Path, step: Whole | None = None) -> Path:

@@ -5,32 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_run_graph import graph_of, require_laws
-
-
-def transcoders(model: Any, layers: Any = (0, 1), conditioned: bool = False, **more: Any) -> list[Any]:
-    """Random ones, whose features jump, and are active at about half of the positions."""
-    from diffusion_lens.analysis import SparseDictionary
-
-    generator, d_model, found = torch.Generator().manual_seed(0), model.cfg.d_model, []
-    for layer in layers:
-        W_enc, W_dec = (torch.randn(d_model, 40, generator=generator) / d_model**0.5 for _ in range(2))
-        rest = {name: 0.3 * torch.randn(40, generator=generator) for name in ("b_enc", "b_noise", "density")}
-        places = {"reads": f"blocks.{layer}.ln2.hook_normalized", "writes": f"blocks.{layer}.hook_mlp_out", **more}
-        found.append(
-            SparseDictionary(
-                W_enc=W_enc,
-                W_dec=W_dec.T.contiguous(),
-                b_dec=torch.zeros(d_model),
-                threshold=torch.rand(40, generator=generator) / 2,
-                losses=torch.zeros(1),
-                conditioned=conditioned,
-                record={"model": "random"},
-                **rest,
-                **places,
-            )
-        )
-    return found
+from graphs_of_runs import graph_of, require_laws, transcoders
 
 
 def test_effects_add_up_on_every_family(summed: Any) -> None:

@@ -5,60 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-
-LENGTH = 11
-
-
-def run_of(model: Any, prompt: torch.Tensor, **more: Any) -> Any:
-    if model.cfg.has_mask or model.cfg.uniform_noise:
-        more = {"steps": 8 if "Fast" in model.cfg.model_name or "nemotron" in model.cfg.model_name else 4, **more}
-    return model.denoise(prompt[None], length=LENGTH, **more)
-
-
-def prompts(one: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    clean = one.tokens[0, :5]
-    corrupted = clean.clone()
-    corrupted[[2, 4]] = (corrupted[[2, 4]] + 7) % 400
-    return clean, corrupted
-
-
-def last_position(run: Any) -> int:
-    """A position that the last step wrote, so that all steps may have a part in it."""
-    return int(run.revealed_at[0].argmax())
-
-
-def graph_of(one: Any, points: int = 0, **more: Any) -> Any:
-    """A graph with enough points for an error of 1e-3: the norms of some networks turn sharply on their paths."""
-    from diffusion_lens.analysis import run_graph
-
-    clean, corrupted = prompts(one)
-    loop = {name: more.pop(name) for name in ("cfg_scale", "sampler") if name in more}
-    run = run_of(one.model, clean, **loop)
-    points = points or (64 if one.model.cfg.time_conditioning else 32)
-    return run_graph(one.model, run, last_position(run), corrupted, points=points, **{"nodes_per_step": 30, **more})
-
-
-def require_laws(graph: Any) -> None:
-    nodes, edges = graph.nodes, graph.edges
-    largest = nodes.effect.abs().max()
-    # 1. The edges into a node add up to its effect. All are summed in `inflow`, whether they are kept or not.
-    with_edges = nodes[nodes.inflow.notna()]
-    assert (with_edges.inflow - with_edges.effect).abs().max() < 1e-3 * largest
-    assert len(with_edges) > 10
-    # 2. A decision passes on what it has.
-    passed = edges[edges.kind == "decision"].groupby("source").weight.sum()
-    for node, weight in passed.items():
-        assert weight == pytest.approx(nodes.effect[node], rel=1e-6, abs=1e-9)
-    assert set(nodes[nodes.kind == "decision"].index) <= set(passed.index)
-    # 3. Within each step the embeddings and transcoders' errors have the whole difference of its objectives.
-    for step, within, total in graph.within.tolist():
-        of_transcoder = (nodes.kind == "error") & (nodes.layer >= 0)
-        sources = nodes[(nodes.step == step) & (nodes.kind.isin(["token", "embed"]) | of_transcoder)]
-        assert sources.effect.sum() == pytest.approx(within, rel=1e-6, abs=1e-6)
-        assert within == pytest.approx(total, abs=1e-3 * largest)
-    # 4. Over the steps, the given tokens and the errors have that of the target.
-    sources = nodes[nodes.kind.isin(["token", "error"])]
-    assert sources.effect.sum() == pytest.approx(graph.clean - graph.corrupted, abs=2e-3 * largest)
+from graphs_of_runs import LENGTH, graph_of, last_position, prompts, require_laws, run_of
 
 
 def test_effects_add_up_on_every_family(summed: Any) -> None:

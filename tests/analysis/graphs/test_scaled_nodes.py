@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_run_graph import graph_of
+from graphs_of_runs import graph_of, transcoders
 
 
 def linear_graph(specimen: Any, configs: Any) -> tuple[Any, Any]:
@@ -124,11 +124,43 @@ def test_flows_from_a_node_add_up_to_its_effect(several: Any) -> None:
     if several.has_shared_expert:
         return
     graph = graph_of(several, points=4, nodes_per_step=8)
-    made = _Interventions(graph, several.model, [int(graph.nodes.index[graph.nodes.kind == "mlp"][0])], [0.0], 2**30)
+    made = _Interventions(
+        graph, several.model, [(int(graph.nodes.index[graph.nodes.kind == "mlp"][0]), 0.0)], {}, 2**30
+    )
     flows = made.shares() * graph.effect[made.ends]
     parts = graph.nodes[graph.nodes.kind.isin(["token", "embed", "head", "mlp"])].index.tolist()
     assert flows[parts].sum(dim=1).tolist() == pytest.approx(graph.effect[parts].tolist(), rel=1e-6, abs=1e-9)
     assert (flows[:, made.steps != graph.step[parts[0]]][parts[0]] == 0).all()
+
+
+def test_features_and_what_they_leave_are_scaled_one_by_one(either: Any) -> None:
+    """Together they are the MLP of a graph without features; a feature writes its row of the decoder."""
+    from diffusion_lens.analysis.graphs.features import transcoders_of
+    from diffusion_lens.analysis.graphs.interventions import _Interventions
+
+    model = either.model
+    features = transcoders(model)
+    graph, plain = (graph_of(either, points=2, nodes_per_step=20, **more) for more in ({"features": features}, {}))
+    nodes = graph.nodes
+    feature = nodes[nodes.kind == "feature"].iloc[0]
+    at = {axis: feature[axis] for axis in ("step", "layer", "position", "branch")}
+
+    def changes_of(graph: Any, given: Any) -> dict[int, torch.Tensor]:
+        nodes = graph.nodes
+        here = nodes.index[(nodes[list(at)] == list(at.values())).all(axis=1) & (nodes.kind != "head")]
+        return _Interventions(graph, model, [(node, 0.0) for node in here], given, 2**30).changes
+
+    divided, whole = changes_of(graph, transcoders_of(model, features)), changes_of(plain, {})
+    assert len(divided) > 2
+    assert torch.allclose(sum(divided.values()), *whole.values(), atol=1e-5)
+    direction = features[[0, 1].index(feature.layer)].W_dec[feature.feature]
+    change = divided[feature.name]
+    assert torch.allclose(change, (change @ direction) / (direction @ direction) * direction, atol=1e-5)
+    found = graph.interventions(model, list(divided), scales=(1.0, -2.0), features=features)
+    assert set(found.names) >= {f"m{feature.layer}.f{feature.feature}", f"m{feature.layer}.error"}
+    assert (found.measured[::2] - found.clean).nan_to_num().abs().max() < 1e-3
+    with pytest.raises(ValueError, match="by block, and these"):
+        graph.interventions(model)
 
 
 def test_batches_give_the_numbers_of_one(either: Any) -> None:
@@ -143,7 +175,7 @@ def test_batches_give_the_numbers_of_one(either: Any) -> None:
 def test_what_cannot_be_scaled_is_said(either: Any, specimen: Any, configs: Any) -> None:
     graph, model = graph_of(either, points=2), either.model
     target = int(graph.nodes.index[graph.nodes.kind == "target"][0])
-    for message, nodes in {"a target": [target], "none of the": [len(graph)], "at least one": []}.items():
+    for message, nodes in {"kind target": [target], "none of": [len(graph)], "at least one": []}.items():
         with pytest.raises(ValueError, match=message):
             graph.interventions(model, nodes)
     with pytest.raises(ValueError, match="pruned"):
