@@ -25,7 +25,7 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import Graph, by_part
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.batching import reserved, row_bytes
-from diffusion_lens.analysis.graphs.features import MLPInGraph, digests, read_point, share_masked, transcoders_of
+from diffusion_lens.analysis.graphs.features import MLPInGraph, read_point, share_masked, transcoders_of_graph
 from diffusion_lens.analysis.graphs.within_step import (
     KINDS,
     Objective,
@@ -171,9 +171,7 @@ class Ablated:
         for run in (clean, other):
             require_same_architecture(run.record, model)
         require_same_steps(clean, other)
-        transcoders = transcoders_of(model, features)
-        if (given := digests(transcoders)) != graph.record["features"]:
-            raise ValueError(f"features: the graph has {graph.record['features']}, by block, and these are {given}")
+        transcoders = transcoders_of_graph(graph.record, model, features)
         self.run, self.model, self.max_bytes = graph, model, max_bytes
         self.runs = [clean, *(other.row(i) for i in range(len(other)))]
         self.graph, self.n, self.transcoders = Graph.of(model.cfg), 2 + n_random, transcoders

@@ -111,15 +111,6 @@ class MLPChange:
         slope = slope.where((pre != other_pre) & (slope.abs() <= STEEPEST), 0)
         return slope * ((x - other) @ weights.W_enc), slope
 
-    def of_node(self, kind: str, feature: int, nodes: Sequence[int]) -> Float[Tensor, "pos d_model"]:
-        """What a node of this kind changed: a feature, the error, or the MLP, without those features that are nodes."""
-        weights, (change, _) = self.transcoder, self.features()
-        if kind == "error":
-            return self.written.to(weights.W_dec) - change @ weights.W_dec
-        if kind == "feature":
-            return change[:, feature, None] * weights.W_dec[feature]
-        return change.index_fill(1, torch.tensor(nodes, dtype=torch.long, device=change.device), 0.0) @ weights.W_dec
-
     def parts(self, direction: Float[Tensor, "pos d_model"], most: int) -> Parts:
         """Its parts, for a direction at its output; at most so many features are parts of their own."""
         # 1. Change and slope of every feature.

@@ -58,6 +58,7 @@ from diffusion_lens.records.results import PicturedResult, Saved, Table, provena
 from diffusion_lens.settings import Real, Whole, at_least, plain_number, whole_numbers
 from diffusion_lens.settings.figures import styled
 
+_SCALED = ("token", "embed", "head", "mlp", "feature")  # kinds of nodes that have an output
 _MOST = 32  # nodes by default
 
 
@@ -201,8 +202,7 @@ def intervened(
     max_bytes: Whole,
 ) -> GraphInterventions:
     """`RunGraph.interventions`."""
-    # Parts have layers, also the errors of transcoders; decisions and what they leave unexplained have none.
-    writes = (graph.layer >= 0) | (graph.kind == KINDS.index("token")) | (graph.kind == KINDS.index("embed"))
+    writes = torch.isin(graph.kind, torch.tensor([KINDS.index(kind) for kind in _SCALED]))
     if nodes is None:
         order = graph.effect.abs().where(writes, -1).sort(descending=True, stable=True).indices
         chosen = order[: min(_MOST, int(writes.sum()))].tolist()
@@ -298,7 +298,7 @@ class _Interventions:
             self.changes[node] = self._change(node, kept[0][branch], kept[1][branch])
 
     def _change(self, node: int, clean: KeptRun, corrupted: KeptRun) -> Float[Tensor, "d"]:
-        """The difference of a node's output between the runs; what a feature or an error adds to that of its MLP."""
+        """The difference of a node's output between the runs; of a feature, that of what its MLP writes."""
         name, place = self.points[node]
         change: Tensor = clean.activations[name][(0, *place)] - corrupted.activations[name][(0, *place)]
         layer, kind = int(self.graph.layer[node]), self.kinds[node]
@@ -306,10 +306,14 @@ class _Interventions:
             return change
         read = [run.activations[read_point(layer)][0, list(place)] for run in (clean, corrupted)]
         shares = share_masked(clean.input), share_masked(corrupted.input)
-        of_mlp = MLPChange(self.transcoders[layer], (read[0], read[1]), shares, change[None])
+        transcoder = self.transcoders[layer]
+        features = MLPChange(transcoder, (read[0], read[1]), shares, change[None]).features()[0][0]
+        if kind == "feature":
+            feature = int(self.graph.feature[node])
+            return features[feature] * transcoder.W_dec[feature]
         same = torch.tensor([int(getattr(self.graph, axis)[node]) for axis in ("step", "branch", "layer", "position")])
-        nodes = self.graph.feature_nodes[(self.graph.feature_nodes[:, :4] == same).all(dim=1), 4].tolist()
-        return of_mlp.of_node(kind, int(self.graph.feature[node]), nodes)[0]
+        features[self.graph.feature_nodes[(self.graph.feature_nodes[:, :4] == same).all(dim=1), 4]] = 0
+        return features @ transcoder.W_dec
 
     def shares(self) -> Float[Tensor, "node target"]:
         """F(u → q) / A(q): the share of each objective's difference that passes each node of its step."""

@@ -133,32 +133,35 @@ def test_flows_from_a_node_add_up_to_its_effect(several: Any) -> None:
     assert (flows[:, made.steps != graph.step[parts[0]]][parts[0]] == 0).all()
 
 
-def test_features_and_what_they_leave_are_scaled_one_by_one(either: Any) -> None:
-    """Together they are the MLP of a graph without features; a feature writes its row of the decoder."""
+def test_features_are_scaled_in_what_their_mlp_writes(either: Any) -> None:
+    """A feature is its row of the decoder; the node of the MLP is all that are no nodes."""
     from diffusion_lens.analysis.graphs.features import transcoders_of
     from diffusion_lens.analysis.graphs.interventions import _Interventions
+    from diffusion_lens.interventions import at_steps
 
-    model = either.model
-    features = transcoders(model)
-    graph, plain = (graph_of(either, points=2, nodes_per_step=20, **more) for more in ({"features": features}, {}))
+    model, features = either.model, transcoders(either.model)
+    graph = graph_of(either, points=2, nodes_per_step=20, features=features)
     nodes = graph.nodes
     feature = nodes[nodes.kind == "feature"].iloc[0]
-    at = {axis: feature[axis] for axis in ("step", "layer", "position", "branch")}
+    axes = ["step", "layer", "position", "branch"]
+    here = nodes.index[(nodes[axes] == feature[axes]).all(axis=1) & nodes.kind.isin(["mlp", "feature"])]
+    changes = _Interventions(graph, model, [(i, 0.0) for i in here], transcoders_of(model, features), 2**30).changes
+    read: list[Any] = []
 
-    def changes_of(graph: Any, given: Any) -> dict[int, torch.Tensor]:
-        nodes = graph.nodes
-        here = nodes.index[(nodes[list(at)] == list(at.values())).all(axis=1) & (nodes.kind != "head")]
-        return _Interventions(graph, model, [(node, 0.0) for node in here], given, 2**30).changes
+    def keep(activation: Any, hook: Any) -> None:
+        read.append(activation[0, feature.position])
 
-    divided, whole = changes_of(graph, transcoders_of(model, features)), changes_of(plain, {})
-    assert len(divided) > 2
-    assert torch.allclose(sum(divided.values()), *whole.values(), atol=1e-5)
-    direction = features[[0, 1].index(feature.layer)].W_dec[feature.feature]
-    change = divided[feature.name]
-    assert torch.allclose(change, (change @ direction) / (direction @ direction) * direction, atol=1e-5)
-    found = graph.interventions(model, list(divided), scales=(1.0, -2.0), features=features)
-    assert set(found.names) >= {f"m{feature.layer}.f{feature.feature}", f"m{feature.layer}.error"}
-    assert (found.measured[::2] - found.clean).nan_to_num().abs().max() < 1e-3
+    transcoder = features[feature.layer]
+    for run in graph.runs.values():
+        run.replay(model, fwd_hooks=[(transcoder.reads, at_steps(keep, feature.step))])
+    by_feature = (transcoder.encode(read[0]) - transcoder.encode(read[1]))[:, None] * transcoder.W_dec
+    assert torch.allclose(changes[feature.name], by_feature[feature.feature], atol=1e-4)
+    assert len(changes) > 1
+    assert torch.allclose(torch.stack([*changes.values()]).sum(dim=0), by_feature.sum(dim=0), atol=1e-4)
+    found = graph.interventions(model, here, scales=(1.0, -20.0), features=features)
+    change = (found.measured - found.clean).nan_to_num()
+    assert change[::2].abs().max() < 1e-3
+    assert change[1::2].abs().max() > 1e-2
     with pytest.raises(ValueError, match="by block, and these"):
         graph.interventions(model)
 
