@@ -19,7 +19,7 @@ A is the effect of a node, and F the flow along the edges w, which divides at ea
 
 The rest r leaves u for heads and MLPs whose edges were not computed (`nodes_per_step`), and is divided among the
 objectives p of the step by their effects. So the flows from u add up to A(u), and where a step has one objective, all
-of A(u) flows there, without any assumption about edges.
+of A(u) flows there, without any assumption about edges. Frozen parts have no flow through what they hold.
 
 **Between steps.** A decision whose margin stays positive writes the token of the clean run, at the same step. One whose
 margin becomes negative writes that of the corrupted run, at the step of that run, if it is not before this one; then
@@ -79,12 +79,12 @@ class GraphInterventions(PicturedResult, Saved):
         steps, positions: Int[target], step and position of the target and each decision, in the order of steps.
         clean, corrupted: Float[target], its value in both runs.
         tokens, written_at: Int[target], the token that the clean run writes there, and the step of this.
-        predicted, measured: Float[entry target], its value under the intervention; measured is NaN where the
-            run proposes no token there at this step, because it has written one before.
-        predicted_tokens, predicted_steps: Int[entry target], what is written there and when; -1 where the
-            graph does not predict this.
-        measured_tokens, measured_steps: Int[entry target], what the run wrote there and when, under uniform
-            noise in this step.
+        predicted, measured: Float[entry target], its value under the intervention; measured is NaN where the run
+            proposes no token there at this step, because it has written one before.
+        predicted_tokens, predicted_steps: Int[entry target], what is written there and when; -1 where the graph does
+            not predict this.
+        measured_tokens, measured_steps: Int[entry target], what the run wrote there and when, under uniform noise in
+            this step.
         words: Text of every id that occurs.
         record: Settings, model, hash of the weights, hooks, versions.
     """
@@ -188,8 +188,8 @@ class GraphInterventions(PicturedResult, Saved):
 
     def __repr__(self) -> str:
         hits = self.hits.loc["word", "graph"]
-        words = f"{hits.word:.0%} of {hits.n:.0f} words that change predicted"
-        size = f"{len(self)} interventions, {words}"
+        right = round(hits.n * hits.word) if hits.n else 0
+        size = f"{len(self)} interventions, {right} of {hits.n:.0f} changes of words predicted"
         return f"GraphInterventions({shown_model(self.record)}, {size}, R² {self.explained:.2f})"
 
 
