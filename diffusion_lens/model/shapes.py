@@ -6,6 +6,7 @@ query, key   positions, as `pos`: the position that attends, and the position th
 selected     positions selected from `pos`, in the order requested
 block        blocks of positions of a canvas, from left to right
 step         denoising steps
+branch       branches of guidance: the pass with the prompt, and the one without
 transition   pairs of consecutive denoising steps
 point        hook points, in order
 layer        blocks, in order
