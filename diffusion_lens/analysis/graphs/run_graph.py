@@ -63,9 +63,9 @@ from diffusion_lens.denoising.same_network import canvas_provenance, require_sam
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.identity import begins_run
+from diffusion_lens.records.identity import begins_run, identity_of
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import Settings, Whole, at_least, one_of, setting, takes, whole_number
+from diffusion_lens.settings import Settings, Whole, at_least, one_of, setting, takes, warn_user, whole_number
 
 LEAST_MARGIN = 0.1  # difference of d between the runs, in nats, below which it explains no decision
 
@@ -143,7 +143,8 @@ def run_graph(
             conditioned on its own prediction; a dictionary is no transcoder of an MLP; or the budget is too small.
 
     Warns:
-        UserWarning: A trajectory was written by another checkpoint, or with other hooks, weights, modules or dtype.
+        UserWarning: A trajectory was written by another checkpoint, or with other hooks, weights, modules or dtype; or
+            a transcoder was trained on other weights.
     """
     require_plain_stream(model)
     transcoders = transcoders_of(model, features)
@@ -155,6 +156,12 @@ def run_graph(
     clean = _one_row(model, trajectory, "trajectory")
     other = _corrupted_run(model, clean, corrupted, settings.canvas)
     warn_of_another_network({"clean trajectory": (clean.record, model), "corrupted trajectory": (other.record, model)})
+    for layer, one in transcoders.items():
+        if one.record.get("weights_sha256") not in (None, identity_of(model).weights_sha256):
+            warn_user(
+                f"the transcoder of block {layer} was trained on {one.record['model']!r}, with other weights than "
+                f"those of {model.cfg.model_name!r} now: more of its MLP may be left in error nodes"
+            )
     step, objective = _target_of(model, clean, other, target, settings)
     builder = _Builder(model, clean, other, transcoders, settings)
     builder.pending[step] = {objective: _Pending(1.0, None)}
