@@ -288,16 +288,20 @@ class Ablated:
                 )
             found.append(_Replacement(outputs, mlps))
         given = runs[0].branches[0]
-        n_features = sum(len(one.b_enc) for one in self.transcoders.values())
-        kept = len(found) * (given.stored_bytes(self.graph.node_points) + given.n_pos * n_features * 4)
+        of_features, of_largest = self._feature_bytes(given.n_pos)
+        kept = len(found) * (given.stored_bytes(self.graph.node_points) + of_features)
         kept += (len(self.runs) - 2) * kept // len(found)
-        most = max((len(one.b_enc) for one in self.transcoders.values()), default=0)
         one = reserved(self.model.cfg, row_bytes(self.model.cfg, given.n_pos, len(positions)))
-        one += 4 * given.n_pos * most * 4 + 4 * self._none(step)[:, 0].numel()
+        one += 4 * of_largest + 4 * self._none(step)[:, 0].numel()
         self.at_once = (self.max_bytes - kept) // one
         if self.at_once < 1:
             raise ValueError(f"max_bytes={self.max_bytes:,} is too small: one graph takes {kept + one:,} bytes")
         return runs[0], found
+
+    def _feature_bytes(self, n_pos: int) -> tuple[int, int]:
+        """Bytes of the features at these positions, of all transcoders and of the largest one."""
+        sizes = [0, *(4 * n_pos * len(one.b_enc) for one in self.transcoders.values())]
+        return sum(sizes), max(sizes)
 
     def _instead(self, outputs: Float[Tensor, "pos *rest"]) -> Float[Tensor, "pos *rest"]:
         """What replaces outputs of the corrupted run."""
@@ -388,8 +392,10 @@ class Ablated:
         for of_step in members_at.values():  # what the graphs have written is read as it is
             of_step[..., 0] |= ~run.given[0].cpu()
         network = StepRun(self.model, run, last, [position], n_pos).branches[0]
-        kept = (last + 1 - first) * self.n_branches * network.stored_bytes(self.graph.node_points)
-        one = self.n_branches * reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos))
+        of_features, of_largest = self._feature_bytes(n_pos)
+        of_pass = network.stored_bytes(self.graph.node_points) + of_features
+        kept = (last + 1 - first) * self.n_branches * of_pass
+        one = self.n_branches * reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos)) + 4 * of_largest
         if (needed := kept + self.n * one) > self.max_bytes:
             raise ValueError(
                 f"max_bytes={self.max_bytes:,} is too small: the runs of {self.n} graphs take {needed:,} bytes; give "

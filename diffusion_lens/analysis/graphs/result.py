@@ -358,6 +358,8 @@ class RunGraph(PicturedResult, Saved):
         n_layers = int(self.record["n_layers"])
         steps = sorted(set(self.step.tolist()))
         across = {"token": -1.0, "embed": -1.0, "decision": float(n_layers), "target": float(n_layers)}
+        # Features stand behind their MLP, each at its own place.
+        inside = 0.5 * (self.head < 0) + 0.4 * self.feature.clamp(min=0) / self.feature.max().clamp(min=1)
         drawn = []
         for i, name in enumerate(self.names):
             kind, layer = KINDS[int(self.kind[i])], int(self.layer[i])
@@ -366,7 +368,7 @@ class RunGraph(PicturedResult, Saved):
                 {
                     "name": name,
                     "kind": kind,
-                    "x": -1.6 if (kind, layer) == ("error", -1) else across.get(kind, layer + 0.5 * (kind != "head")),
+                    "x": -1.6 if (kind, layer) == ("error", -1) else across.get(kind, layer + float(inside[i])),
                     "step": steps.index(int(self.step[i])),
                     "label": int(self.step[i]),
                     "position": int(self.position[i]),
