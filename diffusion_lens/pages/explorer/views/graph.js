@@ -79,8 +79,7 @@ function nodeText(seen, { kind, name, step, layer, head, position, branch, word,
   const at = placeIn({ ...seen, step }, position), said = word === null ? `position ${position}` : `${quoted(word)} (${position})`;
   const not = other === null ? "" : `, not ${quoted(other)}`, where = `at ${at}, step ${step}${branch ? ", unconditional branch" : ""}`;
   return { head: `head ${head} of block ${layer} ${where}`, mlp: `MLP of block ${layer} ${where}`, token: `given ${said}, read by step ${step}`,
-    embed: `${at}, read by step ${step}`, decision: `step ${step} writes ${said}${not}`, target: `step ${step} writes ${said}${not}`,
-    feature: `feature ${name} ${where}` }[kind] ?? `${name} ${where}`;
+    embed: `${at}, read by step ${step}`, decision: `step ${step} writes ${said}${not}`, target: `step ${step} writes ${said}${not}` }[kind] ?? `${name} ${where}`;
 }
 
 /** The outline of a node around its place.
