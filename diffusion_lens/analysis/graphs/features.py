@@ -162,7 +162,7 @@ class MLPInGraph:
         """What the MLP writes in each graph, which reads `x`; `others` of the features are no parts. 1 keeps a part, 0
         replaces it."""
         weights, (features, written) = self.transcoder, self.other
-        written = written.to(weights.W_dec)
+        members, others, written = (each.to(weights.W_dec) for each in (members, others, written))
         error = self.clean[1].to(weights.W_dec) - written
         error = error - (weights.encode(self.clean[0].to(weights.W_enc), self.share) - features) @ weights.W_dec
         kept = others[:, :, None].expand(-1, -1, features.shape[1]).clone()
