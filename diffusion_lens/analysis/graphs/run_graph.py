@@ -94,7 +94,7 @@ class GraphSettings(Settings):
     points: int = setting(16, "Number of quadrature points of each path.", partial(at_least, 1))
     nodes_per_step: int = setting(
         64,
-        "Number of heads, MLPs, features and errors of each step, those with the largest absolute effects, between which "
+        "Number of heads, MLPs, features and errors of each step, those with the largest absolute effects, whose "
         "edges are computed; embeddings and decisions are in addition. A head costs a backward pass through its "
         "attention. As many features of a transcoder are nodes in a step.",
         partial(at_least, 0),
