@@ -66,7 +66,7 @@ def node(graph: Any, name: str, step: int, position: int) -> int:
 def test_a_node_says_its_effect_and_lists_its_edges(opened: Open, address: str, graph: Any) -> None:
     page = opened(address)
     nodes, edges = graph.nodes, graph.edges
-    assert page.locator(".dl-graph h3").inner_text() == "Why step 5 writes “Plergate”"
+    assert page.locator(".dl-graph h3").inner_text() == "The margin of “Plergate” at step 5"
     assert (
         page.locator(".dl-graph header .dl-numbers").inner_text()
         == f"60 of {len(nodes)} nodes, 300 of {len(edges):,} edges"
@@ -101,7 +101,7 @@ def test_the_picture_is_selected_by_pointer_and_arrows(opened: Open, address: st
     assert status.inner_text().startswith("MLP of block 5 at position 6 (masked), step 5: ")
     page.keyboard.press("ArrowRight")
     settled(page)
-    assert status.inner_text().startswith("step 5 writes “Plergate” (6), not “Firholm”: ")
+    assert status.inner_text().startswith("target “Plergate” (6), not “Firholm”, step 5: ")
 
 
 def test_the_slider_prunes_by_influence(opened: Open, address: str, graph: Any) -> None:
@@ -134,6 +134,10 @@ def test_pinned_nodes_are_grouped_and_stay_by_address(opened: Open, address: str
     inside, outside = edges.target.isin(members), ~edges.source.isin(members)
     summed = edges[inside & outside].groupby("source").weight.sum().sort_values(key=abs, ascending=False)
     assert [said for _, said in flows(page, "Flows into it")] == [amount(weight) for weight in summed[:40]]
+    page.locator(".dl-graph [data-place]").filter(has_text="m3").click()
+    settled(page)
+    press(page, HEAD)  # it is listed, and its group is selected
+    assert page.get_by_role("status").inner_text().startswith(f"“reads the name”, 2 nodes, the largest {HEAD}: ")
     press(page, "Ungroup")
     assert page.locator(".dl-graph [data-place]").count() == before
     assert page.locator(".dl-graph .dl-chip").all_inner_texts() == [HEAD, MLP]

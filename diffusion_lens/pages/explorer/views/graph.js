@@ -79,7 +79,7 @@ function nodeText(seen, { kind, name, step, layer, head, position, branch, word,
   const at = placeIn({ ...seen, step }, position), said = word === null ? `position ${position}` : `${quoted(word)} (${position})`;
   const not = other === null ? "" : `, not ${quoted(other)}`, where = `at ${at}, step ${step}${branch ? ", unconditional branch" : ""}`;
   return { head: `head ${head} of block ${layer} ${where}`, mlp: `MLP of block ${layer} ${where}`, token: `given ${said}, read by step ${step}`,
-    embed: `${at}, read by step ${step}`, decision: `step ${step} writes ${said}${not}`, target: `step ${step} writes ${said}${not}`,
+    embed: `${at}, read by step ${step}`, decision: `step ${step} decides on ${said}${not}`, target: `target ${said}${not}, step ${step}`,
     feature: `feature ${name} ${where}` }[kind] ?? `${name} ${where}`;
 }
 
@@ -139,16 +139,17 @@ class GraphPane {
     const { nodes, edges } = graphOf(run, chunk), picked = (this.picked = pickedIn(parsed(seen.state.graph), nodes));
     const known = new Set(nodes.map(({ id }) => id)), grouped = new Map();
     picked.supernodes.forEach(([, ...ids], i) => ids.forEach((id) => known.has(id) && !grouped.has(id) && grouped.set(id, i)));
+    if (grouped.has(picked.clickedId)) picked.clickedId = `supernode-${grouped.get(picked.clickedId)}`;
     const isShown = ({ id, share }) => share <= picked.pruningThreshold || grouped.has(id) || id === picked.clickedId || picked.pinnedIds.includes(id);
-    const shown = nodes.filter(isShown), whole = Math.abs(graph.clean - graph.corrupted);
+    const shown = nodes.filter(isShown), whole = Math.abs(graph.clean - graph.corrupted) || 1;
     this.places = this.placesOf(shown, grouped);
     const at = new Map(this.places.flatMap((place, i) => place.nodes.map(({ index }) => [index, i])));
     this.flows = flowsBetween(edges, (node) => at.get(node) ?? -1);
     this.slider.value = String(picked.pruningThreshold);
     const drawnEdges = this.drawPicture(whole);
-    setText(this.heading, `Why step ${graph.step} writes ${quoted(run.words[graph.word])}`);
+    setText(this.heading, `The ${graph.metric} of ${quoted(run.words[graph.word])} at step ${graph.step}`);
     setText(this.count, `${shown.length} of ${nodes.length} nodes, ${drawnEdges} of ${edges.length.toLocaleString("en")} edges`);
-    setText(this.reading, `The ${graph.metric} is ${amount(graph.clean)} in this run, ${amount(graph.corrupted)} in ${quoted(graph.text)}. ` +
+    setText(this.reading, `${amount(graph.clean)} in this run, ${amount(graph.corrupted)} in ${quoted(graph.text)}. ` +
       `Effects are shares of the difference, ${amount(graph.clean - graph.corrupted)}; heavy lines are decisions.`);
     drawLegend(this.legend, ramp("change", dark), { name: "effect", low: amount(-whole), high: amount(whole) });
     this.drawSelected(edges, nodes);
@@ -280,10 +281,8 @@ class GraphPane {
   }
 
   togglePin() {
-    const { clickedId, pinnedIds, supernodes } = this.picked, ids = clickedId.startsWith("supernode-") ? [] : [clickedId];
-    const isPinned = pinnedIds.includes(clickedId);
-    return this.pick({ pinnedIds: isPinned ? pinnedIds.filter((id) => id !== clickedId) : [...pinnedIds, ...ids],
-      supernodes: isPinned ? without(supernodes, clickedId) : supernodes });
+    const { clickedId, pinnedIds } = this.picked;
+    return this.pick({ pinnedIds: pinnedIds.includes(clickedId) ? pinnedIds.filter((id) => id !== clickedId) : [...pinnedIds, clickedId] });
   }
 
   /** What flows into the selected place and out of it; the nodes with the largest influence where none is selected.
@@ -343,7 +342,9 @@ class GraphPane {
 
   /** What the menu "Share" saves of this view. @returns {import("../types.js").Saved[]} */
   files() {
-    const { document } = this.chunk.header, whole = { ...document, qParams: { ...document.qParams, ...this.picked } };
+    if (!this.svg) return [];
+    const { document } = this.chunk.header, { clickedId } = this.picked, isNode = !clickedId.startsWith("supernode-");
+    const whole = { ...document, qParams: { ...document.qParams, ...this.picked, clickedId: isNode ? clickedId : "" } };
     return [
       { name: "Graph (.json)", help: "for the viewers of circuit-tracer and Neuronpedia, with pins and groups", ending: "json", type: "application/json", make: async () => JSON.stringify(whole) },
       { name: "Graph (.svg)", help: "the picture of the graph, for a paper", ending: "svg", type: "image/svg+xml", make: async () => svgText(this.svg) },
@@ -351,10 +352,6 @@ class GraphPane {
     ];
   }
 }
-
-/** Groups without a node; a group without nodes is none.
- * @param {string[][]} groups @param {string} node */
-const without = (groups, node) => groups.map(([name, ...ids]) => [name, ...ids.filter((id) => id !== node)]).filter((group) => group.length > 1);
 
 /** The edges between places, those of equal ends summed, the heaviest first.
  * @param {Edge[]} edges @param {(node: number) => number} placeOf  -1 for none @returns {Edge[]} */
