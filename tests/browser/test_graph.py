@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 import explorer_pages
 import pytest
-from explorer_walk import saved, settled, violations
+from explorer_walk import saved, select, settled, violations
 from PIL import Image
+from playwright.sync_api import expect
 
 Open = Callable[..., Any]
 HEAD, MLP = "head 0 of block 3 at position 4 (masked), step 4", "MLP of block 1 at “Krasser” (1), step 4"
@@ -199,6 +200,31 @@ def test_nodes_of_an_unknown_kind_have_their_names(
     page = opened(f"{explorer_pages.write(run.explore(graph=graph), tmp_path, 'graph').as_uri()}#view=graph")
     press(page, "m1 at “Krasser” (1), step 4")
     assert page.get_by_role("status").inner_text().startswith("m1 at “Krasser” (1), step 4: 10.9 of ")
+
+
+def test_a_live_page_explains_the_selected_token(
+    opened: Open, served: Callable[..., str], axe: str, tmp_path: Path
+) -> None:
+    page = opened(f"{served('site-mdm', '--prompt', 'Brosser Krasser is the', '--length', '10', '--steps', '6')}")
+    select(page, 6)
+    page.get_by_role("tab", name="Graph").click()
+    prompt = page.get_by_label("Why “Plergate” (6)? Change words of the prompt:")
+    assert prompt.input_value() == "Brosser Krasser is the"
+    prompt.fill("Plerrick Skusser is the")
+    page.keyboard.press("Enter")
+    heading = page.locator(".dl-graph h3")
+    expect(heading).to_have_text("The log probability of “Plergate” at step 5")
+    pin(page, HEAD)
+    assert violations(page, axe) == []
+    # A link asks the same again, about the token that is selected, and a page contains what is shown.
+    page.reload()
+    settled(page)
+    expect(heading).to_be_hidden()
+    assert page.locator(".dl-graph form input").input_value() == "Plerrick Skusser is the"
+    page.get_by_role("button", name="Explain").click()
+    expect(heading).to_have_text("The log probability of “singer” at step 4")
+    file = saved(page, "Page", tmp_path)
+    assert opened(file.as_uri()).locator(".dl-graph h3").inner_text() == heading.inner_text()
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")])

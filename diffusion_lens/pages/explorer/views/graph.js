@@ -4,18 +4,18 @@
  */
 
 import { paint, ramp } from "../colours.js";
-import { button, drawLegend, field, h, setText } from "../elements.js";
+import { button, drawLegend, field, h, ids, setText } from "../elements.js";
 import { pngOf, svgText } from "../film.js";
-import { clamp, read } from "../numbers.js";
+import { clamp, read, wordOf } from "../numbers.js";
 import { INKS, SVG_ROOT, drawn } from "../picture.js";
-import { placeIn, predictedAt } from "../runs.js";
+import { finalWord, placeIn, predictedAt } from "../runs.js";
 import { quoted, readable, shorten } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen @typedef {import("../types.js").Chunk} Chunk
  * @typedef {{index: number, id: string, kind: string, name: string, step: number, layer: number, head: number, position: number,
  *   branch: number, effect: number, share: number, word: string|null, other: string|null}} Node  share: of the influence, with all larger ones
  * @typedef {{from: number, to: number, weight: number, decision: boolean}} Edge  from and to are nodes, and places in a picture
- * @typedef {{pinnedIds: string[], supernodes: string[][], clickedId: string, pruningThreshold: number}} Picked
+ * @typedef {{pinnedIds: string[], supernodes: string[][], clickedId: string, pruningThreshold: number, chunk: string}} Picked  chunk: the graph that was computed last
  * @typedef {{id: string, nodes: Node[], text: string, name: string|null, x: number, y: number}} Place  a node, or a group by its name */
 
 const ROW = 22, STEP = 40, COLUMN = [34, 120], SIDES = [112, 84]; // px of a row, before a step, of a column, and what is left free
@@ -37,7 +37,7 @@ function graphOf(run, chunk) {
   const { header: { document, ids, names, kinds }, tables } = chunk;
   if (!chunk.graph) {
     const shares = new Map(document.nodes.map((/** @type {any} */ node) => [node.node_id, node.influence]));
-    const word = (/** @type {string} */ table, /** @type {number} */ i) => run.words[read(tables[table], i)] ?? null;
+    const word = (/** @type {string} */ table, /** @type {number} */ i) => wordOf(run, chunk, read(tables[table], i));
     const numbers = (/** @type {number} */ i) => Object.fromEntries(["step", "layer", "head", "position", "branch", "effect"].map((name) => [name, read(tables[name], i)]));
     chunk.graph = {
       nodes: ids.map((/** @type {string} */ id, /** @type {number} */ index) => ({ index, id, name: names[index], kind: kinds[index],
@@ -57,6 +57,7 @@ function pickedIn(given, nodes) {
     pinnedIds: texts(given?.pinnedIds),
     supernodes: (Array.isArray(given?.supernodes) ? given.supernodes : []).map(texts).filter((/** @type {string[]} */ group) => group.length > 1),
     clickedId: typeof given?.clickedId === "string" ? given.clickedId : "",
+    chunk: typeof given?.chunk === "string" ? given.chunk : "",
     pruningThreshold: threshold > 0 ? Math.min(1, threshold) : shares[Math.min(AT_FIRST, shares.length) - 1],
   };
 }
@@ -71,6 +72,8 @@ function parsed(text) {
   }
 }
 
+/** The other prompt of a graph that was computed here, by the name of its chunk. */
+const promptIn = (/** @type {string} */ name) => name.split("/").slice(2).join("/");
 const amount = (/** @type {number} */ x) => x.toFixed(Math.abs(x) < 1 ? 3 : 1).replace("-", "−");
 
 /** A node in words, without its effect.
@@ -94,6 +97,8 @@ const outlineOf = (kind, r) => ({
 class GraphPane {
   constructor() {
     /** @type {Seen} */ this.seen = null;
+    /** @type {Chunk} */ this.chunk = null;
+    this.name = ""; // of the chunk
     /** @type {Place[]} */ this.places = [];
     /** @type {Place|null} */ this.lit = null;
     /** @type {(Edge & {line: SVGElement})[]} */ this.lines = [];
@@ -110,11 +115,15 @@ class GraphPane {
     this.said = h("p");
     this.lists = h("div");
     this.pins = h("div");
-    this.element = h("div", { class: "dl-graph-pane" },
+    this.asked = h("label", { for: ids() });
+    this.against = h("input", { type: "text", id: this.asked.htmlFor });
+    this.form = h("form", { class: "dl-form", onsubmit: (/** @type {Event} */ event) => { event.preventDefault(); this.explain(); } }, this.asked, this.against, h("button", { type: "submit" }, "Explain"));
+    this.body = h("div", {},
       h("header", { class: "dl-group" }, this.heading, field("Influence", this.slider, "dl-grow"), this.count, this.legend,
         button("Load pins…", () => this.file.click(), { title: "Pins and groups of a graph that was saved from here or from circuit-tracer" }), this.file,
-        button("as Python", () => this.seen.code("graph", "Graph"), { class: "dl-code" })),
+        button("as Python", () => this.code(), { class: "dl-code" })),
       this.reading, h("div", { class: "dl-circuit-body" }, this.picture, h("section", {}, this.said, h("div", { class: "dl-group" }, this.pin, this.leave), this.pins, this.lists)));
+    this.element = h("div", { class: "dl-graph-pane" }, this.form, this.body);
     this.picture.addEventListener("click", (/** @type {MouseEvent} */ event) => {
       const place = this.placeAt(event);
       if (place) this.choose(place);
@@ -132,28 +141,46 @@ class GraphPane {
   }
 
   async draw(/** @type {Seen} */ seen) {
-    const { run, dark } = seen, { graph } = run, chunk = await seen.chunk("graph");
-    if (!seen.current()) return;
+    const { run, dark, position } = seen, given = parsed(seen.state.graph), name = run.graph.chunk ?? given?.chunk ?? "";
     this.seen = seen;
+    this.form.hidden = Boolean(run.graph.chunk);
+    this.body.hidden = !run.graph.chunk && !seen.loaded(name);
+    setText(this.asked, `Why ${quoted(finalWord(run, position) ?? "·")} (${position})? Change words of the prompt:`);
+    if (name !== this.name || !this.against.value) this.against.value = promptIn(name) || run.prompt;
+    this.name = name;
+    if (this.body.hidden) return;
+    const chunk = await seen.chunk(name), { about } = chunk.header;
+    if (!seen.current()) return;
     this.chunk = chunk;
-    const { nodes, edges } = graphOf(run, chunk), picked = (this.picked = pickedIn(parsed(seen.state.graph), nodes));
+    const { nodes, edges } = graphOf(run, chunk), picked = (this.picked = pickedIn(given, nodes));
     const known = new Set(nodes.map(({ id }) => id)), grouped = new Map();
     picked.supernodes.forEach(([, ...ids], i) => ids.forEach((id) => known.has(id) && !grouped.has(id) && grouped.set(id, i)));
     if (grouped.has(picked.clickedId)) picked.clickedId = `supernode-${grouped.get(picked.clickedId)}`;
     const isShown = ({ id, share }) => share <= picked.pruningThreshold || grouped.has(id) || id === picked.clickedId || picked.pinnedIds.includes(id);
-    const shown = nodes.filter(isShown), whole = Math.abs(graph.clean - graph.corrupted) || 1;
+    const shown = nodes.filter(isShown), whole = Math.abs(about.clean - about.corrupted) || 1;
     this.places = this.placesOf(shown, grouped);
     const at = new Map(this.places.flatMap((place, i) => place.nodes.map(({ index }) => [index, i])));
     this.flows = flowsBetween(edges, (node) => at.get(node) ?? -1);
     this.slider.value = String(picked.pruningThreshold);
     const drawnEdges = this.drawPicture(whole);
-    setText(this.heading, `The ${graph.metric} of ${quoted(run.words[graph.word])} at step ${graph.step}`);
+    setText(this.heading, `The ${about.metric} of ${quoted(wordOf(run, chunk, about.word))} at step ${about.step}`);
     setText(this.count, `${shown.length} of ${nodes.length} nodes, ${drawnEdges} of ${edges.length.toLocaleString("en")} edges`);
-    setText(this.reading, `${amount(graph.clean)} in this run, ${amount(graph.corrupted)} in ${quoted(graph.text)}. ` +
-      `Effects are shares of the difference, ${amount(graph.clean - graph.corrupted)}; heavy lines are decisions.`);
+    setText(this.reading, `${amount(about.clean)} in this run, ${amount(about.corrupted)} in ${quoted(about.text)}. ` +
+      `Effects are shares of the difference, ${amount(about.clean - about.corrupted)}; heavy lines are decisions.`);
     drawLegend(this.legend, ramp("change", dark), { name: "effect", low: amount(-whole), high: amount(whole) });
     this.drawSelected(edges, nodes);
     this.drawPins(nodes);
+  }
+
+  /** Compute the graph of the selected token. */
+  async explain() {
+    const { seen } = this, chunk = `graph/${seen.position}/${this.against.value}`;
+    await seen.work("the graph", (told, signal) => seen.chunk(chunk, undefined, told, signal));
+    if (seen.loaded(chunk)) await this.seen.select({ graph: JSON.stringify({ chunk }) });
+  }
+
+  code() {
+    this.seen.code("graph", "Graph", { position: this.name.split("/")[1], name: JSON.stringify(promptIn(this.name)) });
   }
 
   /** Where nodes and groups stand. @param {Node[]} nodes @param {Map<string, number>} grouped @returns {Place[]} */
@@ -248,7 +275,7 @@ class GraphPane {
 
   /** A place in words, with its effect. */
   sentence(/** @type {Place} */ { text, nodes: [{ effect }] }) {
-    const { clean, corrupted } = this.seen.run.graph;
+    const { clean, corrupted } = this.chunk.header.about;
     return `${text}: ${amount(effect)} of ${amount(clean - corrupted)}`;
   }
 
@@ -336,15 +363,16 @@ class GraphPane {
     const { nodes } = graphOf(seen.run, this.chunk), picked = pickedIn(given.qParams, nodes), { pinnedIds, supernodes } = picked;
     const ids = new Set([...pinnedIds, ...supernodes.flatMap(([, ...members]) => members)]);
     for (const { id } of nodes) ids.delete(id);
-    await this.pick(picked);
+    await this.pick({ ...picked, chunk: this.picked.chunk });
     seen.say(`Pins: ${pinnedIds.length}, groups: ${supernodes.length}${ids.size ? `; ${ids.size} of their nodes are not in this graph` : ""}.`);
   }
 
   /** What the menu "Share" saves of this view. @returns {import("../types.js").Saved[]} */
   files() {
     if (!this.svg) return [];
-    const { document } = this.chunk.header, { clickedId } = this.picked, isNode = !clickedId.startsWith("supernode-");
-    const whole = { ...document, qParams: { ...document.qParams, ...this.picked, clickedId: isNode ? clickedId : "" } };
+    const { document } = this.chunk.header, { pinnedIds, supernodes, clickedId, pruningThreshold } = this.picked;
+    const chosen = { pinnedIds, supernodes, clickedId: clickedId.startsWith("supernode-") ? "" : clickedId, pruningThreshold };
+    const whole = { ...document, qParams: { ...document.qParams, ...chosen } };
     return [
       { name: "Graph (.json)", help: "for the viewers of circuit-tracer and Neuronpedia, with pins and groups", ending: "json", type: "application/json", make: async () => JSON.stringify(whole) },
       { name: "Graph (.svg)", help: "the picture of the graph, for a paper", ending: "svg", type: "image/svg+xml", make: async () => svgText(this.svg) },
