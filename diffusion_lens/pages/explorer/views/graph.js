@@ -126,7 +126,7 @@ class GraphPane {
     this.element = h("div", { class: "dl-graph-pane" }, this.form, this.body);
     this.picture.addEventListener("click", (/** @type {MouseEvent} */ event) => {
       const place = this.placeAt(event);
-      if (place) this.choose(place);
+      if (place) this.choose(place.id, place.nodes[0]);
     });
     this.picture.addEventListener("pointermove", (/** @type {MouseEvent} */ event) => this.light(this.placeAt(event)));
     this.picture.addEventListener("pointerleave", () => this.light(null));
@@ -290,15 +290,14 @@ class GraphPane {
       return along > 0 ? along + 3 * Math.abs((x - now.x) * dy + (y - now.y) * dx) : Infinity;
     };
     const next = this.places.reduce((best, one) => (far(one) < far(best) ? one : best), this.places[0]);
-    if (next && far(next) < Infinity) this.choose(next);
+    if (next && far(next) < Infinity) this.choose(next.id, next.nodes[0]);
   }
 
-  /** Select a place, and in the explorer its token, step, block and head. */
-  async choose(/** @type {Place} */ place) {
-    const [{ kind, step, position, layer, head }] = place.nodes;
-    await this.pick({ clickedId: place.id }, { step, written: false, position: layer < 0 ? position : predictedAt(this.seen, position),
+  /** Select a place, and in the explorer token, step, block and head of its node. */
+  async choose(/** @type {string} */ id, /** @type {Node} */ { kind, step, position, layer, head }) {
+    await this.pick({ clickedId: id }, { step, written: false, position: layer < 0 ? position : predictedAt(this.seen, position),
       ...(layer < 0 ? {} : { layer }), ...(kind === "head" ? { head } : {}) });
-    this.picture.querySelector(`[data-place="${this.places.findIndex(({ id }) => id === place.id)}"]`)?.scrollIntoView({ block: "nearest", inline: "nearest" });
+    this.picture.querySelector(`[data-place="${this.places.findIndex((place) => place.id === this.picked.clickedId)}"]`)?.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 
   /** Change what is pinned, grouped or selected, and say what is selected. */
@@ -327,8 +326,8 @@ class GraphPane {
       for (const [node, x] of entries) sums.set(node, (sums.get(node) ?? 0) + x);
       const sorted = [...sums].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)), more = sorted.length - MOST_LISTED;
       return [h("h4", {}, more > 0 ? `${title}: ${MOST_LISTED} of ${sorted.length}` : title), h("ol", { class: "dl-circuit-edges" }, ...sorted.slice(0, MOST_LISTED).map(([node, x]) => {
-        const text = nodeText(this.seen, node);
-        return h("li", {}, h("button", { type: "button", onclick: () => this.choose({ id: node.id, nodes: [node], text, name: null, x: 0, y: 0 }) }, h("span", {}, text), " ", h("b", {}, amount(x))));
+        const onclick = () => this.choose(node.id, node);
+        return h("li", {}, h("button", { type: "button", onclick }, h("span", {}, nodeText(this.seen, node)), " ", h("b", {}, amount(x))));
       }))];
     };
     this.lists.replaceChildren(...(at ? [
@@ -343,10 +342,7 @@ class GraphPane {
     const free = pinnedIds.filter((id) => byId.has(id) && !members.has(id)), name = h("input", { type: "text", placeholder: "name" });
     const group = () => this.pick({ supernodes: [...supernodes, [name.value.trim() || `group ${supernodes.length + 1}`, ...free]], clickedId: `supernode-${supernodes.length}` });
     const rename = (/** @type {number} */ i, /** @type {string} */ to) => this.pick({ supernodes: supernodes.map((one, k) => (k === i ? [to.trim() || one[0], ...one.slice(1)] : one)) });
-    const chip = (/** @type {string} */ id) => {
-      const node = byId.get(id), text = nodeText(this.seen, node);
-      return h("button", { type: "button", class: "dl-chip", onclick: () => this.choose({ id, nodes: [node], text, name: null, x: 0, y: 0 }) }, text);
-    };
+    const chip = (/** @type {string} */ id) => button(nodeText(this.seen, byId.get(id)), () => this.choose(id, byId.get(id)), { class: "dl-chip" });
     this.pins.replaceChildren(
       ...(free.length ? [h("h4", {}, "Pinned"), h("div", { class: "dl-suggestions" }, ...free.map(chip)), h("div", { class: "dl-group" }, field("Group them as", name), button("Group", group))] : []),
       ...(supernodes.length ? [h("h4", {}, "Groups")] : []),
