@@ -98,8 +98,13 @@ def graph_view(trajectory: Trajectory, graph: Any, row: int, words: Words) -> Vi
             f"the graph is of the run {clean.text[0]!r}, and not of row {row} of the trajectory. Give the trajectory "
             "to run_graph as the clean run"
         )
+    return View({"chunk": "graph"}, {"graph": graph_chunk(graph, words)})
+
+
+def graph_chunk(graph: Any, words: Words) -> bytes:
+    """The chunk of a `RunGraph`."""
     kinds = [KINDS[kind] for kind in graph.kind.tolist()]
-    return views.graph_view(graph, *as_graph(graph, "graph"), kinds, words)
+    return views.graph_chunk(graph, *as_graph(graph, "graph"), kinds, words)
 
 
 def experts_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> View:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion_lens.analysis import commitment, logit_lens, trace_trajectory
+from diffusion_lens.analysis import commitment, logit_lens, run_graph, trace_trajectory
 from diffusion_lens.analysis.causal_tracing.trace import TraceSettings
 from diffusion_lens.analysis.engine.inputs import Inputs
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
@@ -22,7 +22,7 @@ from diffusion_lens.denoising import DenoiseSettings, Trajectory, lay_out
 from diffusion_lens.denoising.denoise import prepare
 from diffusion_lens.denoising.loop import run_loop
 from diffusion_lens.explorer.as_python import TOP_K, TRACE_SCORES, lens_call, query_statement
-from diffusion_lens.explorer.learned import EXPERTS, WEIGHTS, conditioning_view, layers_of_experts
+from diffusion_lens.explorer.learned import EXPERTS, WEIGHTS, conditioning_view, graph_chunk, layers_of_experts
 from diffusion_lens.explorer.page_of_run import canvas_entry, verdict_of, written_by
 from diffusion_lens.explorer.plan import Plan, check_position, require_reached
 from diffusion_lens.explorer.spec import FORCE, Spec
@@ -153,14 +153,14 @@ class LiveRun:
         return sum(x.nbytes for x in tensors) + len(self.predictions) + self.plan.n_bytes + _ENTRY
 
     def compute(self, name: str) -> bytes:
-        """A chunk of the lens, the attention, a trace, the experts or the self-conditioning.
+        """A chunk of the lens, the attention, a trace, a graph, the experts or the self-conditioning.
 
         Raises:
             KeyError: There is no such chunk.
-            ValueError: The trace does not exist at this step.
+            ValueError: The trace does not exist at this step, or there is no graph of this token against this prompt.
         """
         n_steps, n_layers = self.trajectory.n_steps, self.plan.model.cfg.n_layers
-        match name.split("/"):
+        match name.split("/", 2):
             case ["lens", step] if _is_index(step, n_steps):
                 return self.lens_chunks([int(step)])[name]
             case ["attention", layer, step] if _is_index(layer, n_layers) and _is_index(step, n_steps):
@@ -171,6 +171,8 @@ class LiveRun:
                 return self.conditioning_chunk()
             case ["trace", kind, step] if kind in KINDS and _is_index(step, n_steps):
                 return self.trace_view(kind, [int(step)]).chunks[name]
+            case ["graph", position, prompt] if _is_index(position, self.trajectory.tokens.shape[1]):
+                return self.graph_chunk(int(position), prompt)
         raise KeyError(f"the run {self.plan.spec.id} has no chunk {name!r}")
 
     @contextmanager
@@ -242,6 +244,16 @@ class LiveRun:
             )
         return views.view_of_trace(trace, kind, str(self.plan.spec.answer).strip())
 
+    def graph_chunk(self, position: int, prompt: str) -> bytes:
+        """`run_graph` of the token at a position, against another prompt; a `ValueError` if there is none."""
+        if self.plan.changed:
+            raise ValueError(
+                "a graph is of two runs without interventions: undo those of this run, and explain it then"
+            )
+        with self._reading():
+            graph = run_graph(self.plan.model, self.trajectory, position, prompt, metric="log_probability")
+        return graph_chunk(graph, Words(self.words))
+
     @torch.no_grad()
     def answer_probability(self, corrupted: bool = False) -> float:
         """Probability of the answer on the first canvas of the run, as a trace of that step reads it, by one pass.
@@ -299,6 +311,8 @@ def _described(plan: Plan, run: Trajectory, words: Words, asked: Asked) -> dict[
         learnt["experts"] = views.experts_entry(layers_of_experts(model.cfg), model.cfg.experts.n_experts, steps)
     if run.handed is not None:
         learnt["conditioning"] = {"steps": steps}
+    else:
+        learnt["graph"] = {}
     if (query := asked.query) is not None:
         indices = words.indices(query.answer_tokens, texts).tolist()
         answer = {"positions": list(query.answer_positions), "words": indices}
@@ -344,7 +358,12 @@ def _python(plan: Plan, asked: Asked, has_traces: bool) -> dict[str, str]:
     """The code of every view."""
     targets = [] if asked.targets is None else [f"targets=torch.tensor({asked.targets.tolist()})"]
     hooks = ["fwd_hooks=hooks"] if plan.changed else []
-    python = {**plan.views(), "lens": f"{plan.run}\n\n{lens_call([*targets, *hooks], top_k=TOP_K)}"}
+    graph = (
+        f"{plan.run}\n\nfrom diffusion_lens.analysis import run_graph\n\n"
+        'graph = run_graph(model, trajectory, {position}, {name}, metric="log_probability")\n'
+        "print(graph.nodes.head(20))"
+    )
+    python = {**plan.views(), "graph": graph, "lens": f"{plan.run}\n\n{lens_call([*targets, *hooks], top_k=TOP_K)}"}
     if has_traces and asked.query is not None:
         # Under the run's hooks inside the network.
         hooked, inside = ("with model.hooks(fwd_hooks=hooks):\n", "    ") if plan.changed else ("", "")

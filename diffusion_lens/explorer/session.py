@@ -4,6 +4,7 @@ One request computes at a time, says how far it is, and ends when nobody waits f
 on memory.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -221,7 +222,8 @@ class Session:
             return entry
 
     def chunk(self, run_id: str, name: str, cancelled: Cancelled = never) -> bytes:
-        """A chunk of a run: "predictions", "lens/{step}", "attention/{layer}/{step}" or "trace/{kind}/{step}".
+        """A chunk of a run: "predictions", "lens/{step}", "attention/{layer}/{step}", "trace/{kind}/{step}" or
+        "graph/{position}/{prompt}".
 
         Raises:
             KeyError: There is no such run or chunk.
@@ -308,7 +310,7 @@ class Session:
         for model in self.models:
             pick_indices("attention", attention or [0], model.cfg.n_layers)
         with self._turns.turn(cancelled), watching(partial(self._turns.at, "tracing")):
-            runs = [self._whole(run_id, attention, run_ids) for run_id in run_ids]
+            runs = [self._whole(run_id, attention, run_ids, state) for run_id in run_ids]
             entries = self.table.entries()
             chosen = range(len(entries)) if facts is None else sorted(set(facts))
             if chosen and chosen[-1] >= len(entries):
@@ -423,7 +425,9 @@ class Session:
 
         return self._memory.get((spec.id, point), compute, lambda cache: cache.n_bytes)
 
-    def _whole(self, run_id: str, attention: Sequence[int], beside: Sequence[str]) -> PageRun:
+    def _whole(
+        self, run_id: str, attention: Sequence[int], beside: Sequence[str], state: Mapping[str, Any] | None
+    ) -> PageRun:
         """A run with all chunks of its views, which a file contains; it is compared with its base if that is beside."""
         spec = self._spec(run_id)
         live, base = self._live(spec), spec.base if spec.base in beside else None
@@ -441,13 +445,24 @@ class Session:
         changes = [one.to_json() for one in spec.interventions]
         whole = {"spec": None, "changes": changes, "base": base, "attention": patterns}
         whole["traces"] = [view.entry for view in traced]
+        name = _graph_in(state)
+        whole["graph"] = {"chunk": name} if (graph := self._memory.kept((run_id, name))) is not None else None
+        chunks |= {} if graph is None else {name: graph}
         return PageRun({**entry, **whole, "missing": {**entry["missing"], **missing}}, chunks)
+
+
+def _graph_in(state: Mapping[str, Any] | None) -> str:
+    """Name of the chunk of the graph that a state shows; "" for none."""
+    try:
+        return str(json.loads((state or {}).get("graph") or "{}")["chunk"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def of_fact(live: LiveRun, fact: int) -> PageRun:
     """The run of a fact of the table with its canvas and predictions, which a file contains."""
     missing = dict.fromkeys(("lens", "attention", "trace"), "The page contains the canvas of this fact's run only.")
-    left_out: dict[str, Any] = {"spec": None, "lens": None, "attention": None, "traces": []}
+    left_out: dict[str, Any] = {"spec": None, "lens": None, "attention": None, "graph": None, "traces": []}
     python = {name: live.entry["python"][name] for name in ("run", "canvas", "predictions")}
     entry = {**live.entry, **left_out, "missing": missing, "python": python, "fact": fact}
     return PageRun(entry, {"predictions": live.predictions})

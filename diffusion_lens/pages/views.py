@@ -292,7 +292,9 @@ def circuit_view(scores: Any, steps: Sequence[int], side: str, n_rows: int) -> V
     return View(entry, chunks)
 
 
-def graph_view(graph: Any, document: Mapping[str, Any], ids: Sequence[str], kinds: Sequence[str], words: Words) -> View:
+def graph_chunk(
+    graph: Any, document: Mapping[str, Any], ids: Sequence[str], kinds: Sequence[str], words: Words
+) -> bytes:
     """A `RunGraph`, and what circuit-tracer reads of it.
 
     Args:
@@ -303,17 +305,16 @@ def graph_view(graph: Any, document: Mapping[str, Any], ids: Sequence[str], kind
     arrays = {name: Stored.integers(getattr(graph, name)) for name in columns}
     arrays |= {name: Stored.integers(words.indices(getattr(graph, name), graph.words)) for name in ("token", "other")}
     arrays["effect"] = Stored.numbers(graph.effect)
-    position, token = graph.record["target"]
-    entry = {
+    about = {
         "step": graph.record["target_step"],
-        "position": position,
-        "word": words.index(token, graph.words),
+        "word": words.index(graph.record["target"][1], graph.words),
         "metric": graph.record["metric"].replace("_", " "),
         "clean": graph.clean,
         "corrupted": graph.corrupted,
         "text": graph.runs["corrupted"].text[0],
     }
-    return View(entry, {"graph": pack(arrays, document=document, ids=list(ids), names=graph.names, kinds=list(kinds))})
+    named = {"ids": list(ids), "names": graph.names, "kinds": list(kinds)}
+    return pack(arrays, document=document, about=about, **named, **words.header)
 
 
 def experts_entry(layers: Sequence[int], n_experts: int, steps: Sequence[int]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 import explorer_pages
 import pytest
-from explorer_walk import saved, settled, violations
+from explorer_walk import saved, select, settled, violations
 from PIL import Image
+from playwright.sync_api import expect
 
 Open = Callable[..., Any]
 HEAD, MLP = "head 0 of block 3 at position 4 (masked), step 4", "MLP of block 1 at “Krasser” (1), step 4"
@@ -66,7 +67,7 @@ def node(graph: Any, name: str, step: int, position: int) -> int:
 def test_a_node_says_its_effect_and_lists_its_edges(opened: Open, address: str, graph: Any) -> None:
     page = opened(address)
     nodes, edges = graph.nodes, graph.edges
-    assert page.locator(".dl-graph h3").inner_text() == "Why step 5 writes “Plergate”"
+    assert page.locator(".dl-graph h3").inner_text() == "The margin of “Plergate” at step 5"
     assert (
         page.locator(".dl-graph header .dl-numbers").inner_text()
         == f"60 of {len(nodes)} nodes, 300 of {len(edges):,} edges"
@@ -101,7 +102,7 @@ def test_the_picture_is_selected_by_pointer_and_arrows(opened: Open, address: st
     assert status.inner_text().startswith("MLP of block 5 at position 6 (masked), step 5: ")
     page.keyboard.press("ArrowRight")
     settled(page)
-    assert status.inner_text().startswith("step 5 writes “Plergate” (6), not “Firholm”: ")
+    assert status.inner_text().startswith("target “Plergate” (6), not “Firholm”, step 5: ")
 
 
 def test_the_slider_prunes_by_influence(opened: Open, address: str, graph: Any) -> None:
@@ -134,6 +135,10 @@ def test_pinned_nodes_are_grouped_and_stay_by_address(opened: Open, address: str
     inside, outside = edges.target.isin(members), ~edges.source.isin(members)
     summed = edges[inside & outside].groupby("source").weight.sum().sort_values(key=abs, ascending=False)
     assert [said for _, said in flows(page, "Flows into it")] == [amount(weight) for weight in summed[:40]]
+    page.locator(".dl-graph [data-place]").filter(has_text="m3").click()
+    settled(page)
+    press(page, HEAD)  # it is listed, and its group is selected
+    assert page.get_by_role("status").inner_text().startswith(f"“reads the name”, 2 nodes, the largest {HEAD}: ")
     press(page, "Ungroup")
     assert page.locator(".dl-graph [data-place]").count() == before
     assert page.locator(".dl-graph .dl-chip").all_inner_texts() == [HEAD, MLP]
@@ -191,10 +196,35 @@ def test_nodes_of_an_unknown_kind_have_their_names(
     from diffusion_lens.explorer import learned
 
     run, graph = explorer_pages.graphed()
-    monkeypatch.setattr(learned, "KINDS", ["feature" if kind == "mlp" else kind for kind in learned.KINDS])
+    monkeypatch.setattr(learned, "KINDS", ["gadget" if kind == "mlp" else kind for kind in learned.KINDS])
     page = opened(f"{explorer_pages.write(run.explore(graph=graph), tmp_path, 'graph').as_uri()}#view=graph")
     press(page, "m1 at “Krasser” (1), step 4")
     assert page.get_by_role("status").inner_text().startswith("m1 at “Krasser” (1), step 4: 10.9 of ")
+
+
+def test_a_live_page_explains_the_selected_token(
+    opened: Open, served: Callable[..., str], axe: str, tmp_path: Path
+) -> None:
+    page = opened(f"{served('site-mdm', '--prompt', 'Brosser Krasser is the', '--length', '10', '--steps', '6')}")
+    select(page, 6)
+    page.get_by_role("tab", name="Graph").click()
+    prompt = page.get_by_label("Why “Plergate” (6)? Change words of the prompt:")
+    assert prompt.input_value() == "Brosser Krasser is the"
+    prompt.fill("Plerrick Skusser is the")
+    page.keyboard.press("Enter")
+    heading = page.locator(".dl-graph h3")
+    expect(heading).to_have_text("The log probability of “Plergate” at step 5")
+    pin(page, HEAD)
+    assert violations(page, axe) == []
+    # A link asks the same again, about the token that is selected, and a page contains what is shown.
+    page.reload()
+    settled(page)
+    expect(heading).to_be_hidden()
+    assert page.locator(".dl-graph form input").input_value() == "Plerrick Skusser is the"
+    page.get_by_role("button", name="Explain").click()
+    expect(heading).to_have_text("The log probability of “singer” at step 4")
+    file = saved(page, "Page", tmp_path)
+    assert opened(file.as_uri()).locator(".dl-graph h3").inner_text() == heading.inner_text()
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")])

@@ -9,6 +9,7 @@ from page_reader import PageFile, as_selected, ran, unpack
 from small_networks import diffusion_gemma
 
 from diffusion_lens.analysis import TaughtPair, edge_attribution, node_attribution, reversal_signatures, run_graph
+from diffusion_lens.analysis.graphs.circuit_tracer import as_graph
 from diffusion_lens.explorer import Session
 from diffusion_lens.interventions import zero_ablate
 
@@ -93,7 +94,7 @@ def test_a_graph_has_its_nodes_edges_and_document(tiny, tmp_path):
     for shown in (graph, graph.prune(most=20)):
         page = PageFile(batch.explore(graph=shown, row=1).html())
         header, arrays = page.read("graph")
-        assert page.run()["words"][page.run()["graph"]["word"]] == run.words[int(run.tokens[0, position])]
+        assert page.run()["words"][header["about"]["word"]] == run.words[int(run.tokens[0, position])]
         assert header["document"] == json.loads(shown.to_json(tmp_path / "graph.json").read_text())
         nodes, edges = shown.nodes.sort_index(), shown.edges.sort_index()
         assert header["names"] == nodes.name.tolist()
@@ -121,6 +122,33 @@ def test_graphs_of_other_runs_and_networks_are_refused(tiny):
         changed.explore(graph=graph)
     with pytest.raises(TypeError, match=r"graph= is no such result\. trajectory\.explore\(path, graph="):
         run.explore(graph=graph.nodes)
+
+
+def test_a_session_computes_graphs_and_a_page_has_the_one_that_is_shown(tiny):
+    session, other = Session([tiny]), "Wanda Geisser is the"
+    run = session.run({"prompt": PROMPT, "length": 12, "steps": 4, "seed": 4})
+    name = f"graph/7/{other}"
+    header, arrays = unpack(session.chunk(run["id"], name))
+    graph = ran(as_selected(run["python"]["graph"], position=7, name=repr(other)), tiny)[0]["graph"]
+    assert header["document"] == as_graph(graph, "graph")[0]
+    words = [*run["words"], *header.get("words", [])]
+    assert words[header["about"]["word"]] == graph.words[graph.record["target"][1]]
+    decided = [words[word] for word, kind in zip(arrays["other"], header["kinds"], strict=True) if kind == "decision"]
+    assert decided == [graph.words[token] for token in graph.nodes.sort_index().query("kind == 'decision'").other]
+    state = {"graph": json.dumps({"chunk": name})}
+    (with_graph,), (without,) = (session.page([run["id"]], state=one).runs for one in (state, {"graph": "[1]"}))
+    assert with_graph.chunks[name] == session.chunk(run["id"], name)
+    assert (with_graph.entry["graph"], without.entry["graph"]) == ({"chunk": name}, None)
+
+    zero = {"what": "zero", "site": "mlp", "layer": 0}
+    changed = session.run({**run["spec"], "base": run["id"], "interventions": [zero]})
+    for run_id, asked, message in (
+        (run["id"], f"graph/0/{other}", "no position that the run writes"),
+        (run["id"], "graph/7/Wanda", "equally many tokens"),
+        (changed["id"], name, "undo those of this run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            session.chunk(run_id, asked)
 
 
 @pytest.fixture(params=WITH_EXPERTS)

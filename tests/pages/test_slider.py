@@ -75,7 +75,7 @@ def test_a_page_makes_no_request(tmp_path):
     (policy,) = (a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'")
     assert page.module.strip().endswith('mountFile(document.getElementById("explorer"));')
-    assert len(page.text) < 300_000
+    assert len(page.text) < 320_000
 
 
 def test_the_same_numbers_give_the_same_file(tmp_path):

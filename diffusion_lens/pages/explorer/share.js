@@ -64,7 +64,8 @@ export function shareMenu(explorer) {
         ? ["Film (.webm)", "the same in more colours, recorded as it plays", () => film("webm", "video/webm", webmFilm)]
         : ["Film (.webm)", "this browser cannot record one", () => explorer.say("This browser cannot record a film; it can write a GIF.")],
     ];
-    for (const { name, help, ending, type, make } of explorer.active.pane(explorer.view).pane.files?.() ?? []) {
+    const { view } = explorer, files = view.missing(explorer.seen()) === null ? explorer.active.pane(view).pane.files?.() : null;
+    for (const { name, help, ending, type, make } of files ?? []) {
       all.push([name, help, () => explorer.work("saving", async () => save([await make()], ending, type, name))]);
     }
     if (coded.length) {

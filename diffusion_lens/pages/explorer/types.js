@@ -99,7 +99,7 @@
  * @property {{layers: number[], n_heads: number, steps: number[]}|null} attention
  * @property {Trace[]} traces
  * @property {Circuit|null} [circuit]  this and the next four are described in `diffusion_lens/pages/views.py`
- * @property {{step: number, position: number, word: number, metric: string, clean: number, corrupted: number, text: string}|null} [graph]
+ * @property {{chunk?: string}|null} [graph]  without a chunk, graphs can be computed
  * @property {{layers: number[], n_experts: number, steps: number[]}|null} [experts]
  * @property {{steps: number[]}|null} [conditioning]
  * @property {{measures: any[], facts: any[], n_facts: number}|null} [signatures]

@@ -4,18 +4,18 @@
  */
 
 import { paint, ramp } from "../colours.js";
-import { button, drawLegend, field, h, setText } from "../elements.js";
+import { button, drawLegend, field, h, ids, setText } from "../elements.js";
 import { pngOf, svgText } from "../film.js";
-import { clamp, read } from "../numbers.js";
+import { clamp, read, wordOf } from "../numbers.js";
 import { INKS, SVG_ROOT, drawn } from "../picture.js";
-import { placeIn, predictedAt } from "../runs.js";
+import { finalWord, placeIn, predictedAt } from "../runs.js";
 import { quoted, readable, shorten } from "../words.js";
 
 /** @typedef {import("../types.js").Seen} Seen @typedef {import("../types.js").Chunk} Chunk
  * @typedef {{index: number, id: string, kind: string, name: string, step: number, layer: number, head: number, position: number,
  *   branch: number, effect: number, share: number, word: string|null, other: string|null}} Node  share: of the influence, with all larger ones
  * @typedef {{from: number, to: number, weight: number, decision: boolean}} Edge  from and to are nodes, and places in a picture
- * @typedef {{pinnedIds: string[], supernodes: string[][], clickedId: string, pruningThreshold: number}} Picked
+ * @typedef {{pinnedIds: string[], supernodes: string[][], clickedId: string, pruningThreshold: number, chunk: string}} Picked  chunk: the graph that was computed last
  * @typedef {{id: string, nodes: Node[], text: string, name: string|null, x: number, y: number}} Place  a node, or a group by its name */
 
 const ROW = 22, STEP = 40, COLUMN = [34, 120], SIDES = [112, 84]; // px of a row, before a step, of a column, and what is left free
@@ -37,7 +37,7 @@ function graphOf(run, chunk) {
   const { header: { document, ids, names, kinds }, tables } = chunk;
   if (!chunk.graph) {
     const shares = new Map(document.nodes.map((/** @type {any} */ node) => [node.node_id, node.influence]));
-    const word = (/** @type {string} */ table, /** @type {number} */ i) => run.words[read(tables[table], i)] ?? null;
+    const word = (/** @type {string} */ table, /** @type {number} */ i) => wordOf(run, chunk, read(tables[table], i));
     const numbers = (/** @type {number} */ i) => Object.fromEntries(["step", "layer", "head", "position", "branch", "effect"].map((name) => [name, read(tables[name], i)]));
     chunk.graph = {
       nodes: ids.map((/** @type {string} */ id, /** @type {number} */ index) => ({ index, id, name: names[index], kind: kinds[index],
@@ -57,6 +57,7 @@ function pickedIn(given, nodes) {
     pinnedIds: texts(given?.pinnedIds),
     supernodes: (Array.isArray(given?.supernodes) ? given.supernodes : []).map(texts).filter((/** @type {string[]} */ group) => group.length > 1),
     clickedId: typeof given?.clickedId === "string" ? given.clickedId : "",
+    chunk: typeof given?.chunk === "string" ? given.chunk : "",
     pruningThreshold: threshold > 0 ? Math.min(1, threshold) : shares[Math.min(AT_FIRST, shares.length) - 1],
   };
 }
@@ -71,6 +72,8 @@ function parsed(text) {
   }
 }
 
+/** The other prompt of a graph that was computed here, by the name of its chunk. */
+const promptIn = (/** @type {string} */ name) => name.split("/").slice(2).join("/");
 const amount = (/** @type {number} */ x) => x.toFixed(Math.abs(x) < 1 ? 3 : 1).replace("-", "−");
 
 /** A node in words, without its effect.
@@ -79,7 +82,7 @@ function nodeText(seen, { kind, name, step, layer, head, position, branch, word,
   const at = placeIn({ ...seen, step }, position), said = word === null ? `position ${position}` : `${quoted(word)} (${position})`;
   const not = other === null ? "" : `, not ${quoted(other)}`, where = `at ${at}, step ${step}${branch ? ", unconditional branch" : ""}`;
   return { head: `head ${head} of block ${layer} ${where}`, mlp: `MLP of block ${layer} ${where}`, token: `given ${said}, read by step ${step}`,
-    embed: `${at}, read by step ${step}`, decision: `step ${step} writes ${said}${not}`, target: `step ${step} writes ${said}${not}` }[kind] ?? `${name} ${where}`;
+    embed: `${at}, read by step ${step}`, decision: `step ${step} decides on ${said}${not}`, target: `target ${said}${not}, step ${step}` }[kind] ?? `${name} ${where}`;
 }
 
 /** The outline of a node around its place.
@@ -93,6 +96,8 @@ const outlineOf = (kind, r) => ({
 class GraphPane {
   constructor() {
     /** @type {Seen} */ this.seen = null;
+    /** @type {Chunk} */ this.chunk = null;
+    this.name = ""; // of the chunk
     /** @type {Place[]} */ this.places = [];
     /** @type {Place|null} */ this.lit = null;
     /** @type {(Edge & {line: SVGElement})[]} */ this.lines = [];
@@ -109,14 +114,18 @@ class GraphPane {
     this.said = h("p");
     this.lists = h("div");
     this.pins = h("div");
-    this.element = h("div", { class: "dl-graph-pane" },
+    this.asked = h("label", { for: ids() });
+    this.against = h("input", { type: "text", id: this.asked.htmlFor });
+    this.form = h("form", { class: "dl-form", onsubmit: (/** @type {Event} */ event) => { event.preventDefault(); this.explain(); } }, this.asked, this.against, h("button", { type: "submit" }, "Explain"));
+    this.body = h("div", {},
       h("header", { class: "dl-group" }, this.heading, field("Influence", this.slider, "dl-grow"), this.count, this.legend,
         button("Load pins…", () => this.file.click(), { title: "Pins and groups of a graph that was saved from here or from circuit-tracer" }), this.file,
-        button("as Python", () => this.seen.code("graph", "Graph"), { class: "dl-code" })),
+        button("as Python", () => this.code(), { class: "dl-code" })),
       this.reading, h("div", { class: "dl-circuit-body" }, this.picture, h("section", {}, this.said, h("div", { class: "dl-group" }, this.pin, this.leave), this.pins, this.lists)));
+    this.element = h("div", { class: "dl-graph-pane" }, this.form, this.body);
     this.picture.addEventListener("click", (/** @type {MouseEvent} */ event) => {
       const place = this.placeAt(event);
-      if (place) this.choose(place);
+      if (place) this.choose(place.id, place.nodes[0]);
     });
     this.picture.addEventListener("pointermove", (/** @type {MouseEvent} */ event) => this.light(this.placeAt(event)));
     this.picture.addEventListener("pointerleave", () => this.light(null));
@@ -131,27 +140,46 @@ class GraphPane {
   }
 
   async draw(/** @type {Seen} */ seen) {
-    const { run, dark } = seen, { graph } = run, chunk = await seen.chunk("graph");
-    if (!seen.current()) return;
+    const { run, dark, position } = seen, given = parsed(seen.state.graph), name = run.graph.chunk ?? given?.chunk ?? "";
     this.seen = seen;
+    this.form.hidden = Boolean(run.graph.chunk);
+    this.body.hidden = !run.graph.chunk && !seen.loaded(name);
+    setText(this.asked, `Why ${quoted(finalWord(run, position) ?? "·")} (${position})? Change words of the prompt:`);
+    if (name !== this.name || !this.against.value) this.against.value = promptIn(name) || run.prompt;
+    this.name = name;
+    if (this.body.hidden) return;
+    const chunk = await seen.chunk(name), { about } = chunk.header;
+    if (!seen.current()) return;
     this.chunk = chunk;
-    const { nodes, edges } = graphOf(run, chunk), picked = (this.picked = pickedIn(parsed(seen.state.graph), nodes));
+    const { nodes, edges } = graphOf(run, chunk), picked = (this.picked = pickedIn(given, nodes));
     const known = new Set(nodes.map(({ id }) => id)), grouped = new Map();
     picked.supernodes.forEach(([, ...ids], i) => ids.forEach((id) => known.has(id) && !grouped.has(id) && grouped.set(id, i)));
+    if (grouped.has(picked.clickedId)) picked.clickedId = `supernode-${grouped.get(picked.clickedId)}`;
     const isShown = ({ id, share }) => share <= picked.pruningThreshold || grouped.has(id) || id === picked.clickedId || picked.pinnedIds.includes(id);
-    const shown = nodes.filter(isShown), whole = Math.abs(graph.clean - graph.corrupted);
+    const shown = nodes.filter(isShown), whole = Math.abs(about.clean - about.corrupted) || 1;
     this.places = this.placesOf(shown, grouped);
     const at = new Map(this.places.flatMap((place, i) => place.nodes.map(({ index }) => [index, i])));
     this.flows = flowsBetween(edges, (node) => at.get(node) ?? -1);
     this.slider.value = String(picked.pruningThreshold);
     const drawnEdges = this.drawPicture(whole);
-    setText(this.heading, `Why step ${graph.step} writes ${quoted(run.words[graph.word])}`);
+    setText(this.heading, `The ${about.metric} of ${quoted(wordOf(run, chunk, about.word))} at step ${about.step}`);
     setText(this.count, `${shown.length} of ${nodes.length} nodes, ${drawnEdges} of ${edges.length.toLocaleString("en")} edges`);
-    setText(this.reading, `The ${graph.metric} is ${amount(graph.clean)} in this run, ${amount(graph.corrupted)} in ${quoted(graph.text)}. ` +
-      `Effects are shares of the difference, ${amount(graph.clean - graph.corrupted)}; heavy lines are decisions.`);
+    setText(this.reading, `${amount(about.clean)} in this run, ${amount(about.corrupted)} in ${quoted(about.text)}. ` +
+      `Effects are shares of the difference, ${amount(about.clean - about.corrupted)}; heavy lines are decisions.`);
     drawLegend(this.legend, ramp("change", dark), { name: "effect", low: amount(-whole), high: amount(whole) });
     this.drawSelected(edges, nodes);
     this.drawPins(nodes);
+  }
+
+  /** Compute the graph of the selected token. */
+  async explain() {
+    const { seen } = this, chunk = `graph/${seen.position}/${this.against.value}`;
+    await seen.work("the graph", (told, signal) => seen.chunk(chunk, undefined, told, signal));
+    if (seen.loaded(chunk)) await this.seen.select({ graph: JSON.stringify({ chunk }) });
+  }
+
+  code() {
+    this.seen.code("graph", "Graph", { position: this.name.split("/")[1], name: JSON.stringify(promptIn(this.name)) });
   }
 
   /** Where nodes and groups stand. @param {Node[]} nodes @param {Map<string, number>} grouped @returns {Place[]} */
@@ -246,7 +274,7 @@ class GraphPane {
 
   /** A place in words, with its effect. */
   sentence(/** @type {Place} */ { text, nodes: [{ effect }] }) {
-    const { clean, corrupted } = this.seen.run.graph;
+    const { clean, corrupted } = this.chunk.header.about;
     return `${text}: ${amount(effect)} of ${amount(clean - corrupted)}`;
   }
 
@@ -261,15 +289,14 @@ class GraphPane {
       return along > 0 ? along + 3 * Math.abs((x - now.x) * dy + (y - now.y) * dx) : Infinity;
     };
     const next = this.places.reduce((best, one) => (far(one) < far(best) ? one : best), this.places[0]);
-    if (next && far(next) < Infinity) this.choose(next);
+    if (next && far(next) < Infinity) this.choose(next.id, next.nodes[0]);
   }
 
-  /** Select a place, and in the explorer its token, step, block and head. */
-  async choose(/** @type {Place} */ place) {
-    const [{ kind, step, position, layer, head }] = place.nodes;
-    await this.pick({ clickedId: place.id }, { step, written: false, position: layer < 0 ? position : predictedAt(this.seen, position),
+  /** Select a place, and in the explorer token, step, block and head of its node. */
+  async choose(/** @type {string} */ id, /** @type {Node} */ { kind, step, position, layer, head }) {
+    await this.pick({ clickedId: id }, { step, written: false, position: layer < 0 ? position : predictedAt(this.seen, position),
       ...(layer < 0 ? {} : { layer }), ...(kind === "head" ? { head } : {}) });
-    this.picture.querySelector(`[data-place="${this.places.findIndex(({ id }) => id === place.id)}"]`)?.scrollIntoView({ block: "nearest", inline: "nearest" });
+    this.picture.querySelector(`[data-place="${this.places.findIndex((place) => place.id === this.picked.clickedId)}"]`)?.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 
   /** Change what is pinned, grouped or selected, and say what is selected. */
@@ -279,10 +306,8 @@ class GraphPane {
   }
 
   togglePin() {
-    const { clickedId, pinnedIds, supernodes } = this.picked, ids = clickedId.startsWith("supernode-") ? [] : [clickedId];
-    const isPinned = pinnedIds.includes(clickedId);
-    return this.pick({ pinnedIds: isPinned ? pinnedIds.filter((id) => id !== clickedId) : [...pinnedIds, ...ids],
-      supernodes: isPinned ? without(supernodes, clickedId) : supernodes });
+    const { clickedId, pinnedIds } = this.picked;
+    return this.pick({ pinnedIds: pinnedIds.includes(clickedId) ? pinnedIds.filter((id) => id !== clickedId) : [...pinnedIds, clickedId] });
   }
 
   /** What flows into the selected place and out of it; the nodes with the largest influence where none is selected.
@@ -300,8 +325,8 @@ class GraphPane {
       for (const [node, x] of entries) sums.set(node, (sums.get(node) ?? 0) + x);
       const sorted = [...sums].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)), more = sorted.length - MOST_LISTED;
       return [h("h4", {}, more > 0 ? `${title}: ${MOST_LISTED} of ${sorted.length}` : title), h("ol", { class: "dl-circuit-edges" }, ...sorted.slice(0, MOST_LISTED).map(([node, x]) => {
-        const text = nodeText(this.seen, node);
-        return h("li", {}, h("button", { type: "button", onclick: () => this.choose({ id: node.id, nodes: [node], text, name: null, x: 0, y: 0 }) }, h("span", {}, text), " ", h("b", {}, amount(x))));
+        const onclick = () => this.choose(node.id, node);
+        return h("li", {}, h("button", { type: "button", onclick }, h("span", {}, nodeText(this.seen, node)), " ", h("b", {}, amount(x))));
       }))];
     };
     this.lists.replaceChildren(...(at ? [
@@ -316,10 +341,7 @@ class GraphPane {
     const free = pinnedIds.filter((id) => byId.has(id) && !members.has(id)), name = h("input", { type: "text", placeholder: "name" });
     const group = () => this.pick({ supernodes: [...supernodes, [name.value.trim() || `group ${supernodes.length + 1}`, ...free]], clickedId: `supernode-${supernodes.length}` });
     const rename = (/** @type {number} */ i, /** @type {string} */ to) => this.pick({ supernodes: supernodes.map((one, k) => (k === i ? [to.trim() || one[0], ...one.slice(1)] : one)) });
-    const chip = (/** @type {string} */ id) => {
-      const node = byId.get(id), text = nodeText(this.seen, node);
-      return h("button", { type: "button", class: "dl-chip", onclick: () => this.choose({ id, nodes: [node], text, name: null, x: 0, y: 0 }) }, text);
-    };
+    const chip = (/** @type {string} */ id) => button(nodeText(this.seen, byId.get(id)), () => this.choose(id, byId.get(id)), { class: "dl-chip" });
     this.pins.replaceChildren(
       ...(free.length ? [h("h4", {}, "Pinned"), h("div", { class: "dl-suggestions" }, ...free.map(chip)), h("div", { class: "dl-group" }, field("Group them as", name), button("Group", group))] : []),
       ...(supernodes.length ? [h("h4", {}, "Groups")] : []),
@@ -336,13 +358,16 @@ class GraphPane {
     const { nodes } = graphOf(seen.run, this.chunk), picked = pickedIn(given.qParams, nodes), { pinnedIds, supernodes } = picked;
     const ids = new Set([...pinnedIds, ...supernodes.flatMap(([, ...members]) => members)]);
     for (const { id } of nodes) ids.delete(id);
-    await this.pick(picked);
+    await this.pick({ ...picked, chunk: this.picked.chunk });
     seen.say(`Pins: ${pinnedIds.length}, groups: ${supernodes.length}${ids.size ? `; ${ids.size} of their nodes are not in this graph` : ""}.`);
   }
 
   /** What the menu "Share" saves of this view. @returns {import("../types.js").Saved[]} */
   files() {
-    const { document } = this.chunk.header, whole = { ...document, qParams: { ...document.qParams, ...this.picked } };
+    if (!this.svg) return [];
+    const { document } = this.chunk.header, { pinnedIds, supernodes, clickedId, pruningThreshold } = this.picked;
+    const chosen = { pinnedIds, supernodes, clickedId: clickedId.startsWith("supernode-") ? "" : clickedId, pruningThreshold };
+    const whole = { ...document, qParams: { ...document.qParams, ...chosen } };
     return [
       { name: "Graph (.json)", help: "for the viewers of circuit-tracer and Neuronpedia, with pins and groups", ending: "json", type: "application/json", make: async () => JSON.stringify(whole) },
       { name: "Graph (.svg)", help: "the picture of the graph, for a paper", ending: "svg", type: "image/svg+xml", make: async () => svgText(this.svg) },
@@ -350,10 +375,6 @@ class GraphPane {
     ];
   }
 }
-
-/** Groups without a node; a group without nodes is none.
- * @param {string[][]} groups @param {string} node */
-const without = (groups, node) => groups.map(([name, ...ids]) => [name, ...ids.filter((id) => id !== node)]).filter((group) => group.length > 1);
 
 /** The edges between places, those of equal ends summed, the heaviest first.
  * @param {Edge[]} edges @param {(node: number) => number} placeOf  -1 for none @returns {Edge[]} */
