@@ -24,7 +24,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import Graph, by_part
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
-from diffusion_lens.analysis.engine.batching import reserved, row_bytes
+from diffusion_lens.analysis.engine.batching import proposal_bytes, reserved, row_bytes
 from diffusion_lens.analysis.graphs.features import MLPInGraph, digests, read_point, share_masked, transcoders_of
 from diffusion_lens.analysis.graphs.within_step import (
     KINDS,
@@ -292,7 +292,7 @@ class Ablated:
         given = runs[0].branches[0]
         n_features = sum(len(one.b_enc) for one in self.transcoders.values())
         kept = len(found) * (given.stored_bytes(self.graph.node_points) + given.n_pos * n_features * 4)
-        kept += (len(self.runs) - 2) * kept // len(found)
+        kept += (len(self.runs) - 2) * kept // len(found) + self._none(step).numel()
         most = max((len(one.b_enc) for one in self.transcoders.values()), default=0)
         one = reserved(self.model.cfg, row_bytes(self.model.cfg, given.n_pos, len(positions)))
         one += 4 * given.n_pos * most * 4 + 4 * self._none(step)[:, 0].numel()
@@ -391,7 +391,9 @@ class Ablated:
             of_step[..., 0] |= ~run.given[0].cpu()
         network = StepRun(self.model, run, last, [position], n_pos).branches[0]
         kept = (last + 1 - first) * self.n_branches * network.stored_bytes(self.graph.node_points)
-        one = self.n_branches * reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos))
+        kept += 3 * sum(of_step.numel() for of_step in members_at.values())
+        one = reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos) * self.n_branches)
+        one += proposal_bytes(self.model.cfg, n_pos, self.n_branches, run.record["temperature"] > 0)
         if (needed := kept + self.n * one) > self.max_bytes:
             raise ValueError(
                 f"max_bytes={self.max_bytes:,} is too small: the runs of {self.n} graphs take {needed:,} bytes; give "
