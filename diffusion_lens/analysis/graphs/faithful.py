@@ -393,7 +393,8 @@ class Ablated:
         kept = (last + 1 - first) * self.n_branches * network.stored_bytes(self.graph.node_points)
         kept += 3 * sum(of_step.numel() for of_step in members_at.values())
         one = reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos) * self.n_branches)
-        one += proposal_bytes(self.model.cfg, n_pos, self.n_branches, run.record["temperature"] > 0)
+        n_written, is_sampled = n_pos - int(run.given.sum()), run.record["temperature"] > 0
+        one += proposal_bytes(self.model.cfg, n_written, self.n_branches, is_sampled)
         if (needed := kept + self.n * one) > self.max_bytes:
             raise ValueError(
                 f"max_bytes={self.max_bytes:,} is too small: the runs of {self.n} graphs take {needed:,} bytes; give "

@@ -97,6 +97,22 @@ def test_effects_add_up_with_frozen_parts_under_guidance(family: str, specimen: 
     require_laws(graph_of(specimen(configs[family]), points=64, cfg_scale=0.7, frozen="patterns and norms"))
 
 
+def test_edges_of_heads_are_those_of_a_backward_pass_each(summed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusion_lens.analysis.graphs import within_step
+
+    if summed.has_shared_expert:
+        return
+    together = graph_of(summed, points=4, nodes_per_step=40)
+    monkeypatch.setattr(within_step, "Linear", type(None))  # no projection is known to be linear
+    alone = graph_of(summed, points=4, nodes_per_step=40)
+    weights = [
+        {tuple(row[:6]): row.weight for row in graph.edges.drop(columns=["source", "target"]).itertuples(index=False)}
+        for graph in (together, alone)
+    ]
+    assert len({name for name in together.edges.target_name if ".h" in name}) > 3
+    assert weights[0] == pytest.approx(weights[1], rel=1e-3, abs=1e-4 * float(together.effect.abs().max()))
+
+
 @pytest.mark.parametrize("metric", ["log_probability", "margin"])
 def test_effects_add_up_for_every_metric(either: Any, metric: str) -> None:
     require_laws(graph_of(either, metric=metric))
