@@ -23,6 +23,7 @@ from diffusion_lens.analysis import (
     patch_grid,
     probe_time,
     qk_decomposition,
+    run_graph,
     state_drift,
     temporal_effect,
     trace_trajectory,
@@ -106,9 +107,19 @@ def circuits(model):
     return on_pair(faithfulness, model, edge_scores=scores, circuits=range(1, 25))
 
 
+def graph(model, **settings):
+    run = model.denoise(texts()[:, :9], length=15, steps=None if model.cfg.is_autoregressive else 2)
+    return partial(run_graph, model, run, 9, texts(seed=1)[0, :9], canvas="forced", **settings)
+
+
+def of_graph(model, method="faithfulness", **settings):
+    pruned = graph(model)().prune(0.8) if method == "faithfulness" else graph(model)()
+    return partial(getattr(pruned, method), model, **settings)
+
+
 def least(run):
     """The least budget that is not refused, by what the refusals say."""
-    budget = 0
+    budget = 1
     while True:
         try:
             run(max_bytes=budget)
@@ -137,6 +148,11 @@ JOBS = {
     "nodes": (partial(on_pair, node_attribution, ig_steps=9), "experts", 4),
     "edges": (partial(on_pair, edge_attribution, ig_steps=9), "grouped", 4),
     "circuits": (circuits, "plain", 6),
+    "graph": (graph, "grouped", 1),
+    "graph of many nodes": (partial(graph, nodes_per_step=500), "experts", 1),
+    "graph of frozen parts": (partial(graph, frozen="patterns and norms"), "plain", 1),
+    "what a graph keeps": (of_graph, "plain", 5),
+    "refined graph": (partial(of_graph, method="refine", most=10), "blocks", 5),
     "lens": (lambda model: partial(logit_lens, model, texts(4)), "grouped", 2),
     "translators": (lambda model: partial(fit_translators, model, texts(4), iterations=1), "plain", 2),
     "sinks": (lambda model: partial(attention_sinks, model, texts(4)), "grouped", 1),

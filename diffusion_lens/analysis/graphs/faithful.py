@@ -24,7 +24,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import Graph, by_part
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
-from diffusion_lens.analysis.engine.batching import reserved, row_bytes
+from diffusion_lens.analysis.engine.batching import proposal_bytes, reserved, row_bytes
 from diffusion_lens.analysis.graphs.features import MLPInGraph, read_point, share_masked, transcoders_of_graph
 from diffusion_lens.analysis.graphs.within_step import (
     KINDS,
@@ -290,7 +290,7 @@ class Ablated:
         given = runs[0].branches[0]
         of_features, of_largest = self._feature_bytes(given.n_pos)
         kept = len(found) * (given.stored_bytes(self.graph.node_points) + of_features)
-        kept += (len(self.runs) - 2) * kept // len(found)
+        kept += (len(self.runs) - 2) * kept // len(found) + self._none(step).numel()
         one = reserved(self.model.cfg, row_bytes(self.model.cfg, given.n_pos, len(positions)))
         one += 4 * of_largest + 4 * self._none(step)[:, 0].numel()
         self.at_once = (self.max_bytes - kept) // one
@@ -395,7 +395,10 @@ class Ablated:
         of_features, of_largest = self._feature_bytes(n_pos)
         of_pass = network.stored_bytes(self.graph.node_points) + of_features
         kept = (last + 1 - first) * self.n_branches * of_pass
-        one = self.n_branches * reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos)) + 4 * of_largest
+        kept += 3 * sum(of_step.numel() for of_step in members_at.values())
+        one = reserved(self.model.cfg, row_bytes(self.model.cfg, n_pos, n_pos) * self.n_branches) + 4 * of_largest
+        n_written, is_sampled = n_pos - int(run.given.sum()), run.record["temperature"] > 0
+        one += proposal_bytes(self.model.cfg, n_written, self.n_branches, is_sampled)
         if (needed := kept + self.n * one) > self.max_bytes:
             raise ValueError(
                 f"max_bytes={self.max_bytes:,} is too small: the runs of {self.n} graphs take {needed:,} bytes; give "

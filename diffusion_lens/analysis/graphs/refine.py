@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
@@ -106,17 +106,21 @@ def _exchanged(
 
     at_once = min(loss.ablated.at_once for loss in losses)
 
-    least = float(loss_of(inside[None]))
-    while True:
+    least, n = float(loss_of(inside[None])), min(n_candidates, int(inside.sum()), int((~inside).sum()))
+    while n:
         gates = inside.float()[None].requires_grad_()
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(loss_of(gates).sum(), gates)
         outside = slope[0].masked_fill(inside, torch.inf)
         costly = slope[0].masked_fill(~inside, -torch.inf)
-        n = min(n_candidates, int(inside.sum()), int((~inside).sum()))
         pairs = torch.cartesian_prod(outside.topk(n, largest=False).indices, costly.topk(n).indices).view(-1, 2)
-        graphs = inside.repeat(len(pairs), 1).scatter(1, pairs, torch.tensor([[True, False]]).expand_as(pairs))
-        found = torch.cat([loss_of(part) for part in graphs.split(at_once)])
-        if not len(pairs) or float(found.min()) > least - LEAST_GAIN:
-            return inside
-        inside, least = graphs[found.argmin()], float(found.min())
+        found = torch.cat([loss_of(_swapped(inside, part)) for part in pairs.split(at_once)])
+        if float(found.min()) > least - LEAST_GAIN:
+            break
+        inside, least = _swapped(inside, pairs[found.argmin()][None])[0], float(found.min())
+    return inside
+
+
+def _swapped(inside: Bool[Tensor, "node"], pairs: Int[Tensor, "member pair"]) -> Bool[Tensor, "member node"]:
+    """Graphs in which the first node of a pair is inside and the second outside."""
+    return inside.repeat(len(pairs), 1).scatter(1, pairs, torch.tensor([[True, False]]).expand_as(pairs))

@@ -384,11 +384,10 @@ class _Builder:
 
         # 4. The edges into the chosen heads, MLPs and features.
         for branch, places in enumerate(chosen):
-            for position, writer in places.nonzero().tolist():
-                if swept[branch].columns[writer].kind not in ("embed", "error"):
-                    table, own = graph.into_node(branch, position, writer), int(ids[branch][position, writer])
-                    self.inflows[own] = float(table.sum(dtype=torch.float64))
-                    self._add_edges(table, ids[branch], places, own)
+            for position, writer, table in graph.into_nodes(branch, places):
+                own = int(ids[branch][position, writer])
+                self.inflows[own] = float(table.sum(dtype=torch.float64))
+                self._add_edges(table, ids[branch], places, own)
             self._add_errors(step, branch, swept[branch], ids[branch], places)
         within = sum(
             float(one.effect[:, one.sources].sum(dtype=torch.float64) + one.error.sum(dtype=torch.float64))

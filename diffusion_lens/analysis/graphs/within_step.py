@@ -35,15 +35,16 @@ objective, so that the sums stay as they are. For a pattern A with values v this
 
     A v - A' v' = (A + A')/2 · (v - v') + (A - A') · (v + v')/2
 
-and for the factor s of a norm s x - s' x' = (s + s')/2 · (x - x') + (s - s') · (x + x')/2. So an edge says what was copied
-to where a head looks in both runs, and the error that it looks elsewhere, or that the norm of the stream is another
-one (circuit-tracer holds both at those of its one run: Ameisen et al. 2025).
+and for the factor s of a norm s x - s' x' = (s + s')/2 · (x - x') + (s - s') · (x + x')/2. So an edge says what was
+copied to where a head looks in both runs, and the error that it looks elsewhere, or that the stream is longer
+(circuit-tracer holds both at those of its one run: Ameisen et al. 2025).
 
 Under guidance, the conditional and the unconditional pass are branches of one step, and the objective is a function of
 the logits of both along their common path.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ from diffusion_lens.hooks.names import Hook, attn_out, mlp_out, resid_post, resi
 from diffusion_lens.hooks.step import BRANCHES
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.inputs import check_tokens
+from diffusion_lens.model.layers import Linear, beside
 from diffusion_lens.model.noise import HeadAt
 from diffusion_lens.model.transformer import DiffusionTransformer
 
@@ -317,7 +319,13 @@ class StepGraph:
             most = max(len(one.b_enc) for one in self.transcoders.values())
             changes += (self.graph.n_writers * cfg.d_model + 8 * most) * given.n_pos * 4 + of_nodes * 4
         # Beside the graph: the leaves, the outputs of attention and MLP, mixed values, and gradients on their way.
-        tensors = given.graph_bytes + leaves + (3 * self.n_layers + 4) * given.stream_bytes
+        widths = cfg.d_model + (cfg.n_heads + 2 * self.graph.n_key_value_heads) * cfg.d_head  # of projections
+        tensors = (
+            given.graph_bytes
+            + self.n_layers * given.n_pos * widths * size
+            + leaves
+            + (3 * self.n_layers + 4) * given.stream_bytes
+        )
         if self.patterns:  # those of both runs, their mean; explicit attention beside the products that keep the mean
             pairs = cfg.n_heads * given.n_pos**2 * max(size, 4)
             changes, tensors = changes + 3 * self.n_layers * pairs, tensors + (self.n_layers + 6) * pairs
@@ -408,20 +416,25 @@ class StepGraph:
         pairs = zip(self.swept, self.at_final[index], strict=True)
         return [torch.einsum("pwd,pd->pw", swept.change, direction) for swept, direction in pairs]
 
-    def into_node(self, branch: int, position: int, writer: int) -> Float[Tensor, "pos writer"]:
-        """The edges from every node of the branch into this node."""
-        swept = self.swept[branch]
-        change, columns = swept.change, swept.columns
-        kind, layer, head, order = columns[writer]
-        before = torch.tensor([column.order < order for column in columns], device=change.device)
-        if kind != "head":
-            edges, direction = change.new_zeros(change.shape[:2]), swept.at_mlp_in[writer]
-            edges[position] = change[position] @ direction[position] * before
-            return edges
-        own = torch.zeros_like(swept.at_z[layer])
-        own[position, head] = swept.at_z[layer][position, head]
-        direction = self._passes[branch].attention(layer, own)
-        return torch.einsum("pwd,pd->pw", change, direction) * before
+    def into_nodes(
+        self, branch: int, chosen: Bool[Tensor, "pos writer"]
+    ) -> Iterator[tuple[int, int, Float[Tensor, "pos writer"]]]:
+        """Position and writer of each chosen node that reads, and the edges from every node of the branch into it."""
+        swept, heads = self.swept[branch], dict[int, list[tuple[int, int]]]()
+        order = torch.tensor([column.order for column in swept.columns], device=swept.change.device)
+        for position, writer in chosen.nonzero().tolist():
+            kind, layer, head, own = swept.columns[writer]
+            if kind == "head":
+                heads.setdefault(layer, []).append((position, head))
+            elif kind not in ("embed", "error"):
+                edges, direction = swept.change.new_zeros(swept.change.shape[:2]), swept.at_mlp_in[writer]
+                edges[position] = swept.change[position] @ direction[position] * (order < own)
+                yield position, writer, edges
+        for layer, nodes in heads.items():
+            for (position, head), direction in self._passes[branch].heads(layer, swept.at_z[layer], nodes):
+                writer = self._mlp(layer) - self.graph.n_heads + head
+                edges = torch.einsum("pwd,pd->pw", swept.change, direction)
+                yield position, writer, edges * (order < swept.columns[writer].order)
 
     def _mlp(self, layer: int) -> int:
         return (layer + 1) * (self.graph.n_heads + 1)
@@ -469,7 +482,18 @@ class _LeafPass:
         hooks += [(f"blocks.{layer}.attn.hook_z", cut) for layer in layers]
         hooks += [(name(layer), kept) for layer in layers for name in (attn_out, mlp_out)]
         hooks += [(read_point(layer), kept) for layer in step.transcoders]
-        with given.at_step(len(step.at)), step.model.hooks(fwd_hooks=hooks):
+        self.attentions = [block.attn for block in step.model.blocks]
+        self.projected: dict[torch.nn.Module, tuple[Tensor, Tensor]] = {}
+
+        def kept_projection(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self.projected[module] = inputs[0], output
+
+        with ExitStack() as stack:
+            for attention in self.attentions:
+                for module in (attention.q, attention.k, attention.v):
+                    stack.callback(module.register_forward_hook(kept_projection).remove)
+            stack.enter_context(given.at_step(len(step.at)))
+            stack.enter_context(step.model.hooks(fwd_hooks=hooks))
             self.logits: Tensor = step.model(
                 self.leaves[0].detach(), start_at_layer=0, attention_mask=None, logits_at=given.rows
             )
@@ -491,6 +515,46 @@ class _LeafPass:
         """Ḡ of an attention, for a direction at its mixed values."""
         return self._pulled(self.outputs[f"blocks.{layer}.attn.hook_z"], self.leaves[2 * layer], direction)
 
+    def heads(
+        self, layer: int, at_z: Float[Tensor, "pos head d_head"], nodes: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[tuple[int, int], Float[Tensor, "pos d_model"]]]:
+        """Ḡ of single heads at single positions, as `attention` has it.
+
+        Heads have queries, keys and values of their own, so that one backward pass from the mixed values to these is
+        for one node of each key/value head. From there on a node has few columns of the projections to multiply by.
+        """
+        attn = self.attentions[layer]
+        modules = (attn.q, attn.k, attn.v)
+        size, z, leaf = attn.d_head, self.outputs[f"blocks.{layer}.attn.hook_z"], self.leaves[2 * layer]
+        if not z.requires_grad or any(type(one) is not Linear or one not in self.projected for one in modules):
+            for (
+                position,
+                head,
+            ) in nodes:  # other modules than those that are known to be linear, or copies of the stream
+                own = torch.zeros_like(at_z)
+                own[position, head] = at_z[position, head]
+                yield (position, head), self.attention(layer, own)
+            return
+        read, wrote = self.projected[attn.q][0], [self.projected[one][1] for one in modules]
+        n_shared = attn.q.out_features // attn.k.out_features
+        waiting = list(nodes)
+        while waiting:
+            together = {head // n_shared: (position, head) for position, head in waiting}
+            waiting = [node for node in waiting if node not in together.values()]
+            own = torch.zeros_like(at_z)
+            for position, head in together.values():
+                own[position, head] = at_z[position, head]
+            gradients = torch.autograd.grad(z, wrote, self._weighted(own, z), retain_graph=True, materialize_grads=True)
+            for shared, (position, head) in together.items():
+                into, row = torch.zeros_like(read), slice(position, position + 1)
+                for module, gradient, index, rows in zip(
+                    modules, gradients, (head, shared, shared), (row, slice(None), slice(None)), strict=True
+                ):
+                    columns = slice(index * size, (index + 1) * size)
+                    into[:, rows] += gradient[:, rows, columns] @ beside(module.weight, gradient)[columns]
+                (found,) = torch.autograd.grad(read, leaf, into, retain_graph=True)
+                yield (position, head), found.to(at_z).sum(dim=0)
+
     def output(self, layer: int, direction: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head d_head"]:
         """The direction at the mixed values, of which the output of an attention is a linear function."""
         return self._pulled(self.outputs[attn_out(layer)], self.z[f"blocks.{layer}.attn.hook_z"], direction)
@@ -500,12 +564,12 @@ class _LeafPass:
         wide = wider(leaf.dtype)
         if not output.requires_grad:  # a hook wrote the output
             return torch.zeros(leaf.shape[1:], dtype=wide, device=leaf.device)
-        weights = self.weights.to(direction).view(-1, *[1] * direction.dim())
         (gradient,) = torch.autograd.grad(
-            output,
-            leaf,
-            (weights * direction).to(device=output.device, dtype=output.dtype),
-            retain_graph=True,
-            materialize_grads=True,
+            output, leaf, self._weighted(direction, output), retain_graph=True, materialize_grads=True
         )
         return gradient.to(device=direction.device, dtype=wide).sum(dim=0)
+
+    def _weighted(self, direction: Tensor, output: Tensor) -> Tensor:
+        """A direction at an output, for each point of the path."""
+        weights = self.weights.to(direction).view(-1, *[1] * direction.dim())
+        return (weights * direction).to(device=output.device, dtype=output.dtype)

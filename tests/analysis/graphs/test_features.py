@@ -32,6 +32,15 @@ def test_effects_add_up_under_guidance_with_a_share_for_each_branch(
     assert whole.shares[:, 0].tolist() == pytest.approx([1.0] * len(whole.steps), abs=1e-3)
 
 
+def test_effects_add_up_with_frozen_norms(either: Any) -> None:
+    """What a norm leaves out joins the error of the transcoder that reads it, which is live or not as before."""
+    graph = graph_of(either, features=transcoders(either.model), nodes_per_step=60, frozen="patterns and norms")
+    require_laws(graph)
+    assert not graph.nodes.duplicated(["step", "position", "name"])[graph.nodes.layer >= 0].any()
+    whole = graph.faithfulness(either.model, features=transcoders(either.model), n_random=0)
+    assert whole.share == pytest.approx(1, abs=1e-3)
+
+
 def test_what_the_share_of_masks_alone_changes_is_in_the_error(either: Any) -> None:
     """At equal streams with other shares no feature has an effect, and the sum is the MLP's change all the same."""
     from diffusion_lens.analysis.graphs.features import MLPChange

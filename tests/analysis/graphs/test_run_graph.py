@@ -7,6 +7,8 @@ import pytest
 import torch
 from graphs_of_runs import LENGTH, graph_of, last_position, prompts, require_laws, run_of
 
+KINDS = ("token", "embed", "head", "mlp", "decision", "target", "error", "feature")
+
 
 def test_effects_add_up_on_every_family(summed: Any) -> None:
     if summed.has_shared_expert:
@@ -25,6 +27,38 @@ def test_effects_add_up_under_guidance(family: str, points: int, specimen: Any, 
     assert set(graph.nodes.branch) == {0, 1}
     # The unconditional branch sees no given token.
     assert not (graph.nodes.kind[graph.nodes.branch == 1] == "token").any()
+
+
+@pytest.mark.parametrize("frozen", ["patterns", "patterns and norms"])
+def test_effects_add_up_with_frozen_parts_on_every_family(summed: Any, frozen: str) -> None:
+    if summed.has_shared_expert:
+        return
+    graph = graph_of(summed, frozen=frozen)
+    require_laws(graph)
+    errors = graph.nodes[graph.nodes.kind == "error"]
+    assert set(errors.name[errors.layer >= 0]) > {"a0.h0.error", "a1.h1.error"}
+    assert errors.name.str.startswith("m").any() == (frozen != "patterns")
+
+
+@pytest.mark.parametrize("family", ["sdar", "mdlm"])
+def test_effects_add_up_with_frozen_parts_under_guidance(family: str, specimen: Any, configs: Any) -> None:
+    require_laws(graph_of(specimen(configs[family]), points=64, cfg_scale=0.7, frozen="patterns and norms"))
+
+
+def test_edges_of_heads_are_those_of_a_backward_pass_each(summed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusion_lens.analysis.graphs import within_step
+
+    if summed.has_shared_expert:
+        return
+    together = graph_of(summed, points=4, nodes_per_step=40)
+    monkeypatch.setattr(within_step, "Linear", type(None))  # no projection is known to be linear
+    alone = graph_of(summed, points=4, nodes_per_step=40)
+    weights = [
+        {tuple(row[:6]): row.weight for row in graph.edges.drop(columns=["source", "target"]).itertuples(index=False)}
+        for graph in (together, alone)
+    ]
+    assert len({name for name in together.edges.target_name if ".h" in name}) > 3
+    assert weights[0] == pytest.approx(weights[1], rel=1e-3, abs=1e-4 * float(together.effect.abs().max()))
 
 
 @pytest.mark.parametrize("metric", ["log_probability", "margin"])
@@ -85,6 +119,35 @@ def test_a_linear_network_has_the_effects_that_can_be_written_down(specimen: Any
     assert graph.clean - graph.corrupted == pytest.approx(float(by_head.sum()), rel=1e-3)
     into = graph.edges[graph.edges.target_name == "target"].set_index("source_name").weight
     assert into[[f"a0.h{h}" for h in range(4)]].tolist() == pytest.approx(by_head.tolist(), rel=1e-4)
+
+
+def test_a_frozen_pattern_leaves_its_change_to_the_error(specimen: Any, configs: Any) -> None:
+    """Of one block without norms and MLP: A v - A' v' = mean(A, A') (v - v') + (A - A') mean(v, v'), by hand."""
+    from diffusion_lens.analysis import run_graph
+
+    model = specimen({**configs["llada"], "n_layers": 1}).model
+    block = model.blocks[0]
+    block.ln1, block.ln2, model.ln_final = (torch.nn.Identity() for _ in range(3))
+    with torch.no_grad():
+        next(each for name, each in block.mlp.named_parameters() if each.shape[0] == model.cfg.d_model).zero_()
+        clean = torch.arange(5) + 20
+        corrupted = torch.where(torch.arange(5) == 3, clean + 9, clean)
+        run = model.denoise(clean[None], length=8, steps=1)
+        graph = run_graph(model, run, 6, corrupted, points=1, canvas="forced", frozen="patterns")
+        names = ["blocks.0.attn.hook_pattern", "blocks.0.attn.hook_v"]
+        caches = [model.run_with_cache(each.canvases[0], names_filter=names)[1] for each in graph.runs.values()]
+        (a, v), (b, w) = (
+            (each["blocks.0.attn.hook_pattern"][0, :, 6], each["blocks.0.attn.hook_v"][0]) for each in caches
+        )
+        readout = torch.einsum("hdm,m->hd", block.attn.W_O, model.unembed.weight[int(run.tokens[0, 6])])
+        passed, left = (
+            torch.einsum("hk,khd,hd->h", *each, readout) for each in (((a + b) / 2, v - w), (a - b, (v + w) / 2))
+        )
+    effects = graph.nodes.set_index("name").effect
+    heads = range(model.cfg.n_heads)
+    assert [effects[f"a0.h{h}.error"] for h in heads] == pytest.approx(left.tolist(), rel=1e-3, abs=1e-5)
+    assert [effects[f"a0.h{h}"] for h in heads] == pytest.approx((passed + left).tolist(), rel=1e-3, abs=1e-5)
+    assert effects["token"] == pytest.approx(float(passed.sum()), rel=1e-3)
 
 
 def test_an_edge_into_the_last_mlp_is_what_finite_differences_say(either: Any) -> None:
@@ -182,8 +245,6 @@ def test_the_planted_site_is_among_the_strongest_nodes(name: str) -> None:
 
 
 def test_a_whole_graph_keeps_everything_and_an_empty_one_nothing(either: Any) -> None:
-    from diffusion_lens.analysis.graphs.within_step import KINDS
-
     graph = graph_of(either)
     whole = graph.faithfulness(either.model, n_random=0)
     assert whole.shares[:, 0].tolist() == pytest.approx([1.0] * len(whole.steps), abs=1e-3)
@@ -211,6 +272,56 @@ def test_other_replacements_keep_what_the_whole_graph_does(either: Any, replace:
     measured = graph.faithfulness(either.model, replace, n_random=1)
     assert measured.replaced[0] != pytest.approx(graph.corrupted, abs=1e-3)
     assert math.isfinite(measured.share)
+
+
+def test_other_runs_replace_as_the_corrupted_one_does(either: Any) -> None:
+    from diffusion_lens.analysis import run_graph
+
+    model, prompt = either.model, prompts(either)[0]
+    graph = graph_of(either).prune(0.5)
+    own, expected = graph.runs["corrupted"], graph.faithfulness(model, n_random=2)
+    assert torch.equal(graph.faithfulness(model, own.repeat(1), n_random=2).values, expected.values)
+    assert torch.allclose(graph.faithfulness(model, own.repeat(3), n_random=2).values, expected.values, atol=1e-4)
+    other = run_of(model, prompt + 3)
+    shares = [graph.faithfulness(model, run, n_random=0).share for run in (own, other)]
+    assert shares[0] != shares[1]
+    with pytest.raises(ValueError, match="same length, steps"):
+        graph.faithfulness(model, other.from_step(1))
+    clean = graph.runs["clean"]
+    margin = run_graph(model, clean, graph.record["target"][0], own, metric="margin", points=2, nodes_per_step=2)
+    with pytest.raises(ValueError, match="writes no other token"):
+        margin.faithfulness(model, clean)
+
+
+def test_nodes_count_where_the_network_reads(either: Any) -> None:
+    measured = (graph := graph_of(either, canvas="forced")).faithfulness(either.model, n_random=0)
+    row = int(either.model.readout.rows(torch.tensor(graph.record["target"][0])))
+    n_read = row + 1 if either.kind == "ar" else LENGTH
+    assert measured.n_all == n_read * (1 + either.model.cfg.n_layers * (either.model.cfg.n_heads + 1))
+
+
+def test_no_exchange_improves_a_refined_graph(either: Any) -> None:
+    """Every exchange of a node inside with one outside, measured one by one."""
+    model, graph = either.model, graph_of(either, canvas="forced", nodes_per_step=8)
+    graph = graph._of_nodes(~graph.inflow.isnan(), {})
+    parts = graph.kind != KINDS.index("target")
+
+    def loss(kept: torch.Tensor) -> float:
+        return abs(1 - graph._of_nodes(kept | ~parts, {}).faithfulness(model, n_random=0).share)
+
+    refined = graph.refine(model, 5, candidates=100)
+    kept = torch.tensor([key in set(refined_keys(refined)) for key in refined_keys(graph)])
+    assert int((kept & parts).sum()) == 5
+    assert loss(kept) <= loss(graph._ranks() <= 5)
+    for inside in (kept & parts).nonzero().flatten():
+        for outside in (~kept).nonzero().flatten():
+            changed = kept.clone()
+            changed[inside], changed[outside] = False, True
+            assert loss(changed) > loss(kept) - 2e-3
+
+
+def refined_keys(graph: Any) -> list[tuple[Any, ...]]:
+    return list(zip(graph.names, graph.position.tolist(), strict=True))
 
 
 def test_pruning_keeps_the_target_and_is_done_once(several: Any) -> None:
