@@ -58,10 +58,12 @@ from diffusion_lens.analysis.circuits import (
 from diffusion_lens.analysis.dictionaries import (
     ActivationStore,
     DictionaryLoss,
+    FeatureExamples,
     NoiseRange,
     SparseDictionary,
     activations,
     dictionary_loss,
+    feature_examples,
     splice,
     train_dictionary,
 )
@@ -148,6 +150,7 @@ __all__ = [
     "EditStudy",
     "FactSignatures",
     "Faithfulness",
+    "FeatureExamples",
     "GradientAlignment",
     "GraphFaithfulness",
     "KeyResult",
@@ -213,6 +216,7 @@ __all__ = [
     "edit_success",
     "evidence",
     "faithfulness",
+    "feature_examples",
     "fit_translators",
     "gradient_alignment",
     "isotropic_route_correlation",
