@@ -116,7 +116,7 @@ class FeatureExamples(PicturedResult, Saved):
         active = int((self.values[index] > 0).sum())
         if not active:
             raise ValueError(f"feature {chosen} is active at no position that was read")
-        labels = [self._sentence(index, example) for example in range(active)]
+        labels = [self._sentence(index, example, 1) for example in range(active)]
         return plots.paired_bars({"": self.values[index, :active]}, labels, "activation", ax, title)
 
     def _index(self, feature: Whole) -> int:
@@ -125,9 +125,9 @@ class FeatureExamples(PicturedResult, Saved):
             raise ValueError(f"feature={number} was not read; the features are {self.features[:8]} ...")
         return self.features.index(number)
 
-    def _sentence(self, index: int, example: int) -> str:
-        """The words around an example, with its own in « and »."""
-        tokens = self.around[index, example].tolist()
+    def _sentence(self, index: int, example: int, most: int = _AROUND) -> str:
+        """At most so many words on both sides of an example, with its own in « and »."""
+        tokens = self.around[index, example, _AROUND - most : _AROUND + most + 1].tolist()
         texts = [plots.readable(self.words[token]) if token >= 0 else "" for token in tokens]
         texts[len(texts) // 2] = f"«{texts[len(texts) // 2]}»"
         return " ".join(filter(None, texts))
