@@ -19,10 +19,12 @@ from diffusion_lens.analysis.circuits import *
 from diffusion_lens.analysis.dictionaries import (
     ActivationStore,
     DictionaryLoss,
+    FeatureExamples,
     NoiseRange,
     SparseDictionary,
     activations,
     dictionary_loss,
+    feature_examples,
     splice,
     train_dictionary,
 )
@@ -107,6 +109,7 @@ __all__ = [
     "EditSettings",
     "EditStudy",
     "FactSignatures",
+    "FeatureExamples",
     "GradientAlignment",
     "GraphFaithfulness",
     "GraphInterventions",
@@ -153,6 +156,7 @@ __all__ = [
     "edit_study",
     "edit_success",
     "evidence",
+    "feature_examples",
     "gradient_alignment",
     "isotropic_route_correlation",
     "key_value_study",

@@ -5,13 +5,27 @@ A command is a function with the decorator `command` (`options.py`), which makes
 (`report.py`); `cost.py` is behind `--dry-run`. `app.py` turns errors into one line.
 """
 
-from diffusion_lens.cli import demo, denoise, explore, finetune, lens, models, patch, plot, rome, signatures, trace
+from diffusion_lens.cli import (
+    demo,
+    denoise,
+    dictionary,
+    explore,
+    finetune,
+    lens,
+    models,
+    patch,
+    plot,
+    rome,
+    signatures,
+    trace,
+)
 from diffusion_lens.cli.app import app
 
 __all__ = [
     "app",
     "demo",
     "denoise",
+    "dictionary",
     "explore",
     "finetune",
     "lens",

@@ -26,7 +26,7 @@ from typer.core import TyperGroup
 # fmt: off
 ORDER = (
     "demo", "models", "info", "check", "denoise", "explore", "recall", "trace", "aie", "patch",
-    "lens", "rome", "compare", "signatures", "finetune", "adapt", "convert", "plot",
+    "lens", "rome", "compare", "signatures", "dictionary-train", "finetune", "adapt", "convert", "plot",
 )
 # fmt: on
 STOPPED = 130
@@ -86,6 +86,8 @@ class OneLineErrors(TyperGroup):
         **extra: Any,
     ) -> Any:
         given = list(sys.argv[1:] if args is None else args)
+        if (joined := "-".join(given[:2])) in self.commands:  # `dictionary train`
+            given = [joined, *given[2:]]
         arguments = [argument for argument in given if argument != "--debug"]
         try:
             with _warnings_in_one_line(self._options(arguments)):

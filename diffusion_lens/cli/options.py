@@ -90,7 +90,7 @@ def command(**helps: str | None) -> Callable[[Command], Command]:
                 names = {each.name for each in dataclasses.fields(group) if each.init}
                 values[name] = group(**{each: given[each] for each in given.keys() & names})
                 if isinstance(values[name], Report):
-                    values[name].command = function.__name__
+                    values[name].command = function.__name__.replace("_", "-")
                     values[name].settings = {spelt.get(each, each): value for each, value in given.items()}
             function(**values)
 

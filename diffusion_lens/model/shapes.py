@@ -30,6 +30,7 @@ order        orders in which an answer is revealed
 entry        rows of a grid, of a list of pairs, or of a table, in order
 level        noise levels, or ranges of them
 feature      features of a dictionary
+example      positions at which a feature is largest, the largest first
 axis         axes of a grid
 canvas       canvases of a denoising run: one before each step, and the final one; or the two of a pair
 run          the two runs of a prompt that are compared

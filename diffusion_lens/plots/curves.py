@@ -321,7 +321,8 @@ def paired_bars(
     ax.axvline(0, color="0.6", linewidth=1)
     ax.set_ylim(len(labels) - 0.5, -0.5)
     _label_rows(ax, labels)
-    return _labelled(ax, xlabel, "", title or "", parse_math=False)
+    legend = legend_outside if len(values) > 1 else None
+    return _labelled(ax, xlabel, "", title or "", legend=legend, parse_math=False)
 
 
 @styled

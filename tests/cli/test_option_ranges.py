@@ -28,6 +28,7 @@ NEEDS = {
     "rome": ["tiny-mdm", *ASK, "--layer", "0"],
     "compare": ["tiny-mdm"],
     "signatures": ["tiny-mdm"],
+    "dictionary-train": ["site-mdm", "--layer", "1", "--out", "features.safetensors"],
     "finetune": ["tiny-mdm", "--out", "out"],
     "adapt": ["tiny-ar", "--rank", "0", "--out", "out"],
 }
@@ -38,7 +39,7 @@ WRONG = {
         "-1",
     ): "length max-new-tokens first-tokens limit steps samples window resamples iterations batch-size accumulate "
     "checkpoint-every max-bytes per-person block-size "
-    "seeds depth workers n-texts longest-prompt top-k predictions evaluate-every",
+    "seeds depth workers n-features k updates n-texts longest-prompt top-k predictions evaluate-every",
     ("-1",): "occurrence prefixes ask at-step step head attention mask-token-id check rank anneal warmup crop patience",
     ("-0.5", "nan", "inf"): "temperature cfg-scale noise weight-decay clamp-norm-factor kl-factor stop-below "
     "lr-end distil states",

@@ -5,8 +5,10 @@ from dataclasses import fields
 import pytest
 import torch
 
+from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import activations, dictionary_loss, splice, train_dictionary
 from diffusion_lens.analysis.dictionaries import SparseDictionary
+from diffusion_lens.analysis.dictionaries.train import _auxiliary
 from diffusion_lens.data import toy_facts
 
 READS, WRITES = "blocks.1.ln2.hook_normalized", "blocks.1.hook_mlp_out"
@@ -37,18 +39,13 @@ def random_transcoder(model, conditioned=False, reads=READS, writes=WRITES, n_fe
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    from conftest import bundled_model
-
-    model = bundled_model("tiny-mdm")
-    return activations(model, TEXTS, [READS, WRITES], out=tmp_path_factory.mktemp("store") / "rows")
+def model():
+    return HookedDiffusionTransformer.from_pretrained("tiny-mdm", device="cpu")
 
 
 @pytest.fixture(scope="module")
-def model():
-    from conftest import bundled_model
-
-    return bundled_model("tiny-mdm")
+def store(model, tmp_path_factory):
+    return activations(model, TEXTS, [READS, WRITES], out=tmp_path_factory.mktemp("store") / "rows")
 
 
 def test_few_features_explain_more_than_as_many_principal_components(model, store):
@@ -75,7 +72,7 @@ def test_dead_features_learn_what_the_others_leave(model):
     pre, error = (torch.randn(5, n, generator=generator) for n in (80, model.cfg.d_model))
     dead = torch.arange(80) % 8 != 0
     pre.requires_grad_()
-    loss = train_dictionary.__globals__["_auxiliary"](dictionary, pre, error, dead)
+    loss = _auxiliary(dictionary, pre, error, dead)
     left = 0.0
     for of_row, wanted in zip(pre.tolist(), error, strict=True):
         largest = sorted((i for i in range(80) if dead[i]), key=lambda i: -of_row[i])[: model.cfg.d_model // 2]
@@ -188,9 +185,7 @@ def test_refusals(model, store):
 
 
 def test_a_store_of_other_weights_is_refused(store):
-    from conftest import bundled_model
-
-    causal = bundled_model("tiny-ar")
+    causal = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
     with pytest.raises(ValueError, match="those of other weights"):
         train_dictionary(causal, store, READS)
     with pytest.raises(ValueError, match=r"no share of \[MASK\] tells"):
