@@ -131,8 +131,8 @@ class Saved:
 
     KIND: ClassVar[str]  # what it is, in the file
     ENTRIES: ClassVar[Mapping[str, Any]] = {}  # entries of the record that the class reads, with their types
-    # Axes of the tensors, each with the attribute that says how long it is: a list, a list of lists, or a number.
-    AXES: ClassVar[tuple[tuple[str, str], ...]] = ()
+    # Axes of the tensors, each with its length, or the attribute that says it: a list, a list of lists, or a number.
+    AXES: ClassVar[tuple[tuple[str, str | int], ...]] = ()
     # Kinds of earlier versions, each with the present names of the fields that have other names there.
     FORMER: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
@@ -157,7 +157,7 @@ class Saved:
 
     def _axes(self) -> Iterable[tuple[str, Any]]:
         """Axes of the tensors with what says how long they are."""
-        return ((axis, getattr(self, name)) for axis, name in self.AXES)
+        return ((axis, getattr(self, size) if isinstance(size, str) else size) for axis, size in self.AXES)
 
     def _check(self) -> None:
         """Raise a `ValueError` if fields contradict each other in another way."""

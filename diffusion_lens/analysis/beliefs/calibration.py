@@ -24,7 +24,7 @@ DynHD (Qian et al. 2026, arXiv 2603.16459) detect hallucinations by the course o
 step, and Vazhentsev et al. 2026 (arXiv 2605.14570) compare signals of the trajectory by how well they predict errors.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,7 @@ class Calibration(PicturedResult, Saved):
 
     KIND = "calibration"
     SHOWS = "how well confidence, entropy and margin of the predictions tell right from wrong"
+    AXES = (("measure", len(MEASURES)), ("reading", "readings"))
 
     auroc: Float[Tensor, "measure reading"]
     ece: Float[Tensor, "reading"]
@@ -102,9 +103,6 @@ class Calibration(PicturedResult, Saved):
     rows: Int[Tensor, "entry"]
     readings: list[str]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("measure", MEASURES), ("reading", self.readings))
 
     @styled
     def plot(self, show: str = "auroc", reading: str = "last", ax: Any = None, title: str | None = None) -> Any:

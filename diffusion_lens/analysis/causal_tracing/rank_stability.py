@@ -19,7 +19,7 @@ results together, and may make them more alike: the statistic is then near the l
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, ClassVar, TypeAlias
@@ -61,15 +61,13 @@ class RankStability(PicturedResult, Saved):
     SHOWS = "how alike several results rank the same sites"
     _SAID = ("statistic",)
     ENTRIES: ClassVar[Mapping[str, Any]] = {"top_k": int, "sites": int, "facts": list[str]}
+    AXES = (("entry", "names"), ("statistic", len(STATISTICS)))
 
     values: Float[Tensor, "statistic entry entry"]
     low: Float[Tensor, "statistic entry entry"]
     high: Float[Tensor, "statistic entry entry"]
     names: list[str]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("entry", self.names), ("statistic", STATISTICS))
 
     def between(self, one: str, other: str, statistic: str = "spearman") -> tuple[float, float, float]:
         """A statistic of two results, and the ends of its range.

@@ -58,7 +58,7 @@ class ByStep(PicturedResult, Saved):
     """Base of results with an axis for steps, which those of a single pass lack, and one for layers."""
 
     ENTRIES: ClassVar[Mapping[str, Any]] = {"steps": list[int] | None, "layers": list[int], "n_steps": int | None}
-    AXES: ClassVar[tuple[tuple[str, str], ...]] = (("*step", "steps"), ("layer", "layers"))
+    AXES: ClassVar[tuple[tuple[str, str | int], ...]] = (("*step", "steps"), ("layer", "layers"))
 
     record: dict[str, Any]
 

@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from diffusion_lens import plots
 from diffusion_lens.analysis.engine.answer import Ranking
 from diffusion_lens.analysis.engine.inputs import Inputs, Readable, SharedPass, shared_passes
-from diffusion_lens.analysis.lens.readings import (
+from diffusion_lens.analysis.lens.tuned import (
     NOTHING,
     Budget,
     Canvases,

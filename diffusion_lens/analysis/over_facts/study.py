@@ -75,7 +75,7 @@ class StudyResult(PicturedResult, Saved, Generic[F]):
     UNIT = "fact"  # What messages and the progress bar call one row.
     CLUSTER: ClassVar[str] = "person"  # What a fact is about, in the record.
     ENTRIES: ClassVar[Mapping[str, Any]] = {"facts": dict[str, Any], "set_aside": dict[str, str]}
-    AXES: ClassVar[tuple[tuple[str, str], ...]] = (("fact", "ids"),)
+    AXES: ClassVar[tuple[tuple[str, str | int], ...]] = (("fact", "ids"),)
 
     ids: list[str]
 

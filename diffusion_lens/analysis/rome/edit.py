@@ -34,7 +34,7 @@ score each answer in two more ways, for which rivals do not matter:
                confidence with its likeliest token; on a causal model from left to right
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,14 +186,12 @@ class EditReport(PicturedResult, Saved):
 
     KIND = "edit report"
     SHOWS = "the share of probes that are won before and after an edit, by group of probes"
+    AXES = (("probe", "groups"), ("state", 2))
 
     wins: Float[Tensor, "state probe"]
     probabilities: Float[Tensor, "state probe"]
     groups: list[str]
     record: dict[str, Any]
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("probe", self.groups), ("state", 2))
 
     def table(self) -> dict[str, Score]:
         """The scores of the groups that have probes, in the order of `GROUPS`."""

@@ -75,6 +75,7 @@ class EditOutcome(FactResult, Saved):
     """
 
     KIND = "edit of a fact"
+    AXES = (("probe", "groups"), ("state", 2))
 
     wins: Float[Tensor, "state probe"]
     probabilities: Float[Tensor, "state probe"]
@@ -98,9 +99,6 @@ class EditOutcome(FactResult, Saved):
         """The outcome for probes of these groups, as `judge_by_token` scores them, of the plain request `query`."""
         wins, probabilities, tokens, written = torch.stack([before, after], dim=1).float()
         return cls(wins, probabilities, groups, searched, tokens, written, len(query.answer_tokens))
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("probe", self.groups), ("state", 2))
 
 
 @dataclass(frozen=True)
@@ -174,10 +172,8 @@ class EditStudy(StudyResult[EditOutcome]):
     )
     ENTRIES: ClassVar[Mapping[str, Any]] = {**StudyResult.ENTRIES, "model": str}
     FACT_FILE = EditOutcome
+    AXES = (("request", "ids"), ("probe", "groups"), ("state", 2))
     UNIT = "request"
-
-    def _axes(self) -> Iterable[tuple[str, Any]]:
-        return (("request", self.ids), ("probe", self.groups), ("state", 2))
 
     def _check(self) -> None:
         super()._check()
