@@ -96,7 +96,7 @@ def overlapping(labels, shown):
 def test_labels_have_room_in_a_column_of_a_paper(results):
     for name, ax in pictures(results, size=COLUMN, font_size=7):
         figure = ax.figure
-        figure.canvas.draw()
+        figure.draw_without_rendering()
         assert tuple(figure.get_size_inches()) == COLUMN
         shown = shown_texts(figure)
         for each in figure.axes + [inner for outer in figure.axes for inner in outer.child_axes]:

@@ -14,7 +14,7 @@ from diffusion_lens.explorer import Session, Spec, explore
 from diffusion_lens.explorer.spec import PageRequest
 
 LENGTH = toy_facts.SENTENCE_LENGTH
-FACTS = toy_facts.load().facts()[::67]
+FACTS = toy_facts.load().facts()[::123]
 SETTINGS = dict(length=LENGTH, steps=4)
 NOTHING = {**dict.fromkeys(("recalled", "p", "commitment", "effect", "run", "error")), "studied": []}
 on_mdm = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)

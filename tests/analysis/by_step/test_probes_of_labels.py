@@ -192,7 +192,7 @@ def test_the_interval_of_selectivity_has_both_errors():
 
 @on_mdm
 def test_without_memory_for_held_out_rows_there_is_no_interval(small):
-    texts = [fact.prompt + fact.answer for fact in FACTS[:40]]
+    texts = [fact.prompt + fact.answer for fact in FACTS[:20]]
     one = partial(probe_time, small, texts, NAME, samples=8, ridge=ONE)
     with pytest.raises(ValueError, match="the sums of 1 hook points take") as refused:
         one(max_bytes=1)
@@ -348,9 +348,9 @@ def test_classes_of_runs_are_found_where_they_were_planted(small):
     assert "accuracy of 3 classes" in repr(found)
 
 
-def test_a_row_has_the_label_of_the_position_that_it_predicts(every):
+def test_a_row_has_the_label_of_the_position_that_it_predicts(several):
     """Numbers of positions, planted in the rows that predict these: one before them with the shifted readout."""
-    model = every.model
+    model = several.model
     tokens = torch.randint(3, 500, (12, 4), generator=torch.Generator().manual_seed(0))
     length = dict(max_new_tokens=6 if model.cfg.self_conditioning else 8)
     run = model.denoise(tokens, seed=0, **length)

@@ -63,16 +63,16 @@ def test_drift_equals_that_of_cached_states(every):
                 assert ours.cosines[kind][i, layer][~both].isnan().all()
 
 
-def test_every_position_of_both_canvases_is_in_one_group(every):
-    run, _ = run_and_cache(every, "hook_embed")
-    drift = state_drift(every.model, run, layers=[0])
+def test_every_position_of_both_canvases_is_in_one_group(several):
+    run, _ = run_and_cache(several, "hook_embed")
+    drift = state_drift(several.model, run, layers=[0])
     before, after = run.canvases[:-2], run.canvases[1:-1]
     both = (before != -1) & (after != -1) & run.real
     groups = drift.groups
     assert torch.equal(sum(where.int() for where in groups.values()), both.int())
     assert torch.equal(groups["just written"], both & (before != after))
-    if every.model.cfg.has_mask:
-        assert torch.equal(groups["masked"], both & (after == every.model.cfg.blank))
+    if several.model.cfg.has_mask:
+        assert torch.equal(groups["masked"], both & (after == several.model.cfg.blank))
     assert torch.equal(groups["prompt"], both & run.given & (before == after))
     per_group = torch.stack([drift.mean("keys", group).nan_to_num()[:, 0] * n for group, n in sizes(groups)])
     total = both.flatten(1).sum(dim=1)
@@ -122,18 +122,18 @@ def test_a_cache_that_holds_one_step_has_the_drift_of_that_step(small):
     assert low <= held.keys[step, 1] <= high
 
 
-def test_layer_cosines_equal_those_of_cached_streams(every):
-    run, cache_of = run_and_cache(every)
-    ours = layer_cosines(every.model, run)
+def test_layer_cosines_equal_those_of_cached_streams(several):
+    run, cache_of = run_and_cache(several)
+    ours = layer_cosines(several.model, run)
     for step in range(run.n_steps):
         present = (run.canvases[step] != -1) & run.real
-        for layer in range(every.model.cfg.n_layers):
+        for layer in range(several.model.cfg.n_layers):
             expected = cosine(cache_of[step][resid_pre(layer)], cache_of[step][resid_post(layer)])
             assert_close(ours.cosine[step, layer][present], expected[present], rtol=1e-4, atol=1e-4)
             assert ours.cosine[step, layer][~present].isnan().all()
-    if every.model.cfg.has_mask:
-        masked = run.canvases[:-1] == every.model.cfg.blank
-        own = [ours.cosine[0, layer][masked[0]].mean() for layer in range(every.model.cfg.n_layers)]
+    if several.model.cfg.has_mask:
+        masked = run.canvases[:-1] == several.model.cfg.blank
+        own = [ours.cosine[0, layer][masked[0]].mean() for layer in range(several.model.cfg.n_layers)]
         if masked[0].any():
             assert_close(ours.mean("masked")[0], torch.stack(own))
 
@@ -212,7 +212,7 @@ def least_bytes(call):
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)
 @pytest.mark.parametrize("analyse", [state_drift, layer_cosines])
 def test_tensors_of_a_call_take_at_most_the_budget(small, analyse):
-    call = partial(analyse, small, small.denoise(PROMPTS[0], max_new_tokens=4, steps=200))
+    call = partial(analyse, small, small.denoise(PROMPTS[0], max_new_tokens=4, steps=60))
     least = least_bytes(call)
     assert peak_of_tensors(partial(call, max_bytes=least)) <= least
 
