@@ -493,6 +493,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces of the explorer average two samples instead of ten: for tests of what is shown, not of numbers."""
+    monkeypatch.setattr("diffusion_lens.explorer.live_run.SAMPLES", 2)
+
+
+@pytest.fixture
 def undrawn_figures() -> Iterator[None]:
     """Saved figures are blank files. Each of their panels must show something."""
     with blank_figures():
