@@ -181,6 +181,7 @@ def test_steps_that_predict_the_same_share_a_column(several):
         assert [label.get_text() for label in ax.get_xticklabels()] == expected[:: -(-len(expected) // 12)]
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 @pytest.mark.parametrize("size", [(3.3, 2.2), (7.0, 4.0)])
 def test_texts_of_a_canvas_do_not_collide(tiny, size):
     """At the width of a column and of a page."""
