@@ -488,7 +488,7 @@ def token_layers(monkeypatch: pytest.MonkeyPatch) -> Any:
 def pytest_collection_finish() -> None:
     """Collects no object that the modules made, which is most of what there is."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # cycles of garbage are few: most tests leave none
+    gc.set_threshold(100_000, 20, 20)  # cycles of garbage are few: most tests leave none
     gc.enable()
 
 

@@ -84,7 +84,7 @@ def test_sinks_and_absorption_of_the_authors():
 def run_and_cache(every, names=POINTS):
     cfg = every.model.cfg
     steps = {} if cfg.opens_blocks or cfg.is_autoregressive else {"steps": 3}
-    if cfg.opens_blocks and cfg.time_conditioning:
+    if cfg.opens_blocks and (cfg.time_conditioning or cfg.self_conditioning):
         steps = {"steps": 8}
     prompt = every.tokens[:2, :6] % 400 + 3
     return every.model.denoise_with_cache(prompt, names_filter=lambda name: name.endswith(names), length=12, **steps)

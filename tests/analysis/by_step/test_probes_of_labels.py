@@ -348,9 +348,13 @@ def test_classes_of_runs_are_found_where_they_were_planted(small):
     assert "accuracy of 3 classes" in repr(found)
 
 
-def test_a_row_has_the_label_of_the_position_that_it_predicts(several):
+# Both readouts, and blocks: with a first position read one earlier, with times, and of a network with an encoder.
+@pytest.mark.parametrize(
+    "every", ["llada_moe-options", "dream", "fast_dllm", "nemotron-block", "bd3lm", "diffusion_gemma"], indirect=True
+)
+def test_a_row_has_the_label_of_the_position_that_it_predicts(every):
     """Numbers of positions, planted in the rows that predict these: one before them with the shifted readout."""
-    model = several.model
+    model = every.model
     tokens = torch.randint(3, 500, (12, 4), generator=torch.Generator().manual_seed(0))
     length = dict(max_new_tokens=6 if model.cfg.self_conditioning else 8)
     run = model.denoise(tokens, seed=0, **length)
@@ -526,7 +530,7 @@ def test_rows_of_classes_take_at_most_the_budget(tiny):
     texts = [" ".join(["Gustav is the brave"] * 8), " ".join(["Tilda was the young"] * 8)] * 3
     labels = [[True, False] * 16] * 6
     one = partial(
-        probe, tiny, texts, labels, "blocks.0.hook_resid_pre", positions="all", samples=32, ridge=RidgeSettings(seed=4)
+        probe, tiny, texts, labels, "blocks.0.hook_resid_pre", positions="all", samples=12, ridge=RidgeSettings(seed=4)
     )
     with pytest.raises(ValueError, match="the rows of 1 hook points take") as refused:
         one(max_bytes=1)

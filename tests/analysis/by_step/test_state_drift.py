@@ -25,7 +25,9 @@ POINTS = (*STATES.values(), "hook_resid_pre", "hook_resid_mid", "hook_resid_post
 
 def run_and_cache(every, names=POINTS):
     cfg, tokens = every.model.cfg, every.tokens[:2, :6] % 400 + 3
-    steps = {"steps": 8 if cfg.time_conditioning else None} if cfg.opens_blocks else {"steps": 5}
+    steps = (
+        {"steps": 8 if cfg.time_conditioning or cfg.self_conditioning else None} if cfg.opens_blocks else {"steps": 5}
+    )
     return every.model.denoise_with_cache(
         tokens,
         names_filter=lambda name: name.endswith(names),
@@ -142,7 +144,8 @@ def test_layer_cosines_equal_those_of_cached_streams(several):
 def test_a_skipped_block_leaves_the_stream_as_it_is(every):
     model, last = every.model, every.model.cfg.n_layers - 1
     hooks = skip_layers(model, [1, -1])
-    run = model.denoise(every.tokens[:, :6], length=12, fwd_hooks=hooks)
+    steps = {"steps": 8} if model.cfg.time_conditioning else {}
+    run = model.denoise(every.tokens[:, :6], length=12, fwd_hooks=hooks, **steps)
     assert run.record["hooks"]
     with model.hooks(fwd_hooks=hooks):
         cosines = layer_cosines(model, run)
@@ -222,7 +225,8 @@ def test_tensors_of_a_call_take_at_most_the_budget(small, analyse):
 def test_the_budget_contains_states_in_float64(every, analyse, monkeypatch):
     monkeypatch.setattr(batching, "RESERVE_ON_CPU", 1.0)
     half = deepcopy(every.model).to(torch.bfloat16)
-    run = half.denoise(every.tokens[:, :6] % 400 + 3, length=12)
+    steps = {"steps": 8} if half.cfg.time_conditioning else {}
+    run = half.denoise(every.tokens[:, :6] % 400 + 3, length=12, **steps)
     call = partial(analyse, half, run, layers=[-1])
     least = least_bytes(call)
     assert peak_of_tensors(partial(call, max_bytes=least)) <= least
