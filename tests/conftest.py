@@ -223,9 +223,8 @@ NATIVE = {"uniform": uniform_noise()}
 # queries scaled by their position, experts with and without groups and a shared one, attention by blocks to each kind
 # of context, LayerNorms, plain MLPs, networks with time conditioning, log scores, and uniform noise.
 UNDER_LAW = (
-    *("lit_gpt-mdm", "lit_gpt-ar", "dream", "llama", "qwen2", "diffullama", "nemotron-block", "nemotron-prompt"),
-    *("llada_moe", "llada_moe-options", "llada2", "sdar", "mdlm", "bd3lm", "sedd", "radd"),
-    *("fast_dllm", "uniform", "udlm", "sedd-uniform", "diffusion_gemma"),
+    *("lit_gpt-mdm", "dream", "llama", "qwen2", "nemotron-block", "nemotron-prompt", "fast_dllm", "llada_moe-options"),
+    *("llada2", "mdlm", "bd3lm", "sedd", "radd", "uniform", "udlm", "sedd-uniform", "diffusion_gemma"),
 )
 START = 4  # of the open block of a model whose tokens do not show it, outside the loop
 TIME = 0.6  # which a time-conditioned network hears outside the loop
@@ -489,8 +488,14 @@ def token_layers(monkeypatch: pytest.MonkeyPatch) -> Any:
 def pytest_collection_finish() -> None:
     """Collects no object that the modules made, which is most of what there is."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # cycles of garbage are few: most tests leave none
+    gc.set_threshold(100_000, 20, 20)  # cycles of garbage are few: most tests leave none
     gc.enable()
+
+
+@pytest.fixture
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces of the explorer average two samples instead of ten: for tests of what is shown, not of numbers."""
+    monkeypatch.setattr("diffusion_lens.explorer.live_run.SAMPLES", 2)
 
 
 @pytest.fixture

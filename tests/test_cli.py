@@ -92,7 +92,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("undrawn_figures")
-@pytest.mark.parametrize("command", ["denoise", "trace", "patch", "lens", "rome"])
+@pytest.mark.parametrize("command", ["denoise", "trace", "rome"])
 def test_a_folder_keeps_the_results_of_its_settings(command: str, tmp_path: Path) -> None:
     asked = [command, *QUICK[command], "--out", str(tmp_path / "out")]
     done(*asked)

@@ -33,7 +33,7 @@ def edit(either, query):
 
 
 def test_signals_at_random_moments_leave_no_trace():
-    script = [sys.executable, str(ROOT / "tests/interrupted.py"), "4"]
+    script = [sys.executable, str(ROOT / "tests/interrupted.py"), "2"]
     done = subprocess.run(script, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
     table = json.loads(done.stdout)
     assert len(table) == 8

@@ -144,10 +144,10 @@ def test_the_rest_of_a_run_is_drawn_with_its_own_steps(tiny):
     assert (colours[0][-len(colours[1]) :] == colours[1]).all()
 
 
-def test_steps_that_write_nothing_share_a_thin_row(every):
+def test_steps_that_write_nothing_share_a_thin_row(several):
     """32 steps for a few tokens, and the default number for networks with a number of their own."""
-    options = {} if every.model.cfg.opens_blocks else {"steps": 32}
-    run = every.model.denoise(every.tokens[:1, :4] % 500, length=10, **options)
+    options = {} if several.model.cfg.opens_blocks else {"steps": 32}
+    run = several.model.denoise(several.tokens[:1, :4] % 500, length=10, **options)
     canvases, labels, first = run.canvases[:, 0].tolist(), ["start"], None
     for step in range(run.n_steps):
         if canvases[step + 1] != canvases[step]:
@@ -169,9 +169,9 @@ def test_steps_that_write_nothing_share_a_thin_row(every):
     assert run.to_html(folded=False).count("<tr") == len(everything)
 
 
-def test_steps_that_predict_the_same_share_a_column(every):
-    options = {} if every.model.cfg.opens_blocks else {"steps": 12}
-    told = every.model.denoise(every.tokens[:1, :4] % 500, length=10, predictions=2, **options).predictions
+def test_steps_that_predict_the_same_share_a_column(several):
+    options = {} if several.model.cfg.opens_blocks else {"steps": 12}
+    told = several.model.denoise(several.tokens[:1, :4] % 500, length=10, predictions=2, **options).predictions
     columns = [str((told.likeliest[i, 0].tolist(), told.entropy[i, 0].tolist())) for i in range(len(told.steps))]
     starts = [i for i in range(len(columns)) if i == 0 or columns[i] != columns[i - 1]]
     labels = [str(i) if j - i == 1 else f"{i}-{j - 1}" for i, j in pairwise([*starts, len(columns)])]
@@ -181,6 +181,7 @@ def test_steps_that_predict_the_same_share_a_column(every):
         assert [label.get_text() for label in ax.get_xticklabels()] == expected[:: -(-len(expected) // 12)]
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 @pytest.mark.parametrize("size", [(3.3, 2.2), (7.0, 4.0)])
 def test_texts_of_a_canvas_do_not_collide(tiny, size):
     """At the width of a column and of a page."""

@@ -207,7 +207,7 @@ def test_controls_are_drawn(average):
 @pytest.mark.filterwarnings("ignore:the canvas has 16 positions")
 @every_kind
 def test_controls_by_step_are_traces_by_hand(tiny):
-    facts = load().facts(trained="d2p", asked="p2d")[12:15:2]
+    facts = load().facts(trained="d2p", asked="p2d")[12:13]
     loop = LoopSettings(steps=5)
     settings = dict(
         samples=2, layers=[0, 3], noise=0.4, length=16, loop=loop, known="all", roles=["subject_last", "answer"]

@@ -12,7 +12,7 @@ from diffusion_lens.analysis.over_facts.folder import fact_seed
 from diffusion_lens.data.toy_facts import load
 from diffusion_lens.model.noise import HeadAt
 
-KINDS = ["sdar", "bd3lm", "uniform", "udlm", "sedd-uniform", "llada_moe", "llada2", "diffullama", "radd"]
+KINDS = ["sdar", "bd3lm", "uniform", "udlm", "sedd-uniform", "llada2", "dream", "radd"]
 LENGTH, SEED, STEPS = 20, 3, 4
 ASKED = load().facts(trained="d2p", asked="d2p")[:60]
 QUICK = dict(samples=1, length=LENGTH, layers=[0], roles=["prompt_last"], noise=0.1)

@@ -46,15 +46,15 @@ def test_a_neuron_is_patched_as_by_an_ordinary_hook(summed):
     assert grid.effect.abs().max() > 1e-5
 
 
-def test_all_neurons_together_are_the_whole_state_and_the_mlp_s_output(summed):
-    model, pair, layers = summed.model, pair_of(summed), summed.dense_layers
+def test_all_neurons_together_are_the_whole_state_and_the_mlp_s_output(several):
+    model, pair, layers = several.model, pair_of(several), several.dense_layers
     settings = dict(layers=layers, positions=[1, 5])
     whole = patch_grid(model, *pair, metric, "post", **settings)
     assert whole.axes == ("layer", "pos")
     n_neurons = model.run_with_cache(pair[0])[1][f"blocks.{layers[0]}.mlp.hook_post"].shape[-1]
     together = patch_grid(model, *pair, metric, "post", neurons=[range(n_neurons)], **settings)
     assert_close(together.scores[..., 0], whole.scores, **CLOSE)
-    if not summed.has_shared_expert:
+    if not several.has_shared_expert:
         assert_close(whole.scores, patch_grid(model, *pair, metric, "mlp_out", **settings).scores, **CLOSE)
     at_once = patch_grid(model, *pair, metric, "post", layers=layers, positions="all", neurons=[1, 2])
     assert at_once.axes == ("layer", "neuron")
@@ -78,10 +78,10 @@ def test_attributions_are_the_estimates_of_patching(summed):
     assert float(found.kept) == pytest.approx(float(sizes.sum() / everything.scores.abs().sum()), rel=1e-4)
 
 
-def test_the_scores_of_all_neurons_of_a_block_are_that_of_its_mlp(summed):
-    model, pair = summed.model, pair_of(summed)
+def test_the_scores_of_all_neurons_of_a_block_are_that_of_its_mlp(several):
+    model, pair = several.model, pair_of(several)
     nodes = node_attribution(model, *pair, metric, ig_steps=2)
-    for layer in summed.dense_layers:
+    for layer in several.dense_layers:
         of_layer = neuron_attribution(model, *pair, metric, layers=[layer], top=3, ig_steps=2)
         mlp = nodes.scores[nodes.writers.index(f"m{layer}")]
         assert_close(of_layer.total, mlp.double(), rtol=1e-3, atol=1e-5)

@@ -42,10 +42,10 @@ def other_subject(query):
 
 
 @pytest.mark.parametrize("settings", [dict(kind="mlp", window=2), dict(severed="attn", corruption="replace")])
-def test_the_trace_of_a_bank_is_the_mean_of_the_traces_of_its_canvases(every, settings):
-    bank, settings = bank_of(every), dict(noise=0.5, samples=2, **settings)
-    trace = causal_trace(every.model, bank, **settings)
-    each = [causal_trace(every.model, query, **settings) for query in bank]
+def test_the_trace_of_a_bank_is_the_mean_of_the_traces_of_its_canvases(several, settings):
+    bank, settings = bank_of(several), dict(noise=0.5, samples=2, **settings)
+    trace = causal_trace(several.model, bank, **settings)
+    each = [causal_trace(several.model, query, **settings) for query in bank]
     for name in ("scores", "token_scores", "clean_token_scores", "corrupted_token_scores", "indirect_effect"):
         torch.testing.assert_close(
             getattr(trace, name), torch.stack([getattr(one, name) for one in each]).mean(0), **CLOSE
@@ -94,8 +94,8 @@ def test_the_grid_of_a_bank_is_the_mean_of_the_grids_of_its_canvases(summed):
         assert grid.effect.abs().max() > 1e-5
 
 
-def test_the_key_of_a_bank_is_the_mean_and_its_value_serves_all_canvases(summed):
-    model, bank, layer = summed.model, bank_of(summed), summed.dense_layers[0]
+def test_the_key_of_a_bank_is_the_mean_and_its_value_serves_all_canvases(several):
+    model, bank, layer = several.model, bank_of(several), several.dense_layers[0]
     keys = [compute_key(model, query, layer).vector for query in bank]
     torch.testing.assert_close(compute_key(model, bank, layer).vector, torch.stack(keys).mean(dim=0), **CLOSE)
     settings = dict(kl_factor=0.0, weight_decay=0.0, stop_below=0.0)

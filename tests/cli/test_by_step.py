@@ -118,8 +118,11 @@ SETTINGS: list[tuple[list[str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "more"), SETTINGS, ids=["severed", "replace", "swap"])
-@pytest.mark.parametrize("steps", [[], ["--steps", "4"]], ids=["one canvas", "steps"])
+@pytest.mark.parametrize(
+    ("options", "more", "steps"),
+    [(*SETTINGS[0], ["--steps", "4"]), (*SETTINGS[1], []), (*SETTINGS[2], ["--steps", "4"])],
+    ids=["severed", "replace", "swap"],
+)
 def test_settings_of_a_trace_mean_the_same_on_the_command_line(
     mdm: HookedDiffusionTransformer, options: list[str], more: dict[str, Any], steps: list[str], tmp_path: Path
 ) -> None:

@@ -24,10 +24,10 @@ ASKED = {
     "rome": ["smdm-1028m", *ASK, "--layer", "0", "--iterations", "2"],
     "recall": ["smdm-1028m-reverse", "--steps", "1", "--steps", "4", *SHORT],
     "aie": ["llada-8b-base", "--data", "known-1000", "--layer", "-1", "--samples", "1"],
-    "compare": ["smdm-1028m", "ar-1028m", "--limit", "20", "--layer", "0", *SHORT],
-    "signatures": ["smdm-1028m", "--against", "ar-1028m", *SHORT],
-    "finetune": ["smdm-1028m", "--out", "out"],
-    "adapt": ["llama-3.2-1b", "--out", "out"],
+    "compare": ["smdm-1028m", "ar-1028m", "--limit", "4", "--rank", "2", "--layer", "0", *SHORT],
+    "signatures": ["smdm-1028m", "--against", "ar-1028m", "--limit", "5", *SHORT],
+    "finetune": ["smdm-1028m", "--out", "out", "--batch-size", "4"],
+    "adapt": ["llama-3.2-1b", "--out", "out", "--batch-size", "2"],
 }
 
 
@@ -57,10 +57,10 @@ def test_a_dry_run_asks_no_network(command: str, tmp_path: Path, monkeypatch: py
         assert told["results"]["forward_passes"] == 1800 * 5 * 2
     if command == "aie":
         assert told["settings"]["facts"] == 1209
-    if command == "signatures":  # 30 people trained p2d, two models, each of its depth
+    if command == "signatures":  # 5 people, two models, each of its depth
         depths = [shape_of(model).n_layers for model in ("smdm-1028m", "ar-1028m")]
-        assert told["results"]["forward_passes"] == 30 * sum(depth + 4 for depth in depths)
-        assert told["results"]["backward_passes"] == 30 * 2 * 2
+        assert told["results"]["forward_passes"] == 5 * sum(depth + 4 for depth in depths)
+        assert told["results"]["backward_passes"] == 5 * 2 * 2
     if command == "finetune":
         assert told["settings"]["rows"] == 3600
     assert list(tmp_path.iterdir()) == []
@@ -84,7 +84,7 @@ def test_a_layer_may_be_counted_from_the_end() -> None:
 
 def test_a_comparison_prices_each_model_by_its_own_size() -> None:
     def priced(*models: str) -> dict[str, Any]:
-        data = ["--data", "toy", "--limit", "20", "--layer", "-1"]
+        data = ["--data", "toy", "--limit", "4", "--rank", "2", "--layer", "-1"]
         asked = ["compare", *models, *data, "--dry-run", "--flops", "1e12", "--json"]
         results: dict[str, Any] = json.loads(CliRunner().invoke(app, asked).stdout)["results"]
         return results
@@ -136,8 +136,10 @@ EXACT = {
 
 
 @pytest.mark.usefixtures("undrawn_figures")
-@pytest.mark.parametrize("model", ["tiny-mdm", "tiny-ar"])
-@pytest.mark.parametrize("job", EXACT)
+@pytest.mark.parametrize(
+    ("job", "model"),
+    [*((job, "tiny-mdm") for job in EXACT), *((job, "tiny-ar") for job in ("trace of a step", "recall", "signatures"))],
+)
 def test_a_command_does_the_work_of_its_dry_run(job: str, model: str, tmp_path: Path, token_layers: Any) -> None:
     command, *options = EXACT[job]
     asked = [command, model, *options, "--device", "cpu", "--out", str(tmp_path / "out")]

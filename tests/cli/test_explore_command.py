@@ -22,6 +22,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "400"}).invoke(app, ["explore", *arguments])
 
 
+@pytest.mark.usefixtures("few_samples")
 def test_a_file_shows_the_pair_without_a_server(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     asked = [*ASK[:2], *ASK[4:], "--limit", "1"]
@@ -41,6 +42,7 @@ def written(out: Path, *arguments: str) -> PageFile:
     return PageFile(out.read_text(encoding="utf-8"))
 
 
+@pytest.mark.usefixtures("few_samples")
 def test_a_diffusion_model_is_asked_in_reverse_and_an_ar_model_alone_forward(tmp_path: Path) -> None:
     page = written(tmp_path / "pair.html", "site-mdm", "--against", "pair", "--limit", "1")
     mdm, ar = page.manifest["runs"][:2]
@@ -60,6 +62,7 @@ def test_a_diffusion_model_is_asked_in_reverse_and_an_ar_model_alone_forward(tmp
     assert (fact["trained"], fact["asked"]) == ("p2d", "p2d")
 
 
+@pytest.mark.usefixtures("few_samples")
 def test_the_table_has_the_facts_that_are_chosen(tmp_path: Path) -> None:
     file = tmp_path / "facts.jsonl"
     file.write_text('{"prompt": "Gustav Geisser is the", "subject": "Gustav Geisser", "answer": " brave drummer"}\n')

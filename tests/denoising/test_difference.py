@@ -247,6 +247,7 @@ def test_runs_that_cannot_be_compared_are_refused(several):
         run.diff(shifted)
 
 
+@pytest.mark.parametrize("every", ["dream", "bd3lm", "uniform"], indirect=True)
 def test_the_picture_marks_what_differs(pair):
     run, other = pair
     difference = run.diff(other)

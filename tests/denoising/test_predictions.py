@@ -35,9 +35,9 @@ def long_run(trained):
     return trained.denoise("Plerrick Baupling is the", max_new_tokens=6, steps=12, predictions=5)
 
 
-def test_a_replay_predicts_what_the_run_predicted(every):
-    run = run_of(every)
-    equal(run.predictions(every.model, TOP), run.predictions)
+def test_a_replay_predicts_what_the_run_predicted(several):
+    run = run_of(several)
+    equal(run.predictions(several.model, TOP), run.predictions)
     assert bool(run.predictions.masked.any())
 
 
@@ -108,9 +108,9 @@ def test_a_run_with_a_cache_records_them_too(several):
     torch.testing.assert_close(run.predictions.entropy, plain.predictions.entropy, equal_nan=True)
 
 
-def test_every_open_position_of_every_step_is_predicted(every):
-    run = run_of(every)
-    if every.model.cfg.is_autoregressive:
+def test_every_open_position_of_every_step_is_predicted(several):
+    run = run_of(several)
+    if several.model.cfg.is_autoregressive:
         wanted = torch.stack([run.revealed_at == step for step in run.predictions.steps])
     else:
         wanted = torch.stack([run.state_at(step).masked for step in run.predictions.steps])

@@ -14,7 +14,7 @@ from diffusion_lens.explorer import Session, Spec, explore
 from diffusion_lens.explorer.spec import PageRequest
 
 LENGTH = toy_facts.SENTENCE_LENGTH
-FACTS = toy_facts.load().facts()[::67]
+FACTS = toy_facts.load().facts()[: 12 * 67 : 67]
 SETTINGS = dict(length=LENGTH, steps=4)
 NOTHING = {**dict.fromkeys(("recalled", "p", "commitment", "effect", "run", "error")), "studied": []}
 on_mdm = pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
@@ -115,6 +115,7 @@ def test_a_fact_is_measured_by_as_few_passes_as_possible(tiny, monkeypatch):
 
 
 @on_mdm
+@pytest.mark.usefixtures("few_samples")
 def test_a_page_contains_the_facts_that_are_asked_for(tiny):
     session = Session([tiny], facts=FACTS[:3], settings=SETTINGS)
     shown, *others = (session.fact({"id": index}) for index in range(3))
@@ -129,7 +130,7 @@ def test_a_page_contains_the_facts_that_are_asked_for(tiny):
 
 
 @on_mdm
-@pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.usefixtures("annotations_unchecked", "few_samples")
 def test_a_page_that_is_too_large_says_what_to_do_in_the_browser(tiny, monkeypatch):
     session = Session([tiny], facts=FACTS[:2], settings=SETTINGS)
     run = session.run(session.fact({"id": 0})["spec"])["id"]
@@ -218,6 +219,7 @@ def test_every_kind_of_model_has_values(in_words, family):
 
 
 @on_mdm
+@pytest.mark.usefixtures("few_samples")
 def test_a_file_contains_the_run_of_every_fact(tiny, tmp_path):
     strange = Fact("Xylo is the", "Xylo", " drummer of Rolsen.")
     path = explore(tiny, [*FACTS[:2], strange], tmp_path / "facts.html", state={"step": 2}, **SETTINGS)

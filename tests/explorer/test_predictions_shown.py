@@ -126,12 +126,12 @@ def test_steps_that_are_not_all_known_give_no_commitment(tiny):
         assert entropy == pytest.approx(float(whole.entropy[step, 0, position]), rel=1e-4)
 
 
-def test_a_lens_gives_what_the_run_predicted(every):
+def test_a_lens_gives_what_the_run_predicted(several):
     from diffusion_lens.analysis import logit_lens
 
-    run = every.model.denoise(every.tokens[:, :5] % 500, length=11, steps=11)
-    page = run.explore(lens=logit_lens(every.model, run, top_k=TOP), row=1)
-    expected, (_, arrays) = run.predictions(every.model, top_k=TOP), unpack(page.runs[0].chunks["predictions"])
+    run = several.model.denoise(several.tokens[:, :5] % 500, length=11, steps=11)
+    page = run.explore(lens=logit_lens(several.model, run, top_k=TOP), row=1)
+    expected, (_, arrays) = run.predictions(several.model, top_k=TOP), unpack(page.runs[0].chunks["predictions"])
     steps, positions = expected.masked[:, 1].nonzero().T
     assert (arrays["step"].tolist(), arrays["position"].tolist()) == (steps.tolist(), positions.tolist())
     for name, table in (("top_probabilities", expected.probabilities), ("entropy", expected.entropy)):

@@ -113,6 +113,7 @@ def test_a_widget_computes_in_a_thread_as_the_session_does(tiny, monkeypatch):
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.usefixtures("few_samples")
 def test_a_widget_answers_about_facts_prompts_and_pages(tiny, monkeypatch):
     shown = Shown(tiny, monkeypatch)
     (run,) = shown.widget.manifest["runs"]

@@ -187,6 +187,7 @@ def test_progress_is_told_while_another_request_computes(tiny):
     assert (seen["what"], seen["of"]) == ("denoising", 600)
 
 
+@pytest.mark.usefixtures("few_samples")
 def test_facts_suggestions_and_pages_are_those_of_the_session(tiny):
     fact = Fact("Gustav Geisser is the", "Gustav Geisser", " brave drummer of Rolsen.")
     settings = dict(facts=[fact], settings={"steps": 3})

@@ -85,7 +85,9 @@ def network(tiny, what):
     return given, (point, at_steps(swap(taken(point), [0, 1]), [1, 2, 3]))
 
 
-@pytest.mark.parametrize("what", ["zero", "mean", "patch"])
+@pytest.mark.parametrize(
+    ("tiny", "what"), [("tiny-mdm", "zero"), ("tiny-mdm", "patch"), ("tiny-ar", "mean")], indirect=["tiny"]
+)
 def test_an_intervention_is_a_hook_of_the_library(tiny, session, what):
     given, hook = network(tiny, what)
     if given.get("source"):

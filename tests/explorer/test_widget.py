@@ -51,6 +51,7 @@ def test_any_message_is_answered(tiny):
     assert sent == [False] * 5
 
 
+@pytest.mark.usefixtures("few_samples")
 def test_a_file_contains_the_runs_of_a_pair(tmp_path):
     pair = load_pair("tiny-mdm")
     path = explore(pair, FACT, tmp_path / "pair.html", steps=2, sampler="ancestral", attention=[1])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from oracles.memory import peak_of_tensors
+from scipy.stats import rankdata
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import roc_auc_score
 
@@ -168,7 +169,8 @@ def test_rows_are_the_units_of_intervals(predictions, right):
         p, truth = predictions.probabilities[0, rows, :, 0].reshape(-1).numpy(), right[rows].reshape(-1).numpy()
         known = ~np.isnan(p)
         p, truth = p[known], truth[known]
-        auroc_of.append(roc_auc_score(truth, p))
+        of_right = rankdata(p)[truth].sum() - truth.sum() * (truth.sum() + 1) / 2
+        auroc_of.append(of_right / (truth.sum() * (~truth).sum()))
         bins = np.digitize(p, [0.25, 0.5, 0.75])
         ece_of.append(sum(abs((truth[bins == b] - p[bins == b]).sum()) for b in range(4)) / len(p))
     tails = [0.0203, 1 - 0.0203]  # of Student's law with 39 degrees of freedom, times the root of 40 / 39

@@ -57,9 +57,9 @@ def test_every_position_against_a_loop(every):
     assert torch.equal(found.predicted, predictions.masked.any(dim=0))
 
 
-def test_settled_is_what_the_whole_canvas_would_be(every):
+def test_settled_is_what_the_whole_canvas_would_be(several):
     """Every step's canvas with the likeliest tokens written: is it the final one?"""
-    run = run_of(every)
+    run = run_of(several)
     found, predictions = commitment(run), run.predictions
     for place in range(len(predictions.steps)):
         text = torch.where(predictions.masked[place], predictions.likeliest[place], run.canvases[place])

@@ -48,9 +48,8 @@ def one_at_a_time(model, run, step, index, others):
     return torch.stack(own), torch.stack(kl), torch.stack(change)
 
 
-@pytest.mark.parametrize("others", ["masked", "present"])
-@pytest.mark.parametrize("canvas", [-1, 2])
-def test_every_pair_one_at_a_time(every, others, canvas):
+@pytest.mark.parametrize(("canvas", "others"), [(-1, "present"), (2, "masked")])
+def test_every_pair_one_at_a_time(every, canvas, others):
     model, cfg = every.model, every.model.cfg
     if not cfg.has_mask or cfg.opens_blocks:
         run = model.denoise(every.tokens[:1, :5] % 500, length=LENGTH, steps=LENGTH)

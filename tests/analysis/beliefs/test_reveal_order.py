@@ -76,11 +76,11 @@ def test_left_to_right_and_right_to_left(model, order):
     assert found.later_than_in_text.tolist() == pytest.approx([0, 0] if order == 1 else [4 / 6, -10 / 12], abs=1e-6)
 
 
-def test_a_text_that_grows_is_left_to_right(every):
-    steps = 11 if every.model.cfg.opens_blocks else 6
-    run = every.model.denoise(every.tokens[:, :5] % 500, length=11, steps=steps, predictions=1)
+def test_a_text_that_grows_is_left_to_right(several):
+    steps = 11 if several.model.cfg.opens_blocks else 6
+    run = several.model.denoise(several.tokens[:, :5] % 500, length=11, steps=steps, predictions=1)
     found = reveal_order(run)
-    if every.model.cfg.is_autoregressive:
+    if several.model.cfg.is_autoregressive:
         assert found.left_to_right.tolist() == pytest.approx([1, 1, 1])
     assert found.rank.nanmean(dim=1).tolist() == pytest.approx([0.5] * 3)
 

@@ -84,7 +84,7 @@ def test_sinks_and_absorption_of_the_authors():
 def run_and_cache(every, names=POINTS):
     cfg = every.model.cfg
     steps = {} if cfg.opens_blocks or cfg.is_autoregressive else {"steps": 3}
-    if cfg.opens_blocks and cfg.time_conditioning:
+    if cfg.opens_blocks and (cfg.time_conditioning or cfg.self_conditioning):
         steps = {"steps": 8}
     prompt = every.tokens[:2, :6] % 400 + 3
     return every.model.denoise_with_cache(prompt, names_filter=lambda name: name.endswith(names), length=12, **steps)
@@ -127,11 +127,11 @@ def test_each_mean_over_queries_equals_a_loop(every):
                 assert ours.scores[i, layer, head, row, outside].isnan().all()
 
 
-def test_the_rollout_equals_a_product_of_cached_patterns(every):
-    run, cache_of = run_and_cache(every, "hook_pattern")
-    n_layers = every.model.cfg.n_layers
+def test_the_rollout_equals_a_product_of_cached_patterns(several):
+    run, cache_of = run_and_cache(several, "hook_pattern")
+    n_layers = several.model.cfg.n_layers
     halves = {"first": range(4), "second": range(5, 12)}
-    ours, pooled = (attention_rollout(every.model, run, layers=None, regions=r) for r in (None, halves))
+    ours, pooled = (attention_rollout(several.model, run, layers=None, regions=r) for r in (None, halves))
     for step in range(run.n_steps):
         present = present_of(run, step)
         for row in range(len(run)):
@@ -151,10 +151,10 @@ def test_the_rollout_equals_a_product_of_cached_patterns(every):
             assert_close(product.sum(dim=1), torch.ones(len(inside), dtype=torch.double))
 
 
-def test_retrieval_equals_a_loop_over_written_tokens(every):
-    run, cache_of = run_and_cache(every, "hook_pattern")
+def test_retrieval_equals_a_loop_over_written_tokens(several):
+    run, cache_of = run_and_cache(several, "hook_pattern")
     run = replace(run, tokens=run.tokens[:, :6].repeat(1, 2))  # as if it had written its prompt again
-    heads = retrieval_heads(every.model, run)
+    heads = retrieval_heads(several.model, run)
     n_seen = 0
     for row in range(len(run)):
         for pos in range(run.tokens.shape[1]):
@@ -167,18 +167,18 @@ def test_retrieval_equals_a_loop_over_written_tokens(every):
                 continue
             n_seen += 1
             state = run.state_at(step)
-            query = int(every.model.readout.rows(torch.tensor(pos)))
+            query = int(several.model.readout.rows(torch.tensor(pos)))
             if state.block is not None:
                 query = int(state.block.rows(torch.tensor([query]), torch.tensor([pos]), torch.tensor([row]))[0])
-            for layer in range(every.model.cfg.n_layers):
-                for head in range(every.model.cfg.n_heads):
+            for layer in range(several.model.cfg.n_layers):
+                for head in range(several.model.cfg.n_heads):
                     attention = cache_of[step][f"blocks.{layer}.attn.hook_pattern"][row, head, query]
                     assert heads.retrieved[layer, head, row, pos] == (int(attention.argmax()) in places)
                     expected = sum(attention[j] for j in places)
                     assert_close(heads.attention[layer, head, row, pos], expected, rtol=1e-3, atol=1e-5)
     assert n_seen == int(heads.retrievable.sum()) > 0
     # From everywhere: from written tokens too, but not from the position itself.
-    heads = retrieval_heads(every.model, run, source=torch.ones_like(run.given))
+    heads = retrieval_heads(several.model, run, source=torch.ones_like(run.given))
     for row, pos in (run.revealed_at >= 0).nonzero().tolist():
         canvas = run.canvases[run.revealed_at[row, pos], row]
         assert heads.n_places[row, pos] == sum(canvas[j] == run.tokens[row, pos] for j in range(12) if j != pos)

@@ -54,11 +54,11 @@ def test_projections_are_dot_products_of_cached_states(small, tmp_path):
     assert unmasked.projection.mean() == pytest.approx(float(found.mean(masked=False)[2, 1]), abs=1e-5)
 
 
-def test_projections_of_texts_have_no_step(every):
-    d = drawn(every.model)
-    found = projection(every.model, every.tokens, d)
-    _, cache = every.model.run_with_cache(every.tokens)
-    assert found.values.shape == (every.model.cfg.n_layers + 1, 3, 17)
+def test_projections_of_texts_have_no_step(several):
+    d = drawn(several.model)
+    found = projection(several.model, several.tokens, d)
+    _, cache = several.model.run_with_cache(several.tokens)
+    assert found.values.shape == (several.model.cfg.n_layers + 1, 3, 17)
     for name, own in zip(found.names, found.values, strict=True):
         assert_close(own, cache[name] @ (d / d.norm()), rtol=1e-3, atol=1e-4)
     assert found.plot().lines

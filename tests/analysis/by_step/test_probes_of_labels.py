@@ -192,7 +192,7 @@ def test_the_interval_of_selectivity_has_both_errors():
 
 @on_mdm
 def test_without_memory_for_held_out_rows_there_is_no_interval(small):
-    texts = [fact.prompt + fact.answer for fact in FACTS[:40]]
+    texts = [fact.prompt + fact.answer for fact in FACTS[:20]]
     one = partial(probe_time, small, texts, NAME, samples=8, ridge=ONE)
     with pytest.raises(ValueError, match="the sums of 1 hook points take") as refused:
         one(max_bytes=1)
@@ -348,6 +348,10 @@ def test_classes_of_runs_are_found_where_they_were_planted(small):
     assert "accuracy of 3 classes" in repr(found)
 
 
+# Both readouts, and blocks: with a first position read one earlier, with times, and of a network with an encoder.
+@pytest.mark.parametrize(
+    "every", ["llada_moe-options", "dream", "fast_dllm", "nemotron-block", "bd3lm", "diffusion_gemma"], indirect=True
+)
 def test_a_row_has_the_label_of_the_position_that_it_predicts(every):
     """Numbers of positions, planted in the rows that predict these: one before them with the shifted readout."""
     model = every.model
@@ -526,7 +530,7 @@ def test_rows_of_classes_take_at_most_the_budget(tiny):
     texts = [" ".join(["Gustav is the brave"] * 8), " ".join(["Tilda was the young"] * 8)] * 3
     labels = [[True, False] * 16] * 6
     one = partial(
-        probe, tiny, texts, labels, "blocks.0.hook_resid_pre", positions="all", samples=32, ridge=RidgeSettings(seed=4)
+        probe, tiny, texts, labels, "blocks.0.hook_resid_pre", positions="all", samples=12, ridge=RidgeSettings(seed=4)
     )
     with pytest.raises(ValueError, match="the rows of 1 hook points take") as refused:
         one(max_bytes=1)

@@ -25,7 +25,9 @@ POINTS = (*STATES.values(), "hook_resid_pre", "hook_resid_mid", "hook_resid_post
 
 def run_and_cache(every, names=POINTS):
     cfg, tokens = every.model.cfg, every.tokens[:2, :6] % 400 + 3
-    steps = {"steps": 8 if cfg.time_conditioning else None} if cfg.opens_blocks else {"steps": 5}
+    steps = (
+        {"steps": 8 if cfg.time_conditioning or cfg.self_conditioning else None} if cfg.opens_blocks else {"steps": 5}
+    )
     return every.model.denoise_with_cache(
         tokens,
         names_filter=lambda name: name.endswith(names),
@@ -63,16 +65,16 @@ def test_drift_equals_that_of_cached_states(every):
                 assert ours.cosines[kind][i, layer][~both].isnan().all()
 
 
-def test_every_position_of_both_canvases_is_in_one_group(every):
-    run, _ = run_and_cache(every, "hook_embed")
-    drift = state_drift(every.model, run, layers=[0])
+def test_every_position_of_both_canvases_is_in_one_group(several):
+    run, _ = run_and_cache(several, "hook_embed")
+    drift = state_drift(several.model, run, layers=[0])
     before, after = run.canvases[:-2], run.canvases[1:-1]
     both = (before != -1) & (after != -1) & run.real
     groups = drift.groups
     assert torch.equal(sum(where.int() for where in groups.values()), both.int())
     assert torch.equal(groups["just written"], both & (before != after))
-    if every.model.cfg.has_mask:
-        assert torch.equal(groups["masked"], both & (after == every.model.cfg.blank))
+    if several.model.cfg.has_mask:
+        assert torch.equal(groups["masked"], both & (after == several.model.cfg.blank))
     assert torch.equal(groups["prompt"], both & run.given & (before == after))
     per_group = torch.stack([drift.mean("keys", group).nan_to_num()[:, 0] * n for group, n in sizes(groups)])
     total = both.flatten(1).sum(dim=1)
@@ -122,18 +124,18 @@ def test_a_cache_that_holds_one_step_has_the_drift_of_that_step(small):
     assert low <= held.keys[step, 1] <= high
 
 
-def test_layer_cosines_equal_those_of_cached_streams(every):
-    run, cache_of = run_and_cache(every)
-    ours = layer_cosines(every.model, run)
+def test_layer_cosines_equal_those_of_cached_streams(several):
+    run, cache_of = run_and_cache(several)
+    ours = layer_cosines(several.model, run)
     for step in range(run.n_steps):
         present = (run.canvases[step] != -1) & run.real
-        for layer in range(every.model.cfg.n_layers):
+        for layer in range(several.model.cfg.n_layers):
             expected = cosine(cache_of[step][resid_pre(layer)], cache_of[step][resid_post(layer)])
             assert_close(ours.cosine[step, layer][present], expected[present], rtol=1e-4, atol=1e-4)
             assert ours.cosine[step, layer][~present].isnan().all()
-    if every.model.cfg.has_mask:
-        masked = run.canvases[:-1] == every.model.cfg.blank
-        own = [ours.cosine[0, layer][masked[0]].mean() for layer in range(every.model.cfg.n_layers)]
+    if several.model.cfg.has_mask:
+        masked = run.canvases[:-1] == several.model.cfg.blank
+        own = [ours.cosine[0, layer][masked[0]].mean() for layer in range(several.model.cfg.n_layers)]
         if masked[0].any():
             assert_close(ours.mean("masked")[0], torch.stack(own))
 
@@ -142,7 +144,8 @@ def test_layer_cosines_equal_those_of_cached_streams(every):
 def test_a_skipped_block_leaves_the_stream_as_it_is(every):
     model, last = every.model, every.model.cfg.n_layers - 1
     hooks = skip_layers(model, [1, -1])
-    run = model.denoise(every.tokens[:, :6], length=12, fwd_hooks=hooks)
+    steps = {"steps": 8} if model.cfg.time_conditioning else {}
+    run = model.denoise(every.tokens[:, :6], length=12, fwd_hooks=hooks, **steps)
     assert run.record["hooks"]
     with model.hooks(fwd_hooks=hooks):
         cosines = layer_cosines(model, run)
@@ -212,7 +215,7 @@ def least_bytes(call):
 @pytest.mark.parametrize("small", ["mdm"], indirect=True)
 @pytest.mark.parametrize("analyse", [state_drift, layer_cosines])
 def test_tensors_of_a_call_take_at_most_the_budget(small, analyse):
-    call = partial(analyse, small, small.denoise(PROMPTS[0], max_new_tokens=4, steps=200))
+    call = partial(analyse, small, small.denoise(PROMPTS[0], max_new_tokens=4, steps=60))
     least = least_bytes(call)
     assert peak_of_tensors(partial(call, max_bytes=least)) <= least
 
@@ -222,7 +225,8 @@ def test_tensors_of_a_call_take_at_most_the_budget(small, analyse):
 def test_the_budget_contains_states_in_float64(every, analyse, monkeypatch):
     monkeypatch.setattr(batching, "RESERVE_ON_CPU", 1.0)
     half = deepcopy(every.model).to(torch.bfloat16)
-    run = half.denoise(every.tokens[:, :6] % 400 + 3, length=12)
+    steps = {"steps": 8} if half.cfg.time_conditioning else {}
+    run = half.denoise(every.tokens[:, :6] % 400 + 3, length=12, **steps)
     call = partial(analyse, half, run, layers=[-1])
     least = least_bytes(call)
     assert peak_of_tensors(partial(call, max_bytes=least)) <= least

@@ -25,7 +25,7 @@ from diffusion_lens.analysis import (
 from diffusion_lens.analysis.rome import query_with_prefixes
 from diffusion_lens.data import EditRequest, toy_facts
 
-KINDS = ["sdar", "bd3lm", "uniform", "udlm", "sedd-uniform", "llada_moe", "llada2", "diffullama", "radd"]
+KINDS = ["sdar", "bd3lm", "uniform", "udlm", "sedd-uniform", "llada2", "dream", "radd"]
 PEOPLE = toy_facts.load()
 ASKED = {fact.id: fact for fact in PEOPLE.facts("both")}
 LENGTH, PREFIXES = 20, ["Tilda Drusser is the miner. "]

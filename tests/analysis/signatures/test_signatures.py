@@ -210,8 +210,8 @@ def assert_cuts_are_those_of_whole_blocks(model, pairs):
     assert cuts.nan_to_num().abs().max() > 1e-3
 
 
-def test_a_hook_that_only_looks_changes_no_cut_and_no_route(summed):
-    assert_cuts_are_those_of_whole_blocks(summed.model, random_pairs(summed.model, n=2, lengths=(6, 9)))
+def test_a_hook_that_only_looks_changes_no_cut_and_no_route(several):
+    assert_cuts_are_those_of_whole_blocks(several.model, random_pairs(several.model, n=2, lengths=(6, 9)))
 
 
 def test_nor_on_canvases_without_padding(several):
@@ -403,8 +403,8 @@ def test_kinds_of_positions_other_than_rotary(kind):
     assert "isotropic" not in found.curves().routes
 
 
-def test_a_pair_is_the_same_alone_and_beside_longer_ones(summed):
-    model, pairs = summed.model, random_pairs(summed.model, lengths=(7, 9))
+def test_a_pair_is_the_same_alone_and_beside_longer_ones(several):
+    model, pairs = several.model, random_pairs(several.model, lengths=(7, 9))
     candidates = sorted({pair.reverse.answer_token for pair in pairs})
     together = reversal_signatures(model, pairs, candidates=candidates)
     alone = reversal_signatures(model, pairs[:1], candidates=candidates)

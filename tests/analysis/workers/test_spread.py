@@ -53,9 +53,11 @@ STUDIES: dict[str, Callable[..., Any]] = {
     "recalled": lambda model, **more: average_indirect_effect(
         model, FACTS, **SHORT, loop=LoopSettings(steps=2, temperature=0.5, batch_size=2), **more
     ),
-    "trajectories": lambda model, **more: average_trajectory_effect(model, FACTS[:3], **SHORT, known="all", **more),
     "graphs": lambda model, **more: average_run_graph(
         model, PEOPLE.facts()[:40:10], points=2, n_masks=5, loop=LoopSettings(steps=2), **more
+    ),
+    "trajectories": lambda model, **more: average_trajectory_effect(
+        model, FACTS[:3], **SHORT, layers=[1, 3], loop=LoopSettings(steps=3), known="all", **more
     ),
     "keys and values": lambda model, **more: key_value_study(model, FACTS, [0], search=SEARCH, batch_size=2, **more),
     "recall": lambda model, **more: recall_by_steps(model, FACTS, [1, 3], temperature=0.7, batch_size=2, **more),
