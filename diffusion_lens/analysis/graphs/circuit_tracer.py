@@ -56,11 +56,12 @@ def as_graph(graph: Any, slug: str) -> tuple[dict[str, Any], list[str]]:
         elif kind == "feature":
             number = n_features * branch + int(graph.feature[i])
         ids.append(f"{layer}_{number}_{position}")
+        both = int(layer) + number if type_ == _FEATURE else 0
         nodes.setdefault(
             ids[-1],
             {
                 "node_id": ids[-1],
-                "feature": number,
+                "feature": both * (both + 1) // 2 + number,  # the viewers tell layer and number from this
                 "layer": layer,
                 "ctx_idx": position,
                 "feature_type": type_,

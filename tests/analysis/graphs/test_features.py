@@ -179,6 +179,10 @@ def test_a_graph_with_features_is_named_drawn_saved_and_written(either: Any, tmp
     assert len(set(ids)) == len(ids)
     types = {node["feature_type"] for node in document["nodes"]}
     assert types >= {"cross layer transcoder", "mlp reconstruction error", "logit"}
+    # Cantor's pairing of layer and number, by which the viewers look a feature up.
+    name = next(name for name in graph.names if ".f" in name)
+    number, node = int(name.split(".f")[1]), next(node for node in document["nodes"] if node["clerp"].endswith(name))
+    assert node["feature"] == sum(range(int(node["layer"]) + number + 1)) + number
 
 
 def test_what_is_no_transcoder_of_the_model_is_refused(either: Any) -> None:
