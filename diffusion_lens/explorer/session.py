@@ -454,9 +454,10 @@ class Session:
 def _graph_in(state: Mapping[str, Any] | None) -> str:
     """Name of the chunk of the graph that a state shows; "" for none."""
     try:
-        return str(json.loads((state or {}).get("graph") or "{}")["chunk"])
+        name = str(json.loads((state or {}).get("graph") or "{}")["chunk"])
     except (ValueError, KeyError, TypeError):
         return ""
+    return name if name.startswith("graph/") else ""
 
 
 def of_fact(live: LiveRun, fact: int) -> PageRun:

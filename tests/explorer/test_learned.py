@@ -136,9 +136,11 @@ def test_a_session_computes_graphs_and_a_page_has_the_one_that_is_shown(tiny):
     decided = [words[word] for word, kind in zip(arrays["other"], header["kinds"], strict=True) if kind == "decision"]
     assert decided == [graph.words[token] for token in graph.nodes.sort_index().query("kind == 'decision'").other]
     state = {"graph": json.dumps({"chunk": name})}
-    (with_graph,), (without,) = (session.page([run["id"]], state=one).runs for one in (state, {"graph": "[1]"}))
-    assert with_graph.chunks[name] == session.chunk(run["id"], name)
-    assert (with_graph.entry["graph"], without.entry["graph"]) == ({"chunk": name}, None)
+    page = session.page([run["id"]], state=state).runs[0]
+    assert page.chunks[name] == session.chunk(run["id"], name)
+    assert page.entry["graph"] == {"chunk": name}
+    for other_state in (None, {"graph": "[1]"}, {"graph": json.dumps({"chunk": "predictions"})}):
+        assert session.page([run["id"]], state=other_state).runs[0].entry["graph"] is None
 
     zero = {"what": "zero", "site": "mlp", "layer": 0}
     changed = session.run({**run["spec"], "base": run["id"], "interventions": [zero]})

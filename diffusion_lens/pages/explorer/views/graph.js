@@ -140,7 +140,8 @@ class GraphPane {
   }
 
   async draw(/** @type {Seen} */ seen) {
-    const { run, dark, position } = seen, given = parsed(seen.state.graph), name = run.graph.chunk ?? given?.chunk ?? "";
+    const { run, dark, position } = seen, given = parsed(seen.state.graph);
+    const name = run.graph.chunk ?? (/^graph\//.test(given?.chunk) ? String(given.chunk) : "");
     this.seen = seen;
     this.form.hidden = Boolean(run.graph.chunk);
     this.body.hidden = !run.graph.chunk && !seen.loaded(name);
@@ -364,7 +365,7 @@ class GraphPane {
 
   /** What the menu "Share" saves of this view. @returns {import("../types.js").Saved[]} */
   files() {
-    if (!this.svg) return [];
+    if (!this.svg || this.body.hidden) return [];
     const { document } = this.chunk.header, { pinnedIds, supernodes, clickedId, pruningThreshold } = this.picked;
     const chosen = { pinnedIds, supernodes, clickedId: clickedId.startsWith("supernode-") ? "" : clickedId, pruningThreshold };
     const whole = { ...document, qParams: { ...document.qParams, ...chosen } };
