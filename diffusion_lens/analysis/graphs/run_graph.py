@@ -95,8 +95,7 @@ class GraphSettings(Settings):
     nodes_per_step: int = setting(
         64,
         "Number of heads, MLPs and features of each step, those with the largest absolute effects, whose incoming "
-        "edges are computed; embeddings and decisions are in addition. A head costs a backward pass through its "
-        "attention. It is also the number of features of a transcoder that are nodes in a step.",
+        "edges are computed; embeddings and decisions are in addition. It is also the number of features of a transcoder that are nodes in a step.",
         partial(at_least, 0),
     )
     max_bytes: int = setting(2**30, "Memory to use in addition to the weights.", partial(at_least, 1))
