@@ -95,8 +95,8 @@ class GraphSettings(Settings):
     nodes_per_step: int = setting(
         64,
         "Number of heads, MLPs, features and errors of each step, those with the largest absolute effects, whose "
-        "edges are computed; embeddings and decisions are in addition. A head costs a backward pass through its "
-        "attention. As many features of a transcoder are nodes in a step.",
+        "edges are computed; embeddings and decisions are in addition. As many features of a transcoder are nodes in "
+        "a step.",
         partial(at_least, 0),
     )
     max_bytes: int = setting(2**30, "Memory to use in addition to the weights.", partial(at_least, 1))
