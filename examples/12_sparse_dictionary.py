@@ -1,7 +1,7 @@
 """Train a sparse autoencoder on a masked diffusion model, and ablate its features at chosen steps.
 
-The Top-K autoencoder (Gao et al. 2024, arXiv 2406.04093) learns from texts masked at random noise levels. The loss on
-other texts shows what reconstructions lose. One feature is specific to masked positions. Those with the largest
+The BatchTopK autoencoder (Bussmann et al. 2024, arXiv 2412.06410) learns from texts masked at random noise levels. The
+loss on other texts shows what reconstructions lose. One feature is specific to masked positions. Those with the largest
 gradient times activity contribute to the tokens that a run writes last; ablating them matters in that step only.
 """
 
@@ -10,30 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from diffusion_lens import HookedDiffusionTransformer, plots
-from diffusion_lens.analysis import activations, dictionary_loss, splice
+from diffusion_lens.analysis import activations, dictionary_loss, splice, train_dictionary
 from diffusion_lens.data import site_facts
 from diffusion_lens.data.site_documents import Documents
 from diffusion_lens.interventions import at_steps
-
-
-class TopK(nn.Module):
-    """An autoencoder with 16 active features: those with the largest pre-activations."""
-
-    def __init__(self, mean: Tensor, n_features: int) -> None:
-        super().__init__()
-        directions = torch.randn(n_features, len(mean), generator=torch.Generator().manual_seed(0))
-        self.decoder = nn.Parameter(directions / directions.norm(dim=1, keepdim=True))
-        self.encoder, self.bias = nn.Parameter(self.decoder.detach().T.clone()), nn.Parameter(mean)
-
-    def encode(self, x: Tensor) -> Tensor:
-        top = torch.relu((x - self.bias) @ self.encoder).topk(16, dim=-1)
-        return x.new_zeros(*x.shape[:-1], len(self.decoder)).scatter(-1, top.indices, top.values)
-
-    def decode(self, features: Tensor) -> Tensor:
-        return features @ self.decoder + self.bias
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,13 +35,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokens, real = model.tokenize(given or texts)
     test = torch.arange(len(tokens)) % 6 == 0
     store = activations(model, tokens[~test], name, attention_mask=real[~test], out=args.out / "dictionary")
+    n_features = 4 * model.cfg.d_model
+    sae = train_dictionary(model, store, name, n_features=n_features, updates=args.updates, batch_size=256)
+    sae.save(args.out / "dictionary.safetensors")
     everything = store.rows(name, torch.arange(len(store)))
-    sae = TopK(everything.mean(dim=0), 4 * model.cfg.d_model)
-    optimizer = torch.optim.Adam(sae.parameters(), lr=3e-3)
-    for _, x in zip(range(args.updates), store.batches(name, 256, epochs=None), strict=False):
-        optimizer.zero_grad()
-        (sae.decode(sae.encode(x)) - x).square().sum(dim=1).mean().backward()
-        optimizer.step()
     result = dictionary_loss(model, tokens[test], name, sae, attention_mask=real[test])
     print(f"{store}\n{result}")
     for level, (low, high) in enumerate(result.spans.tolist()):

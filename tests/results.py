@@ -328,7 +328,7 @@ def _studies() -> Iterator[Any]:
 
 
 def _measures() -> Iterator[Any]:
-    from diffusion_lens.analysis import Comparison, Comparisons, DictionaryLoss, SparseDictionary
+    from diffusion_lens.analysis import Comparison, Comparisons, DictionaryLoss, FeatureExamples, SparseDictionary
     from diffusion_lens.evaluation import AnswerRanks, NLLByOrder, NLLEstimate
     from diffusion_lens.training import Adaptation, TrainingConfig, TrainingRecord
 
@@ -349,10 +349,21 @@ def _measures() -> Iterator[Any]:
     spans = torch.tensor([[0.0, 0.5], [0.5, 1.0]])
     counted, rows = torch.tensor([3, 4]), torch.tensor([5, 6])
     name = {**RECORD, "name": NAMES[0]}
-    yield DictionaryLoss(rand(2, 2, 4), counted, torch.arange(2), spans, rand(2), rand(2), rows, 0.5, name)
+    yield DictionaryLoss(rand(2, 2, 4), counted, torch.arange(2), spans, rand(2), rand(2), rows, 0.5, name, rand(2, 6))
     weights = {"W_enc": rand(4, 6), "W_dec": rand(6, 5), "b_dec": rand(5), "losses": rand(30)}
     weights |= {each: rand(6) for each in ("b_enc", "b_noise", "threshold", "density")}
     yield SparseDictionary(**weights, reads=NAMES[0], writes=NAMES[1], conditioned=True, record=RECORD)
+    examples = {each: (torch.arange(6) % 5).reshape(2, 3) for each in ("texts", "positions", "steps", "promoted")}
+    yield FeatureExamples(
+        **examples,
+        **{each: rand(2, 3) for each in ("values", "t", "share", "effects")},
+        around=(torch.arange(78) % 5).reshape(2, 3, 13),
+        density=rand(2, 10),
+        n_rows=torch.arange(10),
+        features=[4, 7],
+        words=WORDS,
+        record={**RECORD, "reads": NAMES[0], "writes": NAMES[1]},
+    )
     yield AnswerRanks(["a"], ["<b>"], rows[:1], rand(1), rand(1), [["<b>", "c"]], rand(1, 2), rand(1, 2), RECORD)
     yield NLLEstimate(1.5, 0.1, 64, RECORD)
     yield NLLByOrder(["a", "<b>"], torch.tensor([[1, 0], [0, 1]]), rand(2, 2), RECORD)

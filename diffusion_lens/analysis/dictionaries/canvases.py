@@ -19,7 +19,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from diffusion_lens.analysis.engine.inputs import CleanTexts, padded
+from diffusion_lens.analysis.engine.inputs import CleanTexts, Inputs, padded
+from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.settings import Real, Settings, at_least, own_seed, plain_number, setting
@@ -182,3 +183,47 @@ class Canvases:
         uniform = torch.rand(1 + len(editable), generator=generator)
         t = low + (high - low) * uniform[0]
         return t, (uniform[1:] < t) & editable, generator
+
+
+@dataclass(frozen=True, eq=False)
+class RunCanvases:
+    """The canvases of runs in place of noise: a level is a step, and the text is what the run wrote in the end."""
+
+    inputs: Inputs
+    texts: CleanTexts
+    spans: tuple[Span, ...]  # time of each step, twice
+
+    @classmethod
+    def of(cls, model: DiffusionTransformer, runs: Sequence[Trajectory]) -> "RunCanvases":
+        """The canvases of all steps.
+
+        Raises:
+            ValueError: The runs are of a causal model, have different steps, or hand predictions on from step to step.
+        """
+        if model.cfg.is_autoregressive or any(run.handed is not None for run in runs):
+            raise ValueError(
+                f"the canvases of these runs are not all that {model.cfg.model_name!r} reads at a step, or it predicts "
+                "no masked token; give texts"
+            )
+        inputs, rows = Inputs.of(model, list(runs)), [(run, row) for run in runs for row in range(len(run.tokens))]
+        tokens = [run.tokens[row][run.real[row]].cpu() for run, row in rows]
+        editable = [~run.given[row][run.real[row]].cpu() for run, row in rows]
+        times = [(time, time) for time in runs[0].record["times"][runs[0].first_step : -1]]
+        return cls(inputs, CleanTexts(tokens, editable, list(range(len(rows))), {}), tuple(times))
+
+    def __len__(self) -> int:
+        return len(self.texts.tokens) * len(self.spans)
+
+    def batches(self, size: int) -> Iterator[CanvasBatch]:
+        """All canvases, at most `size` at a time: those of one run at one step."""
+        for level, step in enumerate(self.inputs.pick_steps(None) or ()):
+            n_before = 0
+            for run, read in zip(self.inputs.trajectories, self.inputs.at(step), strict=True):
+                tokens, open_ = run.tokens.to(read.tokens.device), ~run.given.to(read.tokens.device) & read.real
+                for rows in torch.arange(len(tokens)).split(size):
+                    t, levels = torch.full((len(rows),), self.spans[level][0]), torch.full_like(rows, level)
+                    of_rows = {"tokens": tokens, "noisy": read.tokens, "real": read.real, "editable": open_}
+                    of_rows = {name: x[rows] for name, x in {**of_rows, "masked": read.masked}.items()}
+                    numbers = {"rows": n_before + rows, "texts": n_before + rows, "levels": levels}
+                    yield CanvasBatch(**of_rows, t=t.to(tokens.device), **numbers)
+                n_before += len(tokens)

@@ -23,7 +23,7 @@ For a transcoder x is what it writes, the output of the MLP.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -40,6 +40,7 @@ from diffusion_lens.analysis.dictionaries.canvases import (
     Mask,
     Noise,
     NoiseRange,
+    RunCanvases,
     check_mask,
     spans_of,
 )
@@ -47,6 +48,7 @@ from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.dictionaries.splice import Dictionary, check_dictionary, only_at, splice, vectors
 from diffusion_lens.analysis.dictionaries.store import run_to
 from diffusion_lens.analysis.engine.inputs import CleanTexts, Texts, readable_points
+from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.names import Hook
 from diffusion_lens.interventions import zero_ablate
 from diffusion_lens.model.loss import masked_batch, next_token_batch
@@ -207,7 +209,7 @@ def _ratio(numerators: Float[Tensor, "entry"], denominators: Float[Tensor, "entr
 @torch.no_grad()
 def dictionary_loss(
     model: DiffusionTransformer,
-    texts: Texts,
+    texts: Texts | Trajectory | Sequence[Trajectory],
     name: str,
     dictionary: Dictionary,
     *,
@@ -227,7 +229,8 @@ def dictionary_loss(
     Args:
         model: Model, of either variant.
         texts: Texts, facts (whose answers count) or tokens, as in `activations`. Use texts on which the dictionary was
-            not trained.
+            not trained. Or runs of a masked diffusion model: then the canvases are those of each step, in place of
+            noise, and the levels are steps; the loss is that of the tokens that the run wrote in the end.
         name: Hook point; of a transcoder the one that it writes.
         dictionary: Dictionary, as in `splice`.
         mask: Positions at which activations are replaced and measured: "masked", "unmasked" or "all", as in
@@ -253,16 +256,22 @@ def dictionary_loss(
             "both, model.run_with_hooks(tokens, return_type='loss', fwd_hooks=[(name, splice(dictionary, "
             "error_term=False))]), or denoise under this hook"
         )
-    spans = spans_of(model, t, NoiseRange(samples=4))
+    runs = [texts] if isinstance(texts, Trajectory) else [each for each in texts if isinstance(each, Trajectory)]
+    of_runs = RunCanvases.of(model, runs) if runs else None
+    if of_runs is not None and t is not None:
+        raise ValueError("t= is for texts; the canvases of runs are read as they are")
+    spans = spans_of(model, t, NoiseRange(samples=4)) if of_runs is None else of_runs.spans
     if not model.cfg.is_autoregressive and any(span == (0.0, 0.0) for span in spans):
         raise ValueError("at the noise level t=0 nothing is masked, so there is no loss; give levels above 0")
     selection, size = check_mask(model, mask, spans), at_least(1, "batch_size", batch_size)
     (point,) = readable_points(model, [name])
     if isinstance(dictionary, SparseDictionary) and point != dictionary.writes:
         raise ValueError(f"name={name!r}: this dictionary writes {dictionary.writes!r}; give that hook point")
-    clean = CleanTexts.of(model, texts, attention_mask, prepend_bos)
+    given: Any = texts
+    clean = CleanTexts.of(model, given, attention_mask, prepend_bos) if of_runs is None else of_runs.texts
     _require_predictions(model, clean)
-    canvases = Canvases(model, clean, spans, whole_number("seed", seed))
+    noise = whole_number("seed", seed)
+    canvases = Canvases(model, clean, spans, noise) if of_runs is None else of_runs
     with tqdm(total=2 * len(canvases), desc="dictionary", unit="canvas", disable=not progress) as bar:
 
         def batches() -> Iterator[CanvasBatch]:
@@ -280,9 +289,10 @@ def dictionary_loss(
         "name": point,
         "dictionary": value_in_words(dictionary),
         "mask": selection,
-        "seed": canvases.seed,
+        "seed": noise,
         "batch_size": size,
         "texts": clean.describe(),
+        "steps": None if of_runs is None else of_runs.inputs.pick_steps(None),
         **provenance(model, model.cfg),
     }
     density = fit.active / fit.n_rows[:, None]

@@ -8,6 +8,7 @@ import torch
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.analysis import activations, dictionary_loss, splice, train_dictionary
 from diffusion_lens.analysis.dictionaries import SparseDictionary
+from diffusion_lens.analysis.dictionaries.splice import only_at
 from diffusion_lens.analysis.dictionaries.train import _auxiliary
 from diffusion_lens.data import toy_facts
 
@@ -168,6 +169,28 @@ def test_the_loss_of_a_transcoder_is_that_of_its_splice(model):
     assert result.loss("spliced").value != zero.loss("spliced").value
     torch.testing.assert_close(result.density.sum(dim=1), result.l0)
     assert result.dead == (result.density == 0).double().mean()
+
+
+def test_the_loss_by_step_is_that_of_each_canvas_of_a_run(model):
+    dictionary = random_transcoder(model, conditioned=True)
+    prompts = [fact.prompt for fact in toy_facts.load().facts("p2d", "p2d")[:3]]
+    run = model.denoise(prompts, max_new_tokens=4, steps=3)
+    result = dictionary_loss(model, run, WRITES, dictionary)
+    for step, t in enumerate(run.record["times"][:-1]):
+        assert result.spans[step].tolist() == [t, t]
+        for row in range(3):
+            real = run.real[row]
+            canvas, final, is_open = run.canvases[step, row][real], run.tokens[row][real], ~run.given[row][real]
+            masked = canvas == model.cfg.mask_token_id
+            hook = splice(dictionary, error_term=False, share=masked.float().mean()[None])
+            where = only_at(hook, is_open[None])  # the prompt keeps its activations
+            for index, hooks in enumerate(([], [(READS, hook), (WRITES, where)])):
+                log_p = model.run_with_hooks(canvas[None], fwd_hooks=hooks)[0].log_softmax(dim=-1)
+                read = model.readout.rows(masked.nonzero()[:, 0])
+                expected = -log_p[read, final[masked]].sum() / t / is_open.sum()
+                assert result.losses[row, step, index].item() == pytest.approx(expected.item(), rel=1e-3, abs=1e-5)
+    with pytest.raises(ValueError, match="t= is for texts"):
+        dictionary_loss(model, run, WRITES, dictionary, t=0.5)
 
 
 def test_refusals(model, store):
