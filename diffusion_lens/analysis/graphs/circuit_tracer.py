@@ -55,6 +55,8 @@ def as_graph(graph: Any, slug: str) -> tuple[dict[str, Any], list[str]]:
             number += n_heads + 1
         elif kind == "feature":
             number = n_features * branch + int(graph.feature[i])
+        while kind == "decision" and f"{layer}_{number}_{position}" in nodes:  # one token, decided against several
+            number += int(graph.token.max()) + 1
         ids.append(f"{layer}_{number}_{position}")
         both = int(layer) + number if type_ == _FEATURE else 0
         nodes.setdefault(

@@ -19,10 +19,10 @@ is the log-probability of the token that was written, by which samplers choose p
 several later steps add up.
 
 **Errors** stay in nodes of their own, so that nothing is hidden. An effect A stays in a node "error" where no decision
-explains it: d and d' differ by less than 0.1 or against the choice (the token was drawn at random, or other positions
-decided), one run has not reached the position at step s, or the runs begin with different canvases. So does the part of
-M - M' that comes from the head itself, where the logits of p(x_0) depend on the tokens that are present (log scores
-under uniform noise).
+explains it: a margin has not the sign of what its run wrote (the token was drawn at random), d and d' differ by less
+than 0.1 or against the order, one run has not reached the position at step s, or the runs begin with different
+canvases. So does the part of M - M' that comes from the head itself, where the logits of p(x_0) depend on the tokens
+that are present (log scores under uniform noise).
 
 Then over all steps
 
@@ -155,6 +155,8 @@ def run_graph(
         )
     clean = _one_row(model, trajectory, "trajectory")
     other = _corrupted_run(model, clean, corrupted, settings.canvas)
+    if torch.equal(clean.canvases, other.canvases):
+        raise ValueError("both runs have the same canvases, and there is no difference to explain: give another prompt")
     warn_of_another_network({"clean trajectory": (clean.record, model), "corrupted trajectory": (other.record, model)})
     for layer, one in transcoders.items():
         if one.record.get("weights_sha256") not in (None, identity_of(model).weights_sha256):
@@ -269,6 +271,11 @@ class _Pending(NamedTuple):
     nodes: list[tuple[int, float]] | None  # `None` of the target itself
     sign: int = 1  # of the difference between the runs that explains the decision
 
+    def explained_by(self, objective: Objective, clean: float, corrupted: float) -> bool:
+        """Whether the value of a decision differs between the runs as what they wrote does."""
+        chose = objective.measure != "margin" or clean > 0 > corrupted
+        return chose and self.sign * (clean - corrupted) >= LEAST_MARGIN
+
 
 class _Builder:
     """Adds the steps of a graph, from the last to the first."""
@@ -339,9 +346,10 @@ class _Builder:
         self.passes += 3 * len(graph.change)
         self.copies += (2 + len(graph.at)) * len(graph.change)
         changed = (graph.clean_values - graph.corrupted_values).tolist()
+        ends = zip(graph.clean_values.tolist(), graph.corrupted_values.tolist(), strict=True)
         kept = [
-            pending.nodes is None or pending.sign * change >= LEAST_MARGIN
-            for pending, change in zip(wanted.values(), changed, strict=True)
+            pending.nodes is None or pending.explained_by(objective, *values)
+            for (objective, pending), values in zip(wanted.items(), ends, strict=True)
         ]
         for decides, (objective, pending) in zip(kept, wanted.items(), strict=True):
             if not decides:

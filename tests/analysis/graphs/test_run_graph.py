@@ -417,10 +417,19 @@ def test_a_graph_is_saved_and_loaded(either: Any, tmp_path: Any) -> None:
     assert torch.equal(measured.values, graph.faithfulness(either.model, n_random=2).values)
 
 
-def test_the_json_has_every_node_and_edge_once(either: Any, tmp_path: Any) -> None:
+def test_the_json_has_every_node_and_edge_once(several: Any, tmp_path: Any) -> None:
     import json
 
-    graph = graph_of(either, points=4).prune(0.8)
+    if several.has_shared_expert:
+        return
+    graph = graph_of(several, points=4)
+    document = json.loads(graph.to_json(tmp_path / "graph.json").read_text())
+    given = graph.nodes[graph.nodes.kind == "token"]  # one node of the JSON, whatever number of steps read it
+    n_repeated = len(given) - len(given[["position", "token"]].drop_duplicates())
+    assert len(document["nodes"]) == len(graph) - n_repeated
+    links = [(link["source"], link["target"]) for link in document["links"]]
+    assert len(set(links)) == len(links) == len(graph.edges)
+    graph = graph.prune(0.8)
     for step in (None, graph.record["target_step"]):
         document = json.loads(graph.to_json(tmp_path / "graph.json", step).read_text())
         ids = [node["node_id"] for node in document["nodes"]]
@@ -451,3 +460,41 @@ def test_the_json_is_what_the_viewers_read(either: Any, tmp_path: Any) -> None:
     assert f"(p={p:.3f})" in target["clerp"]
     assert target["token_prob"] == pytest.approx(p)
     assert target["influence"] == pytest.approx(1 / float(graph.influence.sum()))
+
+
+@pytest.mark.parametrize("name", ["site-mdm", "site-ar"])
+def test_a_drawn_word_is_explained_only_by_a_margin_that_chose_it(name: str) -> None:
+    from diffusion_lens import HookedDiffusionTransformer
+    from diffusion_lens.analysis import run_graph
+
+    model, n_kept, n_left = HookedDiffusionTransformer.from_pretrained(name, device="cpu"), 0, 0
+    for seed in range(6):
+        steps = {"steps": 6} if model.cfg.has_mask else {}
+        runs = [
+            model.denoise(prompt, max_new_tokens=6, temperature=6.0, seed=seed + i, **steps)
+            for i, prompt in enumerate(("Brosser Krasser is the", "Plerrick Skusser is the"))
+        ]
+        graph = run_graph(model, runs[0], last_position(runs[0]), runs[1], points=2)
+        for node in graph.nodes[graph.nodes.kind.isin(["decision", "error"])].itertuples():
+            if node.other < 0 or node.step == graph.record["target_step"]:
+                continue
+            # The margins in both runs, by the network alone.
+            row = int(model.readout.rows(torch.tensor(node.position)))
+            margins = []
+            for run in runs:
+                logits = model(run.canvases[node.step, :, : None if model.cfg.has_mask else row + 1])[0, row]
+                margins.append((logits[node.token] - logits[node.other]).item())
+            if node.kind == "decision":
+                assert margins[0] > 0 > margins[1]
+                n_kept += 1
+            n_left += node.kind == "error"
+    assert n_kept
+    assert n_left
+
+
+def test_equal_runs_are_refused(either: Any) -> None:
+    from diffusion_lens.analysis import run_graph
+
+    run = run_of(either.model, prompts(either)[0])
+    with pytest.raises(ValueError, match="no difference to explain"):
+        run_graph(either.model, run, last_position(run), prompts(either)[0])
