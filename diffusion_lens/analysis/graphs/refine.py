@@ -90,7 +90,8 @@ class _Loss:
 
     def of(self, members: Float[Tensor, "branch member pos writer"]) -> Float[Tensor, "member"]:
         """The loss of each graph."""
-        return (self.weights * (self.whole - self._values(self._logits(members))).abs()).sum(dim=0)
+        total: Tensor = (self.weights * (self.whole - self._values(self._logits(members))).abs()).sum(dim=0)
+        return total
 
 
 def _exchanged(
@@ -121,6 +122,6 @@ def _exchanged(
     return inside
 
 
-def _swapped(inside: Bool[Tensor, "node"], pairs: Int[Tensor, "member pair"]) -> Bool[Tensor, "member node"]:
+def _swapped(inside: Bool[Tensor, "node"], pairs: Int[Tensor, "member axis"]) -> Bool[Tensor, "member node"]:
     """Graphs in which the first node of a pair is inside and the second outside."""
     return inside.repeat(len(pairs), 1).scatter(1, pairs, torch.tensor([[True, False]]).expand_as(pairs))
