@@ -204,20 +204,20 @@ def feature_examples(
     Raises:
         ValueError: A setting is out of range or does not fit the model or the inputs, or no position is selected.
     """
-    n_most, size = at_least(1, "most", most), at_least(1, "batch_size", batch_size)
+    n_most, size, seed = at_least(1, "most", most), at_least(1, "batch_size", batch_size), whole_number("seed", seed)
     (point,) = readable_points(model, [dictionary.reads])
     chosen = pick_indices("features", features, len(dictionary.b_enc))
     source = texts_or_runs(model, texts, attention_mask)
     if isinstance(source, CleanTexts):
         model.time.require_own("feature_examples")
         spans = spans_of(model, t, NoiseRange(samples=4))
-        canvases = Canvases(model, source, spans, whole_number("seed", seed))
+        canvases = Canvases(model, source, spans, seed)
         selection, total = check_mask(model, mask, spans), len(canvases)
         reads = _of_texts(model, canvases, point, selection, size)
     else:
         if t is not None:
             raise ValueError("t= is for texts; the canvases of trajectories are read as they are")
-        selection = check_mask(model, mask, ())
+        selection = check_mask(model, mask, ((0.0, 1.0),))
         total = sum(run.n_steps * len(run.tokens) for run in source.trajectories)
         reads = _of_runs(model, source, point, selection)
     best = _Best(dictionary, chosen, n_most)
@@ -228,7 +228,7 @@ def feature_examples(
     if not best.n_rows.sum():
         raise ValueError(f"mask={mask!r} selects no position; give another mask, or more texts")
     promoted, effects = _promoted(model, dictionary, chosen)
-    ids = torch.cat([best.kept["around"].flatten(), promoted.flatten()]).unique().tolist()
+    ids = [i for i in torch.cat([best.kept["around"].flatten(), promoted.flatten()]).unique().tolist() if i >= 0]
     return FeatureExamples(
         **best.kept,
         density=best.fired / best.n_rows,
@@ -236,9 +236,7 @@ def feature_examples(
         promoted=promoted,
         effects=effects,
         features=chosen,
-        words=dict(
-            zip(ids, ["" if i < 0 else word for i, word in zip(ids, model.words(ids), strict=True)], strict=True)
-        ),
+        words=dict(zip(ids, model.words(ids), strict=True)),
         record={
             "reads": dictionary.reads,
             "writes": dictionary.writes,
@@ -329,12 +327,8 @@ def _promoted(
     W_dec = dictionary.W_dec[features].to(model.W_U)
     if W_dec.shape[1] != len(model.W_U):
         return torch.full((len(features), 1), -1), torch.zeros(len(features), 1)
-    parts = W_dec.split(max(1, _ENTRIES // model.cfg.d_vocab))
-    tops = [_top_of((rows * model.ln_final.w) @ model.W_U) for rows in parts]
-    return torch.cat([indices for _, indices in tops]).cpu(), torch.cat([values for values, _ in tops]).float().cpu()
-
-
-def _top_of(logits: Float[Tensor, "feature d_vocab_out"]) -> tuple[Tensor, Tensor]:
-    centred = logits - logits.mean(dim=1, keepdim=True)
-    values, indices = centred.topk(min(_PROMOTED, centred.shape[1]), dim=1)
-    return values, indices
+    tops = []
+    for rows in W_dec.split(max(1, _ENTRIES // model.cfg.d_vocab)):
+        effects = (rows * model.ln_final.w) @ model.W_U
+        tops.append((effects - effects.mean(dim=1, keepdim=True)).topk(min(_PROMOTED, effects.shape[1]), dim=1))
+    return torch.cat([top.indices for top in tops]).cpu(), torch.cat([top.values for top in tops]).float().cpu()

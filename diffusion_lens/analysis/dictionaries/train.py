@@ -66,7 +66,7 @@ def train_dictionary(
         writes: Hook point of the activation that they approximate, such as "blocks.1.hook_mlp_out". By default
             `reads`, which makes an autoencoder.
         settings: Settings of the training.
-        mask, t: Positions and noise levels, as in `activations`; those of a store are as they were stored.
+        mask, t: Positions and noise levels of texts, as in `activations`; a store has its own.
         out: Folder for the activations, from which the same call trains again. By default they are kept in a temporary
             folder until the end.
         attention_mask, prepend_bos, progress: As in `activations`.
@@ -86,6 +86,8 @@ def train_dictionary(
     with TemporaryDirectory() if out is None else nullcontext(out) as folder:
         if isinstance(texts, ActivationStore):
             store = texts
+            if t is not None or mask not in ("all", store.record["mask"]):
+                raise ValueError("mask= and t= are for texts; all rows of a store are used, as they were stored")
             if store.record["weights_sha256"] != identity_of(model).weights_sha256:
                 raise ValueError(
                     f"the activations are those of other weights ({store.record['model']!r}) than those of "

@@ -64,6 +64,10 @@ def test_words_around_are_those_of_the_canvas_and_promoted_tokens_those_of_the_h
             )[1][READS]
         expected = dictionary.encode(x[0, pos], masked.float().mean())[feature]
         assert found.values[feature, example].item() == pytest.approx(expected.item(), abs=1e-3)
+    at_masks = feature_examples(model, dictionary, run, most=2, mask="masked")
+    seen = at_masks.around[..., 6][at_masks.values > 0]
+    assert len(seen)
+    assert (seen == model.cfg.mask_token_id).all()
     effects = torch.stack([model.unembed(model.ln_final.w * row) for row in dictionary.W_dec])
     best = (effects - effects.mean(dim=1, keepdim=True)).topk(8, dim=1)
     torch.testing.assert_close(found.effects, best.values, atol=1e-4, rtol=1e-3)

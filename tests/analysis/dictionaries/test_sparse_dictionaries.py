@@ -201,6 +201,8 @@ def test_refusals(model, store):
         dictionary_loss(model, TEXTS[:1], READS, random_transcoder(model))
     with pytest.raises(ValueError, match="k=9 of 8 features"):
         train_dictionary(model, store, READS, n_features=8, k=9)
+    with pytest.raises(ValueError, match="mask= and t= are for texts"):
+        train_dictionary(model, store, READS, mask="masked")
     with pytest.raises(KeyError, match="was not stored"):
         train_dictionary(model, store, "blocks.0.hook_resid_post")
     with pytest.raises(ValueError, match="the loss is not finite with lr=1e"):
