@@ -43,8 +43,15 @@ from diffusion_lens.plots.curves import (
     similarity_curve,
     spectra,
 )
-from diffusion_lens.plots.graphs import predicted_changes, run_graph
-from diffusion_lens.plots.maps import edge_map, heat_map, labelled_map, token_map, trace_panels
+from diffusion_lens.plots.maps import (
+    edge_map,
+    heat_map,
+    labelled_map,
+    predicted_changes,
+    run_graph,
+    token_map,
+    trace_panels,
+)
 from diffusion_lens.settings.figures import style
 
 __all__ = [

@@ -24,7 +24,8 @@ from diffusion_lens.analysis import (
 )
 from diffusion_lens.analysis.rome import EditReport, query_with_prefixes
 from diffusion_lens.data import site_facts, toy_facts
-from diffusion_lens.data.site_facts import Documents, edit_requests
+from diffusion_lens.data.site_documents import Documents
+from diffusion_lens.data.site_edits import edit_requests
 
 mass_edit = import_module("diffusion_lens.analysis.rome.memit")  # its function has the same name
 
