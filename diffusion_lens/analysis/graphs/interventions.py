@@ -66,8 +66,8 @@ _MOST = 32  # nodes by default
 class GraphInterventions(PicturedResult, Saved):
     """What a graph predicts of interventions on its nodes, and what these runs wrote.
 
-    Columns of the data frame, with a row for each objective at or after the step of each intervention: intervention,
-    objective (their numbers), name, node, node_step, node_position, scale, branch, step, position, word and written_at
+    Columns of the data frame: intervention, objective (their numbers; a row for each objective at or after the step of
+    each intervention), name, node, node_step, node_position, scale, branch, step, position, word and written_at
     (of the clean run), predicted_change and measured_change (of the objective), predicted_word, predicted_step,
     measured_word, measured_step, word_changes and step_changes (from the clean run, by the prediction or in the run).
 
