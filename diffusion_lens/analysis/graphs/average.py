@@ -39,7 +39,8 @@ from diffusion_lens.analysis.causal_tracing.average_result import ROLES, token_r
 from diffusion_lens.analysis.circuits.graph import Graph
 from diffusion_lens.analysis.engine.layout import CanvasLayout, UsableFacts
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
-from diffusion_lens.analysis.graphs.run_graph import LEAST_MARGIN, GraphSettings, run_graph
+from diffusion_lens.analysis.graphs.run_graph import GraphSettings, run_graph
+from diffusion_lens.analysis.graphs.within_step import LEAST_MARGIN
 from diffusion_lens.analysis.over_facts.executor import Executes
 from diffusion_lens.analysis.over_facts.folder import Shard, fact_seed
 from diffusion_lens.analysis.over_facts.intervals import FEWEST, mean_interval

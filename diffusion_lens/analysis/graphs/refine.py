@@ -27,6 +27,7 @@ from torch import Tensor
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.graphs.faithful import Ablated
+from diffusion_lens.analysis.graphs.within_step import LEAST_MARGIN
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
@@ -51,7 +52,7 @@ def refined(
         runs: What replaces, as in `RunGraph.faithfulness`.
     """
     with torch.inference_mode(False), torch.no_grad(), run_of(model):
-        against = [Ablated(begin, model, run, features, 0, 0, max_bytes) for run in runs]
+        against = [Ablated(begin, model, run, features, 0, 0, max_bytes // len(runs)) for run in runs]
         nodes, kept = Ablated(graph, model, "corrupted", features, 0, 0, max_bytes).places, inside.clone()
         for step in against[0].members:
             losses = [_Loss(one, step) for one in against if step in one.objectives]
@@ -80,7 +81,10 @@ class _Loss:
             )
         whole = self._values([given.run(()).logits for given in self.clean.branches])
         nothing = self._values(self._logits(torch.zeros(self.shape)[:, None]))
-        self.whole, self.weights = whole, effects[:, None] / effects.sum() / (whole - nothing).abs()
+        self.whole, self.weights = (
+            whole,
+            effects[:, None] / effects.sum() / (whole - nothing).abs().clamp(min=LEAST_MARGIN),
+        )
 
     def _logits(self, members: Float[Tensor, "branch member pos writer"]) -> list[Tensor]:
         return self.ablated.logits(self.clean, self.replacements, members)
@@ -106,7 +110,6 @@ def _exchanged(
         return torch.stack([loss.of(members) for loss in losses]).mean(dim=0)
 
     at_once = min(loss.ablated.at_once for loss in losses)
-
     least, n = float(loss_of(inside[None])), min(n_candidates, int(inside.sum()), int((~inside).sum()))
     while n:
         gates = inside.float()[None].requires_grad_()
@@ -115,7 +118,7 @@ def _exchanged(
         outside = slope[0].masked_fill(inside, torch.inf)
         costly = slope[0].masked_fill(~inside, -torch.inf)
         pairs = torch.cartesian_prod(outside.topk(n, largest=False).indices, costly.topk(n).indices).view(-1, 2)
-        found = torch.cat([loss_of(_swapped(inside, part)) for part in pairs.split(at_once)])
+        found = torch.cat([loss_of(_swapped(inside, part)) for part in torch.split(pairs, at_once)])
         if float(found.min()) > least - LEAST_GAIN:
             break
         inside, least = _swapped(inside, pairs[found.argmin()][None])[0], float(found.min())

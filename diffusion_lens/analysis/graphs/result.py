@@ -242,7 +242,7 @@ class RunGraph(PicturedResult, Saved):
             features: The transcoders of the graph.
             candidates: Number n of nodes outside and of nodes inside that are tried. A round takes, for each step and
                 corrupted run, a pass with gradients and n² copies of the canvas.
-            max_bytes: Memory to use in addition to the weights.
+            max_bytes: Memory to use in addition to the weights, an equal part for each corrupted run.
 
         Raises:
             ValueError: As `faithfulness`.

@@ -49,6 +49,7 @@ from diffusion_lens.analysis.graphs.features import digests, transcoders_of
 from diffusion_lens.analysis.graphs.result import RunGraph
 from diffusion_lens.analysis.graphs.within_step import (
     KINDS,
+    LEAST_MARGIN,
     Objective,
     StepGraph,
     StepRun,
@@ -66,8 +67,6 @@ from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run, identity_of
 from diffusion_lens.records.results import provenance
 from diffusion_lens.settings import Settings, Whole, at_least, one_of, setting, takes, warn_user, whole_number
-
-LEAST_MARGIN = 0.1  # difference of d between the runs, in nats, below which it explains no decision
 
 
 @dataclass(frozen=True)
