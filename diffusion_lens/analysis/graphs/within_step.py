@@ -163,7 +163,13 @@ def step_runs(
 
 
 def require_same_steps(clean: Trajectory, other: Trajectory) -> None:
-    """Refuse a run of other steps, or one that was given tokens at other positions."""
+    """Refuse a run with other steps or settings than the seeds, or one that was given tokens at other positions."""
+    for name in ("sampler", "cfg_scale", "temperature"):
+        if (value := clean.record[name]) != (another := other.record[name]):
+            raise ValueError(
+                f"the clean run was denoised with {name}={value!r}, and the corrupted one with {another!r}, so that "
+                f"they differ not only in what they read: denoise both with the same {name}"
+            )
     same_steps = (other.first_step, other.record["times"]) == (clean.first_step, clean.record["times"])
     if other.canvases.shape[::2] != clean.canvases.shape[::2] or not same_steps:
         raise ValueError(
