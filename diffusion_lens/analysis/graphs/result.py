@@ -11,8 +11,9 @@ by their influence on the target along absolute edges,
     I(target) = 1,    I(u) = Σ_v |w(u → v)| / Σ_u' |w(u' → v)| · I(v)
 
 (Ameisen et al. 2025, "Circuit Tracing", transformer-circuits.pub), because a node whose effects cancel may be needed
-all the same. `prune(share)` keeps the shortest beginning of this list for which r of the target reaches the share. A
-graph that is pruned again to the same share stays as it is: influence and inflow are those of the whole graph.
+all the same. r is not monotone: it is above 1 where what is left out works against the target. So `prune(share)` keeps
+the shortest beginning of this list from which on r of the target stays within 1 - share of 1. A graph that is pruned
+again to the same share stays as it is: influence and inflow are those of the whole graph.
 """
 
 import math
@@ -203,7 +204,8 @@ class RunGraph(PicturedResult, Saved):
         between them; of all nodes with edges, if these do not retain it. The target is kept.
 
         Args:
-            share: Share of M - M' to retain.
+            share: Share of M - M' to retain, and as near to 1 from above: with 0.9, from 0.9 to 1.1, also by all
+                larger graphs (of those that are tried: every size up to 256, then each 5% larger).
             most: Number of nodes at most, beside the target, whatever they retain.
 
         Raises:
@@ -212,8 +214,8 @@ class RunGraph(PicturedResult, Saved):
         if not 0 < (number := plain_number("share", share)) <= 1:
             raise ValueError(f"share={number}; it must be above 0, and at most 1")
         ranks, sizes = self._ranks(), self._sizes()
-        enough = [size for size, kept in zip(sizes, self._retained(sizes).tolist(), strict=True) if kept >= number]
-        size = min(enough, default=sizes[-1])
+        off = ((1 - self._retained(sizes)).abs() > 1 - number).tolist()
+        size = min((size for i, size in enumerate(sizes) if not any(off[i:])), default=sizes[-1])
         if most is not None:
             size = min(size, at_least(1, "most", most) + 1)
         return self._of_nodes(ranks < size, {"share": number})
