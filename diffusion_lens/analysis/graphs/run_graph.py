@@ -15,14 +15,22 @@ passed on to step s in proportion (the rescale rule of DeepLIFT), as the effect 
     q_s = A / (d - d') · d
 
 whose difference between the runs is A. Where only one of the runs has written i by t, they differ in the order, and d
-is the log-probability of the token that was written, by which samplers choose positions. Effects of one decision on
-several later steps add up.
+is the log-probability of the token that was written, if the sampler ranked i by it in both runs. Effects of one
+decision on several later steps add up.
 
 **Errors** stay in nodes of their own, so that nothing is hidden. An effect A stays in a node "error" where no decision
-explains it: a margin has not the sign of what its run wrote (the token was drawn at random), d and d' differ by less
-than 0.1 or against the order, one run has not reached the position at step s, or the runs begin with different
-canvases. So does the part of M - M' that comes from the head itself, where the logits of p(x_0) depend on the tokens
-that are present (log scores under uniform noise).
+explains it:
+
+- a margin has not the sign of what its run wrote (the token was drawn at random), or d and d' differ by less than 0.1
+  or against the order;
+- one run has not reached the position at step s, or the runs begin with different canvases;
+- they differ in the order, and chance or a fixed order chose the positions: at a temperature above 0, with a sampler
+  that draws them or ranks by another score, or where a run wrote another part of the canvas at step s;
+- a run masked i again after step s. Samplers draw what they mask again, and what one run then writes there has no
+  counterpart in the other.
+
+So does the part of M - M' that comes from the head itself, where the logits of p(x_0) depend on the tokens that are
+present (log scores under uniform noise).
 
 Then over all steps
 
@@ -61,6 +69,8 @@ from diffusion_lens.analysis.graphs.within_step import (
 )
 from diffusion_lens.denoising.canvas import lay_out
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture, warn_of_another_network
+from diffusion_lens.denoising.sampler import PositionNoise
+from diffusion_lens.denoising.samplers import SAMPLERS, sampler_from
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -520,17 +530,24 @@ class _Builder:
         runs = (self.clean, self.corrupted)
         tokens = [int(run.canvases[index, 0, position]) for run in runs]
         reaches = [bool(reached(run.canvases[at, 0, position])) for run in runs]
+        contents = [
+            run.canvases[at : index + 1, 0, position].masked_fill(masked[at : index + 1, position], -1)
+            for run, masked in zip(runs, self.masked, strict=True)
+        ]
         written = [not bool(masked[index, position]) for masked in self.masked]
         can_write = self.model.cfg.writable(torch.tensor(tokens).clamp(min=0)).tolist()
         if (
             reaches[0] != reaches[1]
             or not any(written)
+            or any(int((each.diff() != 0).sum()) > 1 for each in contents)  # masked again, or written over by a hook
             or not all(c for w, c in zip(written, can_write, strict=True) if w)
         ):
             return None
         step_of = at + self.clean.first_step
         if all(written):
             return step_of, Objective(position, tokens[0], tokens[1], "margin"), 1
+        if not all(_is_ranked(run, step_of, position) for run in runs):
+            return None
         token = tokens[0] if written[0] else tokens[1]
         return step_of, Objective(position, token, -1, "log_probability"), 1 if written[0] else -1
 
@@ -563,3 +580,15 @@ class _Builder:
             record=record,
         )
         return graph.with_influence()
+
+
+def _is_ranked(run: Trajectory, step: int, position: int) -> bool:
+    """Whether a step chose by probability alone whether to reveal a position, among more than it had to reveal."""
+    if run.record["temperature"] or run.record["sampler"]["name"] not in SAMPLERS:
+        return False
+    sampler, state = sampler_from(run.record["sampler"]), run.state_at(step)
+    confidence = state.given.double().masked_fill(run.is_masked(state.tokens) | state.given, float("nan"))
+    noise = PositionNoise(run.record["seeds"], torch.arange(confidence.shape[1])[None])
+    plan = sampler.plan(state, noise, confidence)
+    competes = bool(plan.positions[0, position]) and int(plan.positions.sum()) > int(plan.counts.sum())
+    return competes and plan.jitter is None and sampler.proposal.is_plain
