@@ -28,6 +28,7 @@ from diffusion_lens.analysis.engine.batching import proposal_bytes, reserved, ro
 from diffusion_lens.analysis.graphs.features import MLPInGraph, read_point, share_masked, transcoders_of_graph
 from diffusion_lens.analysis.graphs.within_step import (
     KINDS,
+    LEAST_MARGIN,
     Objective,
     StepRun,
     require_same_steps,
@@ -57,11 +58,12 @@ class GraphFaithfulness(PicturedResult, Saved):
         positions, tokens: Int[target], position and token that each is about.
         clean, replaced: Float[target], the objective in the clean run, and with every node replaced.
         values: Float[target member], the objective with the graph, and with each random graph; of a free run the target
-            alone.
+            alone, `replaced` too, where each of these runs proposes the token that it writes there: at the step of the
+            target, or before, if it has written the position by then.
         n_nodes: Number of nodes of the graph that can be replaced: embeddings, heads, MLPs, features and their errors.
         n_all: Number of all that could be, at the steps of the graph and the positions that the network reads there.
-        wrote: Whether the run with the graph, and with each random graph, wrote the target; of forced canvases, whether
-            its token is the likeliest.
+        wrote: Whether the run with the graph, and with each random graph, has written the target's token by the step of
+            the target; of forced canvases, whether it is the likeliest there.
         record: Settings, model, hash of the weights, hooks, versions.
     """
 
@@ -81,8 +83,10 @@ class GraphFaithfulness(PicturedResult, Saved):
 
     @property
     def shares(self) -> Float[Tensor, "target member"]:
-        """The kept share of each objective; not bounded by 0 and 1."""
-        return (self.values - self.replaced[:, None]) / (self.clean - self.replaced)[:, None]
+        """The kept share of each objective, not bounded by 0 and 1; NaN of one that differs by less than 0.1 between
+        the clean run and that with every node replaced."""
+        change = (self.clean - self.replaced)[:, None]
+        return ((self.values - self.replaced[:, None]) / change).masked_fill(change.abs() < LEAST_MARGIN, torch.nan)
 
     @property
     def share(self) -> float:
@@ -346,6 +350,7 @@ class Ablated:
             for row, (i, objective) in enumerate(numbered):
                 rows.append((int(i != target), step, objective, float(clean_values[row, 0]), values[row]))
                 if i == target:
+                    require_difference(rows[-1][3], float(values[row, -1]))
                     wrote = self._likeliest(clean, logits, objective)
         rows.sort(key=lambda row: row[:2])
         values = torch.stack([row[4] for row in rows])
@@ -416,11 +421,13 @@ class Ablated:
 
         names = [name for name, _ in self._hooks(members_at[last], by_step[last][0])]
         again = run.repeat(self.n).replay(self.model, canvas="free", fwd_hooks=[(name, replaced) for name in names])
-        # The target is read on the canvases that the graphs have written.
+        # The target is read on the canvases that the graphs have written, at the last step that may write it.
         values = []
         for member in range(self.n):
-            own = StepRun(self.model, again.row(member), last, [position])
-            logits = self.logits(own, by_step[last], members_at[last][:, member : member + 1])
+            of_graph = again.row(member)
+            at = last if _open_until(run, position, last) < last else _open_until(of_graph, position, last)
+            own = StepRun(self.model, of_graph, at, [position])
+            logits = self.logits(own, by_step[at], members_at[at][:, member : member + 1])
             values.append(float(own.values(logits, [objective])[0, 0]))
         clean = StepRun(self.model, run, last, [position])
         clean_logits = [of_branch.run(()).logits for of_branch in clean.branches]
@@ -434,8 +441,23 @@ class Ablated:
             "values": found[:, :-1],
             "n_nodes": self.n_nodes,
             "n_all": self.n_all,
-            "wrote": (again.tokens[:-1, position] == token).tolist(),
+            "wrote": (again.canvases[last + 1 - first, :-1, position] == token).tolist(),
         }
+
+
+def _open_until(run: Trajectory, position: int, last: int) -> int:
+    """The last step, up to this one, in which a run of one row may write a position."""
+    may_write = run.is_open(run.canvases[: last + 1 - run.first_step])[:, 0, position].nonzero()
+    return run.first_step + int(may_write.max()) if len(may_write) else run.first_step
+
+
+def require_difference(clean: float, replaced: float) -> None:
+    """Refuse a replacement that leaves the target as it is."""
+    if abs(clean - replaced) < LEAST_MARGIN:
+        raise ValueError(
+            f"the target is {clean:.4g} in the clean run and {replaced:.4g} with every node replaced, so there is no "
+            "difference for a graph to keep: replace by a run with another answer"
+        )
 
 
 def _mean(outputs: Sequence[Tensor]) -> Tensor:

@@ -217,7 +217,7 @@ def intervened(
             raise ValueError(
                 f"node {node} is {what}; give tokens, embeddings, heads, MLPs or features by their numbers"
             )
-    if {"share", "refined", "only_step"} & graph.record.keys():
+    if graph._is_pruned:
         raise ValueError("this graph is pruned, and a prediction takes all decisions: give nodes of the whole graph")
     for run in graph.runs.values():
         require_same_architecture(run.record, model)

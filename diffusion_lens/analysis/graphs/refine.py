@@ -5,7 +5,8 @@ So measure: with everything outside the graph replaced (`faithful`), the loss of
 
     L = Σ_o |A_o| · |1 - share_o| / Σ_o |A_o|
 
-over the target and the decisions o of the graph, with their effects A_o, on average over corrupted runs. In each step,
+over the target and the decisions o of the graph, with their effects A_o, on average over corrupted runs. Shares are of
+0.1 at least, so that a decision that hardly differs in one of these has little weight. In each step,
 
 1. every node u has a gate g_u from its replacement (0) to its live output (1). One backward pass through the step with
    the graph gives ∂L/∂g_u of all nodes: to first order, what adding a node gains, and what leaving one out costs. These
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.batching import reserved
-from diffusion_lens.analysis.graphs.faithful import Ablated
+from diffusion_lens.analysis.graphs.faithful import Ablated, require_difference
 from diffusion_lens.analysis.graphs.within_step import LEAST_MARGIN
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -81,6 +82,9 @@ class _Loss:
             )
         whole = self._values([given.run(()).logits for given in self.clean.branches])
         nothing = self._values(self._logits(torch.zeros(self.shape)[:, None]))
+        for (number, _), *values in zip(numbered, whole[:, 0].tolist(), nothing[:, 0].tolist(), strict=True):
+            if ablated.kinds[number] == "target":
+                require_difference(*values)
         self.whole, self.weights = (
             whole,
             effects[:, None] / effects.sum() / (whole - nothing).abs().clamp(min=LEAST_MARGIN),
@@ -119,7 +123,7 @@ def _exchanged(
         costly = slope[0].masked_fill(~inside, -torch.inf)
         pairs = torch.cartesian_prod(outside.topk(n, largest=False).indices, costly.topk(n).indices).view(-1, 2)
         found = torch.cat([loss_of(_swapped(inside, part)) for part in torch.split(pairs, at_once)])
-        if float(found.min()) > least - LEAST_GAIN:
+        if not float(found.min()) <= least - LEAST_GAIN:  # also of NaN
             break
         inside, least = _swapped(inside, pairs[found.argmin()][None])[0], float(found.min())
     return inside

@@ -177,16 +177,34 @@ class RunGraph(PicturedResult, Saved):
 
     @property
     def error(self) -> float:
-        """|M - M' - (effects of given tokens + errors)| / |M - M'| of a graph that is not pruned."""
+        """|M - M' - (effects of given tokens + errors)| / |M - M'|; NaN where M = M'. A pruned graph lacks some of
+        these, and raises a ValueError."""
+        if self._is_pruned:
+            raise ValueError("this graph is pruned, and effects add up in the whole one: ask that for its error")
         ends = sum(float(self.effect[self.kind == KINDS.index(kind)].sum()) for kind in ("token", "error"))
-        return abs(self.clean - self.corrupted - ends) / abs(self.clean - self.corrupted)
+        return self._share(self.clean - self.corrupted - ends)
 
     @property
     def step_error(self) -> float:
         """The largest error of a step: what the effects of its embeddings and transcoders' errors lack of its
-        objectives, as a share of |M - M'|."""
-        off = (self.within[:, 1] - self.within[:, 2]).abs().max() if len(self.within) else torch.tensor(0.0)
-        return float(off) / abs(self.clean - self.corrupted)
+        objectives, as a share of |M - M'|; NaN where M = M'."""
+        return self._share(float((self.within[:, 1] - self.within[:, 2]).abs().max()))
+
+    def _share(self, amount: float) -> float:
+        change = abs(self.clean - self.corrupted)
+        return abs(amount) / change if change else math.nan
+
+    @property
+    def _is_pruned(self) -> bool:
+        return not {"share", "refined", "only_step"}.isdisjoint(self.record)
+
+    def _require_change(self) -> None:
+        """Refuse a graph of nothing."""
+        if self.clean == self.corrupted:
+            raise ValueError(
+                f"the target has the value {self.clean:.4g} in both runs, and there is no difference to share out: "
+                "give run_graph another prompt or target"
+            )
 
     @property
     def cost(self) -> dict[str, int]:
@@ -195,8 +213,8 @@ class RunGraph(PicturedResult, Saved):
 
     @property
     def retained(self) -> float:
-        """Share of M - M' that flows along paths inside the graph alone."""
-        return float(self._retained([len(self)])[0])
+        """Share of M - M' that flows along paths inside the graph alone; NaN where M = M'."""
+        return math.nan if self.clean == self.corrupted else float(self._retained([len(self)])[0])
 
     @checked_arguments
     def prune(self, share: Real = 1, *, most: Whole | None = None) -> "RunGraph":
@@ -209,8 +227,9 @@ class RunGraph(PicturedResult, Saved):
             most: Number of nodes at most, beside the target, whatever they retain.
 
         Raises:
-            ValueError: The share is not between 0 and 1, or the number not positive.
+            ValueError: The share is not between 0 and 1, the number not positive, or M = M'.
         """
+        self._require_change()
         if not 0 < (number := plain_number("share", share)) <= 1:
             raise ValueError(f"share={number}; it must be above 0, and at most 1")
         ranks, sizes = self._ranks(), self._sizes()
@@ -240,7 +259,7 @@ class RunGraph(PicturedResult, Saved):
             model: Model of the run.
             most: Number of nodes at most, beside the target. Only nodes with computed edges are exchanged.
             corrupted: Other corrupted runs of the same steps and given positions; the graph then fits all at once, and
-                others better.
+                others better. In each, the target must differ from that of the clean run.
             features: The transcoders of the graph.
             candidates: Number n of nodes outside and of nodes inside that are tried. A round takes, for each step and
                 corrupted run, a pass with gradients and n² copies of the canvas.
@@ -249,6 +268,7 @@ class RunGraph(PicturedResult, Saved):
         Raises:
             ValueError: As `faithfulness`.
         """
+        self._require_change()
         with_edges = self._of_nodes(~self.inflow.isnan(), {})
         inside = with_edges._ranks() <= at_least(1, "most", most)
         begin, n = with_edges._of_nodes(inside, {}), at_least(1, "candidates", candidates)
@@ -279,15 +299,20 @@ class RunGraph(PicturedResult, Saved):
             features: The transcoders of the graph.
             canvas: With "forced" each step reads the clean canvas, so that the target and every decision of the graph
                 is measured by itself. With "free", the run is taken again, and each step reads what the steps before
-                it wrote. What has no effect on the target is no part of the graph, and may be written otherwise.
+                it wrote, until the step of the target. What has no effect on the target with the clean canvases is no
+                part of the graph, and replaced. So other positions may be written otherwise, or in another order, and
+                even a whole graph, which keeps 1 with "forced", may then write another target. The target is read at
+                its step, or at that in which the graph's run writes the position, if this is before.
             n_random: Number of random graphs, with as many nodes of each kind at each step.
             seed: Seed of these.
             max_bytes: Memory to use in addition to the weights.
 
         Raises:
             ValueError: Another model, other transcoders, an unknown setting, a run with other steps or given positions
-                or one that writes the target's token, or a budget that is too small.
+                or one that writes the target's token (of a margin), a target that everything replaced leaves as it is
+                (`canvas="forced"`), M = M', or a budget that is too small.
         """
+        self._require_change()
         return measured(self, model, replace, features, canvas, n_random, seed, max_bytes)
 
     @checked_arguments
@@ -312,9 +337,10 @@ class RunGraph(PicturedResult, Saved):
             max_bytes: Memory to use in addition to the weights.
 
         Raises:
-            ValueError: The graph is pruned, a node has no output, the model or the transcoders are others, or the
-                budget is too small.
+            ValueError: The graph is pruned, a node has no output, the model or the transcoders are others, M = M', or
+                the budget is too small.
         """
+        self._require_change()
         return intervened(self, model, nodes, scales, features, max_bytes)
 
     @checked_arguments
@@ -477,4 +503,5 @@ class RunGraph(PicturedResult, Saved):
 
     def __repr__(self) -> str:
         size = f"{len(self)} nodes, {len(self.source)} edges, {len(set(self.step.tolist()))} steps"
-        return f"RunGraph({shown_model(self.record)}, {self._quoted()}, {size})"
+        cut = ", refined" if "refined" in self.record else ""
+        return f"RunGraph({shown_model(self.record)}, {self._quoted()}, {size}{cut})"

@@ -78,6 +78,8 @@ from diffusion_lens.records.identity import begins_run, identity_of
 from diffusion_lens.records.results import provenance
 from diffusion_lens.settings import Settings, Whole, at_least, one_of, setting, takes, warn_user, whole_number
 
+MOST_ERROR = 0.05  # share of M - M' that effects may lack without a warning
+
 
 @dataclass(frozen=True)
 class GraphSettings(Settings):
@@ -153,7 +155,7 @@ def run_graph(
 
     Warns:
         UserWarning: A trajectory was written by another checkpoint, or with other hooks, weights, modules or dtype; or
-            a transcoder was trained on other weights.
+            a transcoder was trained on other weights; or the effects lack more than 5% of M - M' (`RunGraph.error`).
     """
     require_plain_stream(model)
     transcoders = transcoders_of(model, features)
@@ -192,7 +194,13 @@ def run_graph(
         "trajectory": {"clean": canvas_provenance(clean.record), "corrupted": canvas_provenance(other.record)},
         **provenance(model, model.cfg),
     }
-    return builder.result(record)
+    graph = builder.result(record)
+    if graph.error > MOST_ERROR:
+        warn_user(
+            f"with points={settings.points} the effects of this graph lack more than {MOST_ERROR:.0%} of M - M' (see "
+            "`RunGraph.error`): give more points=, or compute in float32"
+        )
+    return graph
 
 
 def _one_row(model: DiffusionTransformer, run: Trajectory, name: str) -> Trajectory:
@@ -268,7 +276,7 @@ def _target_of(
     if settings.metric == "margin" and instead < 0:
         raise ValueError(
             f"the corrupted run writes no other token at position {position} than token {token}, so there is no "
-            'margin: give metric="logit", or a prompt with another answer'
+            'margin: give metric="logit", or a prompt with another answer and canvas="free"'
         )
     return step, Objective(position, token, instead, settings.metric)
 

@@ -70,7 +70,7 @@ from diffusion_lens.model.noise import HeadAt
 from diffusion_lens.model.transformer import DiffusionTransformer
 
 KINDS = ("token", "embed", "head", "mlp", "decision", "target", "error", "feature")  # of nodes
-LEAST_MARGIN = 0.1  # difference between the runs, in nats, below which it explains no decision
+LEAST_MARGIN = 0.1  # difference of an objective between two runs, in nats, below which there is nothing to explain
 
 
 class Objective(NamedTuple):
