@@ -47,7 +47,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -315,6 +315,7 @@ class _Builder:
         self.passes = self.copies = 0
         self.errors: list[list[float]] = []
         self.masked = [run.is_masked(run.canvases[:, 0]) for run in (clean, corrupted)]
+        self.ranked: dict[int, Tensor] = {}  # positions ranked by probability in both runs, by step
         self.ends = (0.0, 0.0)
 
     def _node(
@@ -554,7 +555,9 @@ class _Builder:
         step_of = at + self.clean.first_step
         if all(written):
             return step_of, Objective(position, tokens[0], tokens[1], "margin"), 1
-        if not all(_is_ranked(run, step_of, position) for run in runs):
+        if step_of not in self.ranked:
+            self.ranked[step_of] = _ranked(self.clean, step_of) & _ranked(self.corrupted, step_of)
+        if not bool(self.ranked[step_of][position]):
             return None
         token = tokens[0] if written[0] else tokens[1]
         return step_of, Objective(position, token, -1, "log_probability"), 1 if written[0] else -1
@@ -590,13 +593,14 @@ class _Builder:
         return graph.with_influence()
 
 
-def _is_ranked(run: Trajectory, step: int, position: int) -> bool:
-    """Whether a step chose by probability alone whether to reveal a position, among more than it had to reveal."""
-    if run.record["temperature"] or run.record["sampler"]["name"] not in SAMPLERS:
-        return False
-    sampler, state = sampler_from(run.record["sampler"]), run.state_at(step)
+def _ranked(run: Trajectory, step: int) -> Bool[Tensor, "pos"]:
+    """The positions among which a step chose by probability alone, if it revealed fewer."""
+    sampler, state = run.record["sampler"], run.state_at(step)
+    if run.record["temperature"] or sampler["name"] not in SAMPLERS:
+        return torch.zeros_like(state.masked[0])
+    sampler = sampler_from(sampler)
     confidence = state.given.double().masked_fill(run.is_masked(state.tokens) | state.given, float("nan"))
     noise = PositionNoise(run.record["seeds"], torch.arange(confidence.shape[1])[None])
     plan = sampler.plan(state, noise, confidence)
-    competes = bool(plan.positions[0, position]) and int(plan.positions.sum()) > int(plan.counts.sum())
-    return competes and plan.jitter is None and sampler.proposal.is_plain
+    chooses = int(plan.positions.sum()) > int(plan.counts.sum())
+    return plan.positions[0] & (chooses and plan.jitter is None and sampler.proposal.is_plain)
