@@ -361,6 +361,7 @@ def predicted_changes(changes: Mapping[str, Float[Tensor, "cell 2"]], title: str
     for i, (label, cells) in enumerate(changes.items()):
         drawn = look(i, len(changes))
         ax.scatter(*cells.T.tolist(), s=14, color=drawn.colour, marker=drawn.marker, label=label, zorder=2)
+    ax.locator_params(nbins=4)  # labels such as −1.25 have room in a column of a paper
     label_axes(ax, "predicted change", "measured change", title)
     legend_outside(ax)
     return ax

@@ -106,7 +106,7 @@ class FeatureExamples(PicturedResult, Saved):
         chosen = self.features[int(self.values.max(dim=1).values.argmax())] if feature is None else feature
         index = self._index(chosen)
         promoted = ", ".join(map(plots.readable, self.promotes(chosen)[:3]))
-        title = title or f"feature {self.features[index]} at {self.record['writes']}\npromotes {promoted or 'nothing'}"
+        title = title or f"feature {self.features[index]}\npromotes {promoted or 'nothing'}"
         if show == "density":
             bins = [f"{(i + 0.5) / _BINS:.2f}" for i in range(_BINS)]
             columns = "share of masked positions", "share of positions where it is active"
