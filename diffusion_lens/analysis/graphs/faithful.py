@@ -170,7 +170,7 @@ class Ablated:
     ) -> None:
         clean, corrupted = graph.runs["clean"], graph.runs["corrupted"]
         if isinstance(replace, str):
-            one_of("corrupted", "mean", "zero")("replace", replace)
+            one_of("corrupted", "mean", "zero", "noise")("replace", replace)
         self.how, other = (replace, corrupted) if isinstance(replace, str) else ("corrupted", replace)
         for run in (clean, other):
             require_same_architecture(run.record, model)
@@ -183,7 +183,7 @@ class Ablated:
         self.kinds = [KINDS[kind] for kind in graph.kind.tolist()]
         self.n_pos = clean.tokens.shape[1]
         self.objectives = self._objectives(other if other is not corrupted and len(other) == 1 else None)
-        generator = torch.Generator().manual_seed(seed)
+        generator, self.noise = (torch.Generator().manual_seed(seed) for _ in range(2))
         # By step: by branch, graph, position and part. Parts are the writers, errors of MLPs with a transcoder, and the
         # features that were nodes of the whole graph, each of which is a part at its own position.
         self.members: dict[int, Tensor] = {}
@@ -313,7 +313,11 @@ class Ablated:
             return outputs
         if self.how == "zero":
             return torch.zeros_like(outputs)
-        return outputs.mean(dim=0, keepdim=True).expand_as(outputs)
+        mean = outputs.mean(dim=0, keepdim=True).expand_as(outputs)
+        if self.how == "mean":
+            return mean
+        drawn = torch.randn(outputs.shape, generator=self.noise).to(outputs)
+        return mean + outputs.std(dim=0, correction=0) * drawn
 
     def _hooks(self, members: Tensor, replacement: _Replacement) -> list[tuple[str, Any]]:
         """Hooks that replace what is not in the graphs, Shaped[member pos part], one after the other."""

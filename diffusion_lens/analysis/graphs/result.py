@@ -293,9 +293,10 @@ class RunGraph(PicturedResult, Saved):
         Args:
             model: Model of the run.
             replace: What replaces it: its "corrupted" output, the "mean" of its outputs over the positions of the
-                corrupted canvas, or "zero". Embeddings outside the graph are always the corrupted ones. Or another
-                corrupted run, as `run_graph` takes it: its outputs and embeddings, and margins over the words that it
-                writes; of several rows the mean, and the margins of this graph.
+                corrupted canvas, normal "noise" with their mean and standard deviation, or "zero". Embeddings outside
+                the graph are always the corrupted ones. Or another corrupted run, as `run_graph` takes it: its outputs
+                and embeddings, and margins over the words that it writes; of several rows the mean, and the margins of
+                this graph.
             features: The transcoders of the graph.
             canvas: With "forced" each step reads the clean canvas, so that the target and every decision of the graph
                 is measured by itself. With "free", the run is taken again, and each step reads what the steps before
@@ -304,7 +305,7 @@ class RunGraph(PicturedResult, Saved):
                 even a whole graph, which keeps 1 with "forced", may then write another target. The target is read at
                 its step, or at that in which the graph's run writes the position, if this is before.
             n_random: Number of random graphs, with as many nodes of each kind at each step.
-            seed: Seed of these.
+            seed: Seed of these, and of the noise.
             max_bytes: Memory to use in addition to the weights.
 
         Raises:
