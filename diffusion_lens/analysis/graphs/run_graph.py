@@ -149,8 +149,8 @@ def run_graph(
 
     Raises:
         ValueError: The runs have several rows, padding, or different given positions or settings; the target is given
-            or never written; both runs write the same token, for the metric "margin"; parts of the model write other sums
-            than the graph's, or a hook of the caller is between parts (as in `edge_attribution`); the network is
+            or never written; both runs write the same token, for the metric "margin"; parts of the model write other
+            sums than the graph's, or a hook of the caller is between parts (as in `edge_attribution`); the network is
             conditioned on its own prediction; a dictionary is no transcoder of an MLP; or the budget is too small.
 
     Warns:
