@@ -309,9 +309,9 @@ class RunGraph(PicturedResult, Saved):
             max_bytes: Memory to use in addition to the weights.
 
         Raises:
-            ValueError: Another model, other transcoders, an unknown setting, a run with other steps or given positions
-                or one that writes the target's token (of a margin), a target that everything replaced leaves as it is
-                (`canvas="forced"`), M = M', or a budget that is too small.
+            ValueError: Another model, other transcoders, an unknown setting, a run with other given positions or
+                settings, or one that writes the target's token (of a margin), a target that everything replaced leaves
+                as it is (`canvas="forced"`), M = M', or a budget that is too small.
         """
         self._require_change()
         return measured(self, model, replace, features, canvas, n_random, seed, max_bytes)

@@ -139,8 +139,8 @@ def run_graph(
         model: Model of the run, of either variant.
         trajectory: The clean run: one row without padding.
         target: Position, or (position, token); the token is an id or a text, by default the one that the run wrote.
-        corrupted: Another run with the same given positions, steps and sampler; or its prompt, as a text or as tokens
-            Int[pos], from which it is then run with the settings and seeds of the clean one.
+        corrupted: Another run with the same given positions and the same settings but for its seeds; or its prompt, as
+            a text or as tokens Int[pos], from which it is then run with the settings and seeds of the clean one.
         features: Transcoders of MLPs of the model, whose features are then nodes (see `graphs.features`).
 
     Returns:
@@ -148,9 +148,9 @@ def run_graph(
         a copy of the canvas for each quadrature point, and a backward pass through that.
 
     Raises:
-        ValueError: The runs have several rows, padding, or different given positions or steps; the target is given or
-            never written; both runs write the same token, for the metric "margin"; parts of the model write other sums
-            than the graph's, or a hook of the caller is between parts (as in `edge_attribution`); the network is
+        ValueError: The runs have several rows, padding, or different given positions or settings; the target is given
+            or never written; both runs write the same token, for the metric "margin"; parts of the model write other
+            sums than the graph's, or a hook of the caller is between parts (as in `edge_attribution`); the network is
             conditioned on its own prediction; a dictionary is no transcoder of an MLP; or the budget is too small.
 
     Warns:
