@@ -290,10 +290,13 @@ def test_a_map_in_a_hidden_tab_is_painted_when_it_is_shown(opened: Open) -> None
     page.wait_for_selector(chromium.DRAWN)
     page.set_viewport_size({"width": 600, "height": 900})
     page.evaluate("document.querySelector('.dl-panel').hidden = false")
-    page.wait_for_timeout(200)
+    for _ in range(50):  # until it is painted
+        if shown := maps.asked(page, LENS, "map.x(50) >= map.gutter && map.x(51) <= map.width"):
+            break
+        page.wait_for_timeout(100)
+    assert shown
     assert 0 < maps.asked(page, LENS, "map.width") < width
     assert maps.asked(page, LENS, "map.canvas.clientWidth") == maps.asked(page, LENS, "map.width")
-    assert maps.asked(page, LENS, "map.x(50) >= map.gutter && map.x(51) <= map.width")
 
 
 def test_a_trace_is_computed_when_somebody_asks(opened: Open, served: Callable[..., str]) -> None:
