@@ -1,8 +1,8 @@
 """Train a sparse autoencoder on a masked diffusion model, and ablate its features at chosen steps.
 
 The BatchTopK autoencoder (Bussmann et al. 2024, arXiv 2412.06410) learns from texts masked at random noise levels. The
-loss on other texts shows what reconstructions lose. One feature is specific to masked positions. Those with the largest
-gradient times activity contribute to the tokens that a run writes last; ablating them matters in that step only.
+loss on other texts shows what reconstructions lose. One feature is active mostly at masked positions. Those with the
+largest gradient times activity contribute to the tokens that a run writes last; to ablate them matters there only.
 """
 
 import argparse
