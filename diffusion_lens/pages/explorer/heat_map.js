@@ -73,10 +73,12 @@ export class HeatMap {
 
   /** @param {Shown} shown */
   draw(shown) {
+    const before = this.width;
     this.shown = shown;
     this.grid.setAttribute("aria-rowcount", String(shown.rows.length));
     this.grid.setAttribute("aria-colcount", String(shown.columns.length));
     this.fit();
+    if (this.width !== before) this.reveal(...this.marked); // shown since, and the observer finds nothing new
     this.activate(...this.active);
   }
 
