@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from diffusion_lens import plots
 from diffusion_lens.analysis.dictionaries.canvases import Canvases, Mask, Noise, NoiseRange, check_mask, spans_of
-from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary, warn_of_other_weights
 from diffusion_lens.analysis.dictionaries.splice import vectors
 from diffusion_lens.analysis.dictionaries.store import run_to
 from diffusion_lens.analysis.engine.inputs import CleanTexts, Inputs, TextsOrRuns, readable_points, texts_or_runs
@@ -203,8 +203,12 @@ def feature_examples(
 
     Raises:
         ValueError: A setting is out of range or does not fit the model or the inputs, or no position is selected.
+
+    Warns:
+        UserWarning: The dictionary was trained on other weights.
     """
     n_most, size, seed = at_least(1, "most", most), at_least(1, "batch_size", batch_size), whole_number("seed", seed)
+    warn_of_other_weights(model, dictionary)
     (point,) = readable_points(model, [dictionary.reads])
     chosen = pick_indices("features", features, len(dictionary.b_enc))
     source = texts_or_runs(model, texts, attention_mask)

@@ -44,7 +44,7 @@ from diffusion_lens.analysis.dictionaries.canvases import (
     check_mask,
     spans_of,
 )
-from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary, warn_of_other_weights
 from diffusion_lens.analysis.dictionaries.splice import Dictionary, check_dictionary, only_at, splice, vectors
 from diffusion_lens.analysis.dictionaries.store import run_to
 from diffusion_lens.analysis.engine.inputs import CleanTexts, Texts, readable_points
@@ -246,8 +246,12 @@ def dictionary_loss(
         ValueError: The dictionary does not fit the hook point, a setting is out of range or does not fit the model, no
             position is selected, the model predicts no token of a text (an AR baseline that of a single token), it
             attends by blocks, so that its loss reads every text twice, or the call is inside `model.at_time`.
+
+    Warns:
+        UserWarning: The dictionary was trained on other weights.
     """
     check_dictionary(dictionary)
+    warn_of_other_weights(model, dictionary)
     model.time.require_own("dictionary_loss")
     if model.cfg.causal_block is not None:
         raise ValueError(

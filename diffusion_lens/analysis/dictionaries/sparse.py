@@ -20,7 +20,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffusion_lens import plots
+from diffusion_lens.model.transformer import DiffusionTransformer
+from diffusion_lens.records.identity import identity_of
 from diffusion_lens.records.results import PicturedResult, Saved, Table, shown_model
+from diffusion_lens.settings import warn_user
 from diffusion_lens.settings.figures import styled
 
 _WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec", "b_noise", "threshold", "density", "losses")
@@ -120,4 +123,15 @@ class SparseDictionary(nn.Module, PicturedResult, Saved):
         return (
             f"SparseDictionary({points} of {shown_model(self.record)}, {len(self.b_enc)} features, "
             f"L0 {self.density.sum().item():.1f}, dead {(self.density == 0).float().mean().item():.0%})"
+        )
+
+
+def warn_of_other_weights(model: DiffusionTransformer, dictionary: Any) -> None:
+    """Warn if a dictionary was trained on another network than this one, of which it explains less."""
+    if not isinstance(dictionary, SparseDictionary):
+        return
+    if dictionary.record.get("weights_sha256") not in (None, identity_of(model).weights_sha256):
+        warn_user(
+            f"the dictionary at {dictionary.writes!r} was trained on {dictionary.record['model']!r}, with other "
+            f"weights than those of {model.cfg.model_name!r} now, of which it may explain less"
         )

@@ -52,7 +52,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from diffusion_lens.analysis.circuits.attribution import require_plain_stream
-from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
+from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary, warn_of_other_weights
 from diffusion_lens.analysis.graphs.features import digests, transcoders_of
 from diffusion_lens.analysis.graphs.result import RunGraph
 from diffusion_lens.analysis.graphs.within_step import (
@@ -74,7 +74,7 @@ from diffusion_lens.denoising.samplers import SAMPLERS, sampler_from
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.config import reached
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.identity import begins_run, identity_of
+from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
 from diffusion_lens.settings import Settings, Whole, at_least, one_of, setting, takes, warn_user, whole_number
 
@@ -169,12 +169,8 @@ def run_graph(
     if torch.equal(clean.canvases, other.canvases):
         raise ValueError("both runs have the same canvases, and there is no difference to explain: give another prompt")
     warn_of_another_network({"clean trajectory": (clean.record, model), "corrupted trajectory": (other.record, model)})
-    for layer, one in transcoders.items():
-        if one.record.get("weights_sha256") not in (None, identity_of(model).weights_sha256):
-            warn_user(
-                f"the transcoder of block {layer} was trained on {one.record['model']!r}, with other weights than "
-                f"those of {model.cfg.model_name!r} now: more of its MLP may be left in error nodes"
-            )
+    for one in transcoders.values():
+        warn_of_other_weights(model, one)
     step, objective = _target_of(model, clean, other, target, settings)
     builder = _Builder(model, clean, other, transcoders, settings)
     builder.pending[step] = {objective: _Pending(1.0, None)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffusion_lens import HookedDiffusionTransformer
-from diffusion_lens.analysis import activations, feature_examples, train_dictionary
+from diffusion_lens.analysis import activations, dictionary_loss, feature_examples, train_dictionary
 from diffusion_lens.data import toy_facts
 
 READS, WRITES = "blocks.1.ln2.hook_normalized", "blocks.1.hook_mlp_out"
@@ -101,3 +101,13 @@ def test_refusals(model, dictionary):
         found.plot(5)
     with pytest.raises(ValueError, match="must be 'examples' or 'density'"):
         found.plot(0, show="both")
+
+
+def test_a_dictionary_of_another_model_is_told(dictionary):
+    other = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+    for call in (
+        lambda: feature_examples(other, dictionary, TEXTS[:4], [0]),
+        lambda: dictionary_loss(other, TEXTS[:4], WRITES, dictionary),
+    ):
+        with pytest.warns(UserWarning, match="was trained on 'tiny-mdm', with other weights than those of 'tiny-ar'"):
+            call()

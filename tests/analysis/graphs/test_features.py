@@ -197,5 +197,5 @@ def test_what_is_no_transcoder_of_the_model_is_refused(either: Any) -> None:
             graph_of(either, features=given)
     (one,) = transcoders(model, [1])
     one.record["weights_sha256"] = "of another model"
-    with pytest.warns(UserWarning, match="transcoder of block 1 was trained on 'random', with other weights"):
+    with pytest.warns(UserWarning, match="at 'blocks.1.hook_mlp_out' was trained on 'random', with other weights"):
         graph_of(either, points=2, features=[one])
