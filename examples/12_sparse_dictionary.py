@@ -66,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     right.set(xticks=range(4), xlabel="step in which five features are ablated", ylabel="p(text)")
     figure.savefig(args.out / "dictionary.png", dpi=90)
     result.save(args.out / "dictionary" / "loss" / "loss.safetensors")
-    print(
-        *(f"wrote {args.out / name}" for name in ("dictionary", "dictionary.safetensors", "dictionary.png")), sep="\n"
-    )
+    for name in ("dictionary", "dictionary.safetensors", "dictionary.png"):
+        print(f"wrote {args.out / name}")
 
 
 if __name__ == "__main__":
