@@ -550,7 +550,7 @@ FILES = {
     "09_patch_forward_into_reverse": 2,
     "10_keys_and_values": 2,
     "11_logit_lens_by_step": 8,
-    "13_sparse_dictionary": 2,
+    "12_sparse_dictionary": 3,
     "13_probe_of_time": 3,
     "14_attention_sinks": 3,
     "15_circuits": 2,
