@@ -5,8 +5,8 @@ So measure: with everything outside the graph replaced (`faithful`), the loss of
 
     L = Σ_o |A_o| · |1 - share_o| / Σ_o |A_o|
 
-over the target and the decisions o of the graph, with their effects A_o, on average over corrupted runs. Shares are of
-0.1 at least, so that a decision that hardly differs in one of these has little weight. In each step,
+over the target and the decisions o of the graph, with their effects A_o, on average over corrupted runs. A difference
+below 0.1 counts as 0.1 in a share, so that a decision that hardly differs has little weight. In each step,
 
 1. every node u has a gate g_u from its replacement (0) to its live output (1). One backward pass through the step with
    the graph gives ∂L/∂g_u of all nodes: to first order, what adding a node gains, and what leaving one out costs. These
