@@ -243,20 +243,18 @@ class Ablated:
         """The target and the decisions of each step with the numbers of their nodes; margins are over what the run
         `against` writes, where it is given."""
         wanted: dict[int, list[tuple[int, Objective]]] = {}
-        for i, kind in enumerate(self.kinds):
-            if kind not in ("target", "decision"):
-                continue
-            position, token, other = (int(getattr(self.run, name)[i]) for name in ("position", "token", "other"))
-            measure = self.run.record["metric"] if kind == "target" else "margin" if other >= 0 else "log_probability"
-            if measure == "margin" and against is not None:
-                other = word_instead(self.model, against, position, token)
-                if other < 0 and kind == "target":
+        for i, objective in self.run.objectives.items():
+            if objective.measure == "margin" and against is not None:
+                other = word_instead(self.model, against, objective.position, objective.token)
+                if other < 0 and self.kinds[i] == "target":
                     raise ValueError(
-                        f"this run writes no other token at position {position} than the target, so there is no "
-                        'margin: give a run with another answer, or take a graph with metric="logit"'
+                        f"this run writes no other token at position {objective.position} than the target, so there is "
+                        'no margin: give a run with another answer, or take a graph with metric="logit"'
                     )
-            if measure != "margin" or other >= 0:
-                wanted.setdefault(int(self.run.step[i]), []).append((i, Objective(position, token, other, measure)))
+                if other < 0:
+                    continue
+                objective = objective._replace(other=other)
+            wanted.setdefault(int(self.run.step[i]), []).append((i, objective))
         return wanted
 
     def positions(self, step: int) -> list[int]:
@@ -386,10 +384,11 @@ class Ablated:
 
     def _likeliest(self, clean: StepRun, logits: list[Tensor], objective: Objective) -> list[bool]:
         """Whether the target's token is the likeliest in each copy."""
-        writable = self.model.cfg.writable(torch.arange(logits[0].shape[-1])).nonzero().flatten().tolist()
-        others = [Objective(objective.position, token) for token in writable]
-        best = clean.values(logits, others).argmax(dim=0).tolist()
-        return [writable[token] == objective.token for token in best]
+        column = clean.positions.tolist().index(objective.position)
+        found = clean.clean_logits(logits)[:, column].cpu()
+        forbidden = ~self.model.cfg.writable(torch.arange(found.shape[-1]))
+        likeliest: list[bool] = found.masked_fill(forbidden, -torch.inf).argmax(dim=-1).eq(objective.token).tolist()
+        return likeliest
 
     def free(self) -> dict[str, Any]:
         """The target in runs that are taken again, each step under its own replacements."""

@@ -46,7 +46,7 @@ from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.batching import proposal_bytes, reserved, row_bytes
 from diffusion_lens.analysis.engine.kept_run import KeptRun
 from diffusion_lens.analysis.graphs.features import MLPChange, read_point, share_masked, transcoders_of_graph
-from diffusion_lens.analysis.graphs.within_step import KINDS, Objective, step_runs
+from diffusion_lens.analysis.graphs.within_step import KINDS, step_runs
 from diffusion_lens.denoising.same_network import canvas_provenance, require_same_architecture
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.hooks.names import mlp_out
@@ -241,18 +241,12 @@ class _Interventions:
         self.graph, self.model, self.transcoders, self.max_bytes = graph, model, transcoders, max_bytes
         self.clean, self.corrupted, self.made = graph.runs["clean"], graph.runs["corrupted"], made
         self.kinds = [KINDS[kind] for kind in graph.kind.tolist()]
-        ends = [i for i, kind in enumerate(self.kinds) if kind in ("target", "decision")]
-        self.ends = sorted(ends, key=lambda i: int(graph.step[i]))
+        self.ends = sorted(graph.objectives, key=lambda i: int(graph.step[i]))
         self.steps, self.positions = graph.step[self.ends], graph.position[self.ends]
-        self.objectives = []
-        for i in self.ends:
-            position, token, other = (int(getattr(graph, name)[i]) for name in ("position", "token", "other"))
-            measure = "margin" if other >= 0 else "log_probability"
-            measure = graph.record["metric"] if self.kinds[i] == "target" else measure
-            self.objectives.append(Objective(position, token, other, measure))
+        self.objectives = [graph.objectives[i] for i in self.ends]
         self.points = {node: self._point_of(node) for node, _ in made}
         self.changes: dict[int, Tensor] = {}  # of the nodes' outputs
-        self.values = torch.zeros(2, len(ends), dtype=torch.float64)  # of the objectives, in both runs
+        self.values = torch.zeros(2, len(self.ends), dtype=torch.float64)  # of the objectives, in both runs
         self._require_memory()
         for step in sorted(set(self.steps.tolist())):
             self._read(step)

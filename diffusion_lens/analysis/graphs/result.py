@@ -19,6 +19,7 @@ again to the same share stays as it is: influence and inflow are those of the wh
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ from diffusion_lens.analysis.graphs import circuit_tracer
 from diffusion_lens.analysis.graphs.faithful import GraphFaithfulness, measured
 from diffusion_lens.analysis.graphs.interventions import GraphInterventions, intervened
 from diffusion_lens.analysis.graphs.refine import refined
-from diffusion_lens.analysis.graphs.within_step import KINDS
+from diffusion_lens.analysis.graphs.within_step import KINDS, Objective
 from diffusion_lens.denoising.same_network import canvas_provenance
 from diffusion_lens.denoising.trajectory import Trajectory
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -150,6 +151,18 @@ class RunGraph(PicturedResult, Saved):
             )
             named.append(KINDS[kind] if part[0] < 0 else name.format(*part))
         return named
+
+    @cached_property
+    def objectives(self) -> dict[int, Objective]:
+        """What the target and each decision are measured by, by the numbers of their nodes."""
+        found = {}
+        for i, kind in enumerate(KINDS[kind] for kind in self.kind.tolist()):
+            if kind in ("target", "decision"):
+                position, token, other = (int(column[i]) for column in (self.position, self.token, self.other))
+                measure = "margin" if other >= 0 else "log_probability"
+                measure = self.record["metric"] if kind == "target" else measure
+                found[i] = Objective(position, token, other, measure)
+        return found
 
     @property
     def nodes(self) -> Any:

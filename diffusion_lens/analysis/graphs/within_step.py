@@ -138,12 +138,18 @@ class StepRun:
         Args:
             canvas: Tokens that the head reads in place of those of this step.
         """
+        clean = self.clean_logits(logits, canvas)
+        column = {int(position): i for i, position in enumerate(self.positions)}
+        return torch.stack([one.of(clean[:, column[one.position]]) for one in objectives])
+
+    def clean_logits(
+        self, logits: Sequence[Float[Tensor, "sample selected d_vocab_out"]], canvas: Tensor | None = None
+    ) -> Float[Tensor, "sample selected d_vocab_out"]:
+        """The logits of p(x_0) at `positions`, from the network's outputs in each branch."""
         joined = logits[0] if len(logits) == 1 else guide(logits[0], logits[1], self.scale)
         present = (self.canvas if canvas is None else canvas)[:, self.positions]
         with self.model.clock.at(self.branches[0].step):
-            clean = HeadAt.of(self.model, present).clean_logits(joined)
-        column = {int(position): i for i, position in enumerate(self.positions)}
-        return torch.stack([one.of(clean[:, column[one.position]]) for one in objectives])
+            return HeadAt.of(self.model, present).clean_logits(joined)
 
 
 def step_runs(
