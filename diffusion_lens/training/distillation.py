@@ -40,7 +40,7 @@ from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training.corpus import Corpus
 from diffusion_lens.training.trainer import Batch, RowOrder, RowSource, sha256_of
 
-_CHUNKS = 4  # of the distilled rows of an update
+_TOGETHER = 10  # distilled rows in one pass
 _TRIED = 16  # rows on which beginnings of the [MASK] row are compared
 _TRIED_TOKENS = 16  # special tokens that are tried; some tokenizers have hundreds
 
@@ -83,7 +83,7 @@ class TwinLoss(RowSource):
             if n_distilled:
                 canvases = self.canvases(self.rows[:n_distilled], round(s.one_mask * n_distilled), generator)
                 # Canvases of about one length pass together, so that few positions are padding.
-                for rows, cuts, ends in canvases[:, canvases[2].argsort()].chunk(_CHUNKS, dim=1):
+                for rows, cuts, ends in canvases[:, canvases[2].argsort()].split(_TOGETHER, dim=1):
                     divergence, apart = self.distances(model, rows, cuts, ends, self.goal(rows, cuts))
                     loss = loss + s.distil / n_distilled * (divergence + s.states * apart)
         return loss
@@ -119,8 +119,9 @@ class TwinLoss(RowSource):
         `ends`, summed over rows.
 
         Returns:
-            KL(causal model ‖ twin), and the squared distance of the residual streams over the squared norm of the
-            causal one, mean over all blocks but the last; 0 if these have no weight.
+            KL(causal model ‖ twin), and the squared distance of the residual streams over the mean of their squared
+            norms, mean over all blocks but the last; 0 if these have no weight. It is at most 4, so that the states of
+            a sink, which are a thousand times as long as others, do not rule the first updates.
         """
         blank, device = twin.cfg.blank, twin.cfg.device
         position, tokens = torch.arange(int(ends.max())), self.corpus.tokens[rows]
@@ -132,7 +133,7 @@ class TwinLoss(RowSource):
         p = p.masked_fill(torch.arange(p.shape[1], device=device) == blank, -torch.inf)
         divergence = torch.nn.functional.kl_div(logits.float().log_softmax(-1), p.softmax(-1), reduction="sum")
         apart = [
-            ((own - causal).square().sum(-1) / causal.square().sum(-1)).sum()
+            (2 * (own - causal).square().sum(-1) / (own.square() + causal.square()).sum(-1)).sum()
             for own, causal in zip(found, streams, strict=True)
         ]
         return divergence, torch.stack(apart).mean() if apart else divergence.new_zeros(())

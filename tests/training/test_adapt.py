@@ -304,7 +304,7 @@ def test_the_distillation_is_the_distance_from_the_causal_model(more, base, fact
         if shifted:
             for i in range(base.cfg.n_layers - 1):
                 of_twin, goal = (cache["resid_post", i][0, cut - 1] for cache in (own, causal))
-                apart = float((of_twin - goal).norm() / goal.norm()) ** 2
+                apart = float((of_twin - goal).norm() ** 2 / (of_twin @ of_twin + goal @ goal)) * 2
                 total += settings.states * apart / (base.cfg.n_layers - 1)
     assert float(loss) == pytest.approx(settings.distil * total / 8, rel=1e-4)
 
