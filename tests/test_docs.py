@@ -52,7 +52,6 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "causal_tracing.md",
         "circuit_of_a_run.md",
         "explorer.md",
-        "diffusion_gemma.md",
         "patching.md",
         "recall.md",
         "rome.md",
