@@ -61,13 +61,13 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "papers.md",
         "two_sites.md",
     } == WITH_PICTURES
-    taught = {"your_own_facts.md", "write_a_hook.md", "saving_and_loading.md", "check.md", "circuits.md", "cluster.md"}
+    taught = {"your_own_facts.md", "write_a_hook.md", "saving_and_loading.md", "circuits.md", "cluster.md"}
     taught |= {"extend.md", "families.md", "finetune.md", "coming_from.md", *ON_SMALL_CHECKPOINTS}
     assert taught | RUN_BY_THE_BUILD <= set(WITH_PYTHON)
 
 
 def test_the_pages_that_show_the_command_line_have_sessions() -> None:
-    assert WITH_SESSIONS == ["check.md", "command_line.md", "your_own_facts.md"]
+    assert WITH_SESSIONS == ["command_line.md", "your_own_facts.md", "your_own_model.md"]
 
 
 @pytest.mark.usefixtures("undrawn_figures")
