@@ -45,7 +45,6 @@ def test_python_runs_and_prints_what_the_page_says(page: str, tmp_path: Path, mo
 def test_the_pages_that_teach_have_python_to_run() -> None:
     assert {
         "index.md",
-        "add_a_view.md",
         "concepts.md",
         "figures.md",
         "figures_for_a_paper.md",
