@@ -16,13 +16,11 @@ from urllib.parse import quote
 
 import chromium
 import explorer_pages
-from snippets import run_python
 from sphinx.application import Sphinx
 from sphinx.util.logging import getLogger
 
 logger = getLogger(__name__)
 WIDTH = 1280  # pixels
-OWN_VIEW = "_made/own_view.png"
 GRAPH = "_made/explorer_graph.png"
 HOME = "_static/home.png"
 
@@ -103,20 +101,6 @@ def draw_explorer(app: Sphinx) -> None:
         logger.warning("the explorer has no pictures: %s", error)
 
 
-def draw_own_view(app: Sphinx) -> None:
-    """The page with a view of one's own that the code of add_a_view.md writes."""
-    here = Path.cwd()
-    with tempfile.TemporaryDirectory() as scratch:
-        os.chdir(scratch)
-        try:
-            list(run_python(Path(app.srcdir) / "add_a_view.md"))
-        finally:
-            os.chdir(here)
-        photograph_file(
-            Path(scratch) / "margin.html", Path(app.srcdir) / OWN_VIEW, chromium.DRAWN, "#step=1&position=6&view=margin"
-        )
-
-
 def draw_graph(app: Sphinx) -> None:
     """The graph of a run in the explorer: two nodes are a group, and a third one is selected."""
     run, graph = explorer_pages.graphed()
@@ -139,7 +123,6 @@ def draw_home(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", draw_explorer)
-    app.connect("builder-inited", draw_own_view)
     app.connect("builder-inited", draw_graph)
     app.connect("build-finished", draw_home)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

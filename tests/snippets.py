@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 
 # Pages whose Python takes longest. The build of the site runs it, and `make test` does not.
-LONG = {"api/logit_lens.md", "check.md", "circuits.md", "dictionaries.md", "finetune.md", "write_a_hook.md"}
+LONG = {"api/logit_lens.md", "circuits.md", "dictionaries.md", "finetune.md", "write_a_hook.md"}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from diffusion_lens.evaluation import Recall, Reply
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 GOLDEN = Path(__file__).parent / "golden" / "lit_gpt" / "gqa" / "mdm"
 # The demo has a test of its own, and so has `explore`, which serves until Ctrl-C. test_docs.py runs the example of
-# `check`, which docs/check.md shows.
+# `check`, which docs/your_own_model.md shows.
 RUN_HERE = set(COMMANDS) - {"demo", "check", "explore"}
 # The arguments of each command, with options that make it quick.
 QUICK = {
@@ -226,7 +226,7 @@ def test_the_example_in_the_help_runs(name: str, examples: dict[str, Result]) ->
 
 
 def test_a_page_shows_the_example_of_check() -> None:
-    page = PYPROJECT.parent / "docs" / "check.md"
+    page = PYPROJECT.parent / "docs" / "your_own_model.md"
     assert f"$ diffusion-lens {shlex.join(example_of('check'))}\n" in page.read_text(encoding="utf-8")
 
 

@@ -45,14 +45,12 @@ def test_python_runs_and_prints_what_the_page_says(page: str, tmp_path: Path, mo
 def test_the_pages_that_teach_have_python_to_run() -> None:
     assert {
         "index.md",
-        "add_a_view.md",
         "concepts.md",
         "figures.md",
         "figures_for_a_paper.md",
         "causal_tracing.md",
         "circuit_of_a_run.md",
         "explorer.md",
-        "diffusion_gemma.md",
         "patching.md",
         "recall.md",
         "rome.md",
@@ -62,13 +60,13 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "papers.md",
         "two_sites.md",
     } == WITH_PICTURES
-    taught = {"your_own_facts.md", "write_a_hook.md", "saving_and_loading.md", "check.md", "circuits.md", "cluster.md"}
+    taught = {"your_own_facts.md", "write_a_hook.md", "saving_and_loading.md", "circuits.md", "cluster.md"}
     taught |= {"extend.md", "families.md", "finetune.md", "coming_from.md", *ON_SMALL_CHECKPOINTS}
     assert taught | RUN_BY_THE_BUILD <= set(WITH_PYTHON)
 
 
 def test_the_pages_that_show_the_command_line_have_sessions() -> None:
-    assert WITH_SESSIONS == ["check.md", "command_line.md", "your_own_facts.md"]
+    assert WITH_SESSIONS == ["command_line.md", "your_own_facts.md", "your_own_model.md"]
 
 
 @pytest.mark.usefixtures("undrawn_figures")

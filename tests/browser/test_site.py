@@ -64,7 +64,7 @@ def test_axe_finds_nothing_serious(visit: Callable[..., Any], axe: str, theme: s
 
 
 def test_a_copy_button_copies_commands_without_prompt_and_output(visit: Callable[..., Any]) -> None:
-    page = visit(SITE / "check.html")
+    page = visit(SITE / "your_own_model.html")
     page.evaluate("addEventListener('copy', () => { window.copied = document.activeElement.value })")
     block = page.locator("div.highlight-console").first
     block.hover()
