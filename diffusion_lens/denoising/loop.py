@@ -300,6 +300,8 @@ class Run:
         predictions are recorded. A text that grows has only the planned ones.
         """
         hooks, writes = self.model.loop_hooks, bool(plan.counts.any())
+        if writes and self.model.cfg.is_autoregressive:
+            return plan.positions
         later = (hooks.hook_logits, hooks.hook_candidates, hooks.hook_confidence, hooks.hook_reveal)
         all_are_read = self.model.is_hooked or any(map(is_hooked, later))
         if not all_are_read and self.recorder is not None:

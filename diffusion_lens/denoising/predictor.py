@@ -246,11 +246,10 @@ class Repeating(Predictor):
         self._last: tuple[StepState, Tensor] | None = None
 
     def __call__(self, state: StepState, positions: PosMask) -> Float[Tensor, "selected d_vocab_out"]:
-        if self._last is not None and not self.model.is_hooked:
+        if self._last is not None:
             before, logits = self._last
-            if not (self.model.cfg.time_conditioning and before.sigma != state.sigma) and torch.equal(
-                before.tokens, state.tokens
-            ):
+            same_time = not self.model.cfg.time_conditioning or before.sigma == state.sigma
+            if same_time and torch.equal(before.tokens, state.tokens) and not self.model.is_hooked:
                 return logits
         logits = self.inner(state, positions)
         self._last = state, logits
