@@ -47,7 +47,6 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "index.md",
         "concepts.md",
         "figures.md",
-        "figures_for_a_paper.md",
         "causal_tracing.md",
         "circuit_of_a_run.md",
         "explorer.md",
