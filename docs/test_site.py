@@ -122,7 +122,7 @@ def test_each_tool_of_transformer_lens_has_its_row() -> None:
 
 def test_published_numbers_stand_under_both_names() -> None:
     """Rai's row and the paper's number for people told description first, asked for the description."""
-    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", (SITE / "recall.html").read_text(encoding="utf-8"), re.DOTALL)
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", (SITE / "study.html").read_text(encoding="utf-8"), re.DOTALL)
     cells = [[re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td>(.*?)</td>", row, re.DOTALL)] for row in rows]
     found = {tuple(row[:2]): row[2:] for row in cells if row}
     rai = ["0", "0.7", "17", "27.3", "31", "29.7", ""]

@@ -51,7 +51,7 @@ def test_the_pages_that_teach_have_python_to_run() -> None:
         "circuit_of_a_run.md",
         "explorer.md",
         "patching.md",
-        "recall.md",
+        "study.md",
         "rome.md",
         "run_graphs.md",
         "signatures.md",
