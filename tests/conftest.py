@@ -523,6 +523,17 @@ def begin_tests_of(test: str, models: tuple[Any, ...]) -> None:
     begin_test()
 
 
+@pytest.fixture
+def families() -> Iterator[None]:
+    """A page may list a family of its own; the others must not meet it."""
+    from weight_conversion.registry import FAMILIES
+
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Any:
     """After every test: no hook on a shared model, no step lent, no parameter frozen, the grad mode as before."""

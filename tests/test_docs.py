@@ -3,7 +3,6 @@
 import doctest
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,17 +19,6 @@ RUN_BY_THE_BUILD = WITH_PICTURES | LONG
 # Pages about published models: tests/test_your_own_model.py runs them on small checkpoints in the same formats.
 ON_SMALL_CHECKPOINTS = {"your_own_model.md"}
 WITH_SESSIONS = [page for page in PAGES if any(block.language == "console" for block in blocks(DOCS / page))]
-
-
-@pytest.fixture
-def families() -> Iterator[None]:
-    """A page may list a family of its own; the others must not meet it."""
-    from weight_conversion.registry import FAMILIES
-
-    before = dict(FAMILIES)
-    yield
-    FAMILIES.clear()
-    FAMILIES.update(before)
 
 
 @pytest.mark.usefixtures("families", "undrawn_figures")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from diffusion_lens.analysis.graphs.circuit_tracer import as_graph
-from diffusion_lens.analysis.graphs.within_step import KINDS
 from diffusion_lens.denoising.cache import TrajectoryCache
 from diffusion_lens.denoising.same_network import COMPARED, canvas_provenance, without_canvas_hooks
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -103,8 +102,7 @@ def graph_view(trajectory: Trajectory, graph: Any, row: int, words: Words) -> Vi
 
 def graph_chunk(graph: Any, words: Words) -> bytes:
     """The chunk of a `RunGraph`."""
-    kinds = [KINDS[kind] for kind in graph.kind.tolist()]
-    return views.graph_chunk(graph, *as_graph(graph, "graph"), kinds, words)
+    return views.graph_chunk(graph, *as_graph(graph, "graph"), graph.kinds, words)
 
 
 def experts_view(trajectory: Trajectory, cache: TrajectoryCache, row: int) -> View:

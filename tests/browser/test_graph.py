@@ -196,7 +196,12 @@ def test_nodes_of_an_unknown_kind_have_their_names(
     from diffusion_lens.explorer import learned
 
     run, graph = explorer_pages.graphed()
-    monkeypatch.setattr(learned, "KINDS", ["gadget" if kind == "mlp" else kind for kind in learned.KINDS])
+    chunk = learned.views.graph_chunk
+
+    def with_gadgets(graph: Any, document: Any, ids: Any, kinds: list[str], words: Any) -> bytes:
+        return chunk(graph, document, ids, ["gadget" if kind == "mlp" else kind for kind in kinds], words)
+
+    monkeypatch.setattr(learned.views, "graph_chunk", with_gadgets)
     page = opened(f"{explorer_pages.write(run.explore(graph=graph), tmp_path, 'graph').as_uri()}#view=graph")
     press(page, "m1 at “Krasser” (1), step 4")
     assert page.get_by_role("status").inner_text().startswith("m1 at “Krasser” (1), step 4: 10.9 of ")

@@ -125,14 +125,11 @@ def test_axe_finds_nothing_serious_in_the_views(
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
+@pytest.mark.usefixtures("families")
 def test_the_view_of_the_docs_shows_its_margins(
     opened: Open, axe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weight_conversion.registry import FAMILIES
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(FAMILIES, "my_family", next(iter(FAMILIES.values())))  # the page adds it; undone at the end
-    del FAMILIES["my_family"]
     for block, said in run_python(DOCS / "extend.md"):
         assert same_output(said, block.output or "")
     page = opened(f"{(tmp_path / 'margin.html').as_uri()}#step=1&position=6")

@@ -15,8 +15,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from diffusion_lens.analysis.graphs.within_step import KINDS
-
 SCHEMA_VERSION = 1
 _FEATURE = "cross layer transcoder"
 
@@ -30,7 +28,7 @@ def as_graph(graph: Any, slug: str) -> tuple[dict[str, Any], list[str]]:
     ids: list[str] = []
     nodes: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(graph.names):
-        kind, position, step = KINDS[int(graph.kind[i])], int(graph.position[i]), int(graph.step[i])
+        kind, position, step = graph.kinds[i], int(graph.position[i]), int(graph.step[i])
         token, branch = int(graph.token[i]), int(graph.branch[i])
         base, p = steps.index(step) * (n_layers + 2), 0.0
         word = graph.words.get(token, "")

@@ -27,7 +27,6 @@ from diffusion_lens.analysis.dictionaries.sparse import SparseDictionary
 from diffusion_lens.analysis.engine.batching import proposal_bytes, reserved, row_bytes
 from diffusion_lens.analysis.graphs.features import MLPInGraph, read_point, share_masked, transcoders_of_graph
 from diffusion_lens.analysis.graphs.within_step import (
-    KINDS,
     LEAST_MARGIN,
     Objective,
     StepRun,
@@ -180,7 +179,6 @@ class Ablated:
         self.runs = [clean, *(other.row(i) for i in range(len(other)))]
         self.graph, self.n, self.transcoders = Graph.of(model.cfg), 2 + n_random, transcoders
         self.n_branches = 2 if clean.record["cfg_scale"] else 1
-        self.kinds = [KINDS[kind] for kind in graph.kind.tolist()]
         self.n_pos = clean.tokens.shape[1]
         self.objectives = self._objectives(other if other is not corrupted and len(other) == 1 else None)
         generator, self.noise = (torch.Generator().manual_seed(seed) for _ in range(2))
@@ -193,7 +191,7 @@ class Ablated:
         per_layer, featured = self.graph.n_heads + 1, list(transcoders)
         columns = zip(*(getattr(graph, name).tolist() for name in names), strict=True)
         for number, (kind, (step, branch, position, layer, head, feature)) in enumerate(
-            zip(self.kinds, columns, strict=True)
+            zip(graph.kinds, columns, strict=True)
         ):
             if step not in self.members:
                 self.members[step] = self._none(step)
@@ -246,15 +244,14 @@ class Ablated:
         for i, objective in self.run.objectives.items():
             if objective.measure == "margin" and against is not None:
                 other = word_instead(self.model, against, objective.position, objective.token)
-                if other < 0 and self.kinds[i] == "target":
+                objective = objective._replace(other=other)
+                if other < 0 and self.run.kinds[i] == "target":
                     raise ValueError(
                         f"this run writes no other token at position {objective.position} than the target, so there is "
                         'no margin: give a run with another answer, or take a graph with metric="logit"'
                     )
-                if other < 0:
-                    continue
-                objective = objective._replace(other=other)
-            wanted.setdefault(int(self.run.step[i]), []).append((i, objective))
+            if objective.measure != "margin" or objective.other >= 0:
+                wanted.setdefault(int(self.run.step[i]), []).append((i, objective))
         return wanted
 
     def positions(self, step: int) -> list[int]:
@@ -342,7 +339,7 @@ class Ablated:
         """Every objective of the graph, on the clean canvas of its step."""
         rows: list[tuple[int, int, Objective, float, Tensor]] = []
         wrote: list[bool] = []
-        target = self.kinds.index("target")
+        target = self.run.kinds.index("target")
         for step, numbered in self.objectives.items():
             objectives = [objective for _, objective in numbered]
             clean, replacements = self.replacements(step, self.positions(step))
@@ -384,8 +381,7 @@ class Ablated:
 
     def _likeliest(self, clean: StepRun, logits: list[Tensor], objective: Objective) -> list[bool]:
         """Whether the target's token is the likeliest in each copy."""
-        column = clean.positions.tolist().index(objective.position)
-        found = clean.clean_logits(logits)[:, column].cpu()
+        found = clean.clean_logits(logits)[:, clean.column[objective.position]].cpu()
         forbidden = ~self.model.cfg.writable(torch.arange(found.shape[-1]))
         likeliest: list[bool] = found.masked_fill(forbidden, -torch.inf).argmax(dim=-1).eq(objective.token).tolist()
         return likeliest
@@ -394,7 +390,7 @@ class Ablated:
         """The target in runs that are taken again, each step under its own replacements."""
         run, record = self.run.runs["clean"], self.run.record
         (position, token), last = record["target"], int(record["target_step"])
-        objective = next(one for i, one in self.objectives[last] if self.kinds[i] == "target")
+        objective = next(one for i, one in self.objectives[last] if self.run.kinds[i] == "target")
         first, n_pos = run.first_step, self.n_pos
         members_at = {step: self.members.get(step, self._none(step)).clone() for step in range(first, last + 1)}
         for of_step in members_at.values():  # what the graphs have written is read as it is

@@ -240,7 +240,6 @@ class _Interventions:
     ) -> None:
         self.graph, self.model, self.transcoders, self.max_bytes = graph, model, transcoders, max_bytes
         self.clean, self.corrupted, self.made = graph.runs["clean"], graph.runs["corrupted"], made
-        self.kinds = [KINDS[kind] for kind in graph.kind.tolist()]
         self.ends = sorted(graph.objectives, key=lambda i: int(graph.step[i]))
         self.steps, self.positions = graph.step[self.ends], graph.position[self.ends]
         self.objectives = [graph.objectives[i] for i in self.ends]
@@ -253,7 +252,7 @@ class _Interventions:
 
     def _point_of(self, node: int) -> tuple[str, tuple[int, ...]]:
         """Hook point of a node's output, and its place there."""
-        layer, position, kind = int(self.graph.layer[node]), int(self.graph.position[node]), self.kinds[node]
+        layer, position, kind = int(self.graph.layer[node]), int(self.graph.position[node]), self.graph.kinds[node]
         if kind == "head":
             return f"blocks.{layer}.attn.hook_z", (position, int(self.graph.head[node]))
         return "hook_embed" if layer < 0 else mlp_out(layer), (position,)
@@ -295,7 +294,7 @@ class _Interventions:
         """The difference of a node's output between the runs; of a feature, that of what its MLP writes."""
         name, place = self.points[node]
         change: Tensor = clean.activations[name][(0, *place)] - corrupted.activations[name][(0, *place)]
-        layer, kind = int(self.graph.layer[node]), self.kinds[node]
+        layer, kind = int(self.graph.layer[node]), self.graph.kinds[node]
         if kind == "head" or layer not in self.transcoders:
             return change
         read = [run.activations[read_point(layer)][0, list(place)] for run in (clean, corrupted)]

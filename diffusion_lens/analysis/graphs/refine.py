@@ -83,7 +83,7 @@ class _Loss:
         whole = self._values([given.run(()).logits for given in self.clean.branches])
         nothing = self._values(self._logits(torch.zeros(self.shape)[:, None]))
         for (number, _), *values in zip(numbered, whole[:, 0].tolist(), nothing[:, 0].tolist(), strict=True):
-            if ablated.kinds[number] == "target":
+            if ablated.run.kinds[number] == "target":
                 require_difference(*values)
         self.whole, self.weights = (
             whole,

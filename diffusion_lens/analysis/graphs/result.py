@@ -138,25 +138,28 @@ class RunGraph(PicturedResult, Saved):
         """Number of nodes."""
         return len(self.step)
 
+    @cached_property
+    def kinds(self) -> list[str]:
+        """Kind of each node."""
+        return [KINDS[kind] for kind in self.kind.tolist()]
+
     @property
     def names(self) -> list[str]:
         """Name of each node's part: "a3.h0", "m1", feature "m1.f120", "m1.error" of a transcoder or of a frozen norm,
         "a3.h0.error" of a frozen pattern, or its kind."""
         of_part = {"head": "a{0}.h{1}", "mlp": "m{0}", "feature": "m{0}.f{2}", "error": "m{0}.error"}
-        parts = zip(self.kind.tolist(), self.layer.tolist(), self.head.tolist(), self.feature.tolist(), strict=True)
+        parts = zip(self.kinds, self.layer.tolist(), self.head.tolist(), self.feature.tolist(), strict=True)
         named = []
         for kind, *part in parts:
-            name = (
-                "a{0}.h{1}.error" if KINDS[kind] == "error" and part[1] >= 0 else of_part.get(KINDS[kind], KINDS[kind])
-            )
-            named.append(KINDS[kind] if part[0] < 0 else name.format(*part))
+            name = "a{0}.h{1}.error" if kind == "error" and part[1] >= 0 else of_part.get(kind, kind)
+            named.append(kind if part[0] < 0 else name.format(*part))
         return named
 
     @cached_property
     def objectives(self) -> dict[int, Objective]:
         """What the target and each decision are measured by, by the numbers of their nodes."""
         found = {}
-        for i, kind in enumerate(KINDS[kind] for kind in self.kind.tolist()):
+        for i, kind in enumerate(self.kinds):
             if kind in ("target", "decision"):
                 position, token, other = (int(column[i]) for column in (self.position, self.token, self.other))
                 measure = "margin" if other >= 0 else "log_probability"
@@ -404,7 +407,7 @@ class RunGraph(PicturedResult, Saved):
         inside = 0.5 * (self.head < 0) + 0.4 * self.feature.clamp(min=0) / self.feature.max().clamp(min=1)
         drawn = []
         for i, name in enumerate(self.names):
-            kind, layer = KINDS[int(self.kind[i])], int(self.layer[i])
+            kind, layer = self.kinds[i], int(self.layer[i])
             read = int(self.runs["clean"].canvases[self._canvas(int(self.step[i])), 0, int(self.position[i])])
             drawn.append(
                 {
@@ -490,8 +493,8 @@ class RunGraph(PicturedResult, Saved):
         last = self.layer.max() + 1
         place = {"error": -2, "token": -1, "embed": -1, "decision": int(last), "target": int(last)}
         keys = [
-            (int(step), place.get(KINDS[kind], layer), KINDS[kind] in ("mlp", "feature"))
-            for step, kind, layer in zip(self.step.tolist(), self.kind.tolist(), self.layer.tolist(), strict=True)
+            (int(step), place.get(kind, layer), kind in ("mlp", "feature"))
+            for step, kind, layer in zip(self.step.tolist(), self.kinds, self.layer.tolist(), strict=True)
         ]
         return sorted(range(len(keys)), key=keys.__getitem__)
 
@@ -511,9 +514,8 @@ class RunGraph(PicturedResult, Saved):
         for name, run in self.runs.items():
             tokens = run.canvases[at, 0, self.position.tolist()].tolist()
             words["word" if name == "clean" else "other_word"] = [run.words[token] for token in tokens]
-        kinds = [KINDS[kind] for kind in self.kind.tolist()]
         values = {name: getattr(self, name) for name in _COLUMNS}
-        return Table({"name": self.names, **words, **values, "kind": kinds}, most="effect")
+        return Table({"name": self.names, **words, **values, "kind": self.kinds}, most="effect")
 
     def __repr__(self) -> str:
         size = f"{len(self)} nodes, {len(self.source)} edges, {len(set(self.step.tolist()))} steps"

@@ -104,6 +104,7 @@ class StepRun:
         state = trajectory.state_at(step, model.cfg.device)
         self.canvas, self.given = state.tokens, state.given
         self.positions = torch.tensor(positions, device=self.canvas.device)
+        self.column = {position: i for i, position in enumerate(positions)}  # of the logits
         rows = model.readout.rows(self.positions)
         if state.block is not None:
             rows = state.block.rows(rows, self.positions, torch.zeros_like(self.positions))
@@ -139,8 +140,7 @@ class StepRun:
             canvas: Tokens that the head reads in place of those of this step.
         """
         clean = self.clean_logits(logits, canvas)
-        column = {int(position): i for i, position in enumerate(self.positions)}
-        return torch.stack([one.of(clean[:, column[one.position]]) for one in objectives])
+        return torch.stack([one.of(clean[:, self.column[one.position]]) for one in objectives])
 
     def clean_logits(
         self, logits: Sequence[Float[Tensor, "sample selected d_vocab_out"]], canvas: Tensor | None = None
