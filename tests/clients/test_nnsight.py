@@ -36,8 +36,8 @@ def test_both_forms_on_the_page_give_the_same(section: str, tmp_path: Path) -> N
     torch.testing.assert_close(found["theirs"], found["ours"], rtol=1e-4, atol=1e-5)
 
 
-def test_the_page_compares_four_operations() -> None:
-    assert len(sections()) == 4
+def test_the_page_compares_eight_operations() -> None:
+    assert len(sections()) == 8
 
 
 def test_a_wrapped_module_has_no_scan(prompts: Any) -> None:
