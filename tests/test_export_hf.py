@@ -1,6 +1,7 @@
 """`model.export_hf`: transformers goes on from the folder, or the message says what does."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,23 @@ def test_a_twin_with_a_shifted_readout_goes_on_in_transformers(family, specimen,
     with pytest.raises(ValueError, match=r"attends by blocks.*model.save_pretrained\(folder\).*Nothing was written"):
         blocks.export_hf(tmp_path / "blocks")
     assert not (tmp_path / "blocks").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_twin_whose_first_token_is_alone_goes_on_in_transformers_with_a_mask(family, specimen, configs, tmp_path):
+    model = specimen({**configs[family], "mode": "bidirectional", "mask_token_id": 7, "causal_first": True}).model
+    tokens = torch.arange(24).view(2, 12)
+    with pytest.warns(UserWarning, match=r"the first token of .* sees only itself.* pass that a 4-D attention_mask"):
+        folder = model.export_hf(tmp_path / "twin")
+    theirs, mask = AutoModelForCausalLM.from_pretrained(folder), torch.zeros(2, 1, 12, 12)
+    mask[:, :, 0, 1:] = -torch.inf
+    assert_close(theirs(tokens, attention_mask=mask).logits, model(tokens), rtol=1e-4, atol=2e-4)
+    assert not torch.allclose(theirs(tokens).logits, model(tokens), atol=1e-3)
+    theirs.save_pretrained(tmp_path / "again")
+    for name in ("twin", "again"):
+        read = HookedDiffusionTransformer.from_pretrained(tmp_path / name, device="cpu")
+        assert read.cfg.architecture == replace(model.cfg.architecture, name=read.cfg.model_name)
+        assert torch.equal(read(tokens), model(tokens))
 
 
 def test_a_diffusion_model_is_written_for_the_code_of_its_authors(specimen, configs, tmp_path):

@@ -62,6 +62,7 @@ class Variant:
     attention_dir: Direction
     causal_block: int | None
     block_context: Context
+    causal_first: bool
     readout: Literal["in_place", "shifted"]
     mask_token_id: int | None
     time: TimeConditioning | None
@@ -462,6 +463,8 @@ class Architecture(Variant):
         output_logits_soft_cap: The c of logits c tanh(x / c), under TransformerLens's name; `None` without it.
         self_conditioning: Whether the embedding of the open block is changed by what the step before predicted.
         unread_tokens: Ids that stand for images or other input that the network here does not read.
+        causal_first: Whether the first token sees only itself, although attention is bidirectional. So it is the
+            attention sink that it is in the causal model of which a twin was made.
     """
 
     family: str
@@ -513,6 +516,7 @@ class Architecture(Variant):
     output_logits_soft_cap: float | None = None
     self_conditioning: bool = False
     unread_tokens: tuple[int, ...] = ()
+    causal_first: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unread_tokens", tuple(self.unread_tokens))
@@ -526,6 +530,11 @@ class Architecture(Variant):
             )
         if self.counts_from_prompt and self.causal_block is None:
             raise ValueError(f"block_context={self.block_context!r} needs attention_dir='block_causal'")
+        if self.causal_first and self.attention_dir != "bidirectional":
+            raise ValueError(
+                f"causal_first=True needs attention_dir='bidirectional', and it is {self.attention_dir!r}: in others, "
+                "what the first token sees is settled"
+            )
         mask = self.mask_token_id
         if mask is not None and (isinstance(mask, bool) or not isinstance(mask, int)):
             raise ValueError(f"mask_token_id is {mask!r}; it must be a token id, a whole number, or null")

@@ -119,7 +119,7 @@ def _readings(a: Architecture, mask_ids: Sequence[int]) -> Iterator[Alternative]
     wrong_readout = (
         f"the config reads tokens {reads}, and the weights predict them {readout}: the readout is off by one"
     )
-    other = replace(a, attention_dir=direction, causal_block=None, block_context="blocks")
+    other = replace(a, attention_dir=direction, causal_block=None, block_context="blocks", causal_first=False)
     both = f"{wrong_direction}; {wrong_readout}"
     for name, cause, reading in (
         (f"with {direction} attention", wrong_direction, other),

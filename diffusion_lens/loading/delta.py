@@ -48,7 +48,10 @@ from weight_conversion.registry import FAMILIES
 ABOUT, ADAPTER, ADAPTER_CONFIG, CARD = "delta.json", "adapter_model.safetensors", "adapter_config.json", "README.md"
 FORMAT = "diffusion_lens delta"
 # The fields of an architecture in which a twin differs from its base.
-OF_TWIN = ("name", "attention_dir", "causal_block", "readout", "mask_token_id", "d_vocab", "d_vocab_out")
+OF_TWIN = (
+    *("name", "attention_dir", "causal_block", "causal_first", "readout"),
+    *("mask_token_id", "d_vocab", "d_vocab_out"),
+)
 EMBED = "embed.weight"
 _ROW = "token_adapter.trainable_tokens_delta"  # peft's name of the rows of an embedding that were trained
 # Switches of peft's format by which the update would be another one.

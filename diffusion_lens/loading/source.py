@@ -211,6 +211,12 @@ def export_hf(model: Any, folder: str | Path) -> Path:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(part / path, target / path)
 
+    if cfg.causal_first:
+        warn_user(
+            f"the first token of {cfg.model_name!r} sees only itself, and in other code it sees the whole canvas: pass "
+            "that a 4-D attention_mask, -inf at [:, :, 0, 1:] and 0 elsewhere. HookedDiffusionTransformer."
+            "from_pretrained reads the folder as it is meant"
+        )
     if cfg.unread_tokens:
         warn_user(
             f"{target} has the text network of {cfg.model_name!r} alone: HookedDiffusionTransformer.from_pretrained "

@@ -74,7 +74,7 @@ class AttentionPattern:
         """The pattern of a kind of model, in layers with this sliding window."""
         if variant.counts_from_prompt:
             return FromPrompt(variant.block_size, variant.block_context, window)
-        return AttentionPattern(variant.block_size)
+        return CausalFirst(None) if variant.causal_first else AttentionPattern(variant.block_size)
 
     @property
     def causal(self) -> bool:
@@ -143,6 +143,26 @@ class AttentionPattern:
     ) -> Bool[Tensor, "*batch query key"]:
         """The pattern among the tokens of a finished text, from their numbers and those of their blocks."""
         return blocks[..., None, :] <= blocks[..., :, None]
+
+
+@dataclass(frozen=True)
+class CausalFirst(AttentionPattern):
+    """Bidirectional attention of all tokens but the first, which sees only itself, as in a causal model."""
+
+    def visibility(
+        self,
+        n_pos: int,
+        device: torch.device,
+        real: PosMask | None,
+        n_past: int = 0,
+        origin: Int[Tensor, "batch"] | None = None,
+    ) -> Visibility:
+        if real is None and n_past == 0:
+            real = torch.ones(1, n_pos, dtype=torch.bool, device=device)
+        return super().visibility(n_pos, device, real, n_past, origin)
+
+    def between(self, positions: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch query key"]:
+        return (positions[..., :, None] > 0) | (positions[..., None, :] == 0)
 
 
 @dataclass(frozen=True)

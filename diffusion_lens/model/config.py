@@ -78,6 +78,7 @@ class DiffusionConfig(Variant, TransformerLensConfig):
     output_logits_soft_cap: float | None = None
     self_conditioning: bool = False
     unread_tokens: tuple[int, ...] = ()
+    causal_first: bool = False
     model_name: str = "custom"
     family: str = "diffusion_lens"
     trained_length: int | None = None

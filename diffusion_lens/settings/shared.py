@@ -531,6 +531,12 @@ class AdaptSettings(CorpusSettings):
         "Positions in a block, for a block diffusion model. Default: none, the whole canvas.",
         partial(at_least, 1),
     )
+    causal_first: bool | None = setting(
+        None,
+        "Whether the first token of the twin sees only itself, as in the causal model, and stays the attention sink "
+        "that it is there. Default: yes for a Llama, Qwen2 or Qwen3 that sees the whole canvas.",
+        as_given,
+    )
     anneal: int = setting(
         0,
         "Number of updates in which attention grows from causal to that of the twin, by positions to the right; 0 "

@@ -33,6 +33,7 @@ from diffusion_lens.denoising import DenoiseSettings, denoise, lay_out
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.loading import base_of, save_pretrained
 from diffusion_lens.loading.delta import CARD, Base, Delta, LowRank, require_projections, twin_tensors
+from diffusion_lens.loading.source import CAUSAL
 from diffusion_lens.loading.tokenizers import mask_token_of, read_mask
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.loss import autoregressive_loss
@@ -205,7 +206,7 @@ def adapt(
     # 4. The training. From here on the folder is that of this adaptation; the texts depend on some settings only.
     if home is not None:
         write_json(identity, home / RUN / IDENTITY)
-    begun_as = begin_mask_row(twin, rows, model.cfg.d_vocab)
+    begun_as = "its own" if twin.cfg.causal_first else begin_mask_row(twin, rows, model.cfg.d_vocab)
     record, delta = _train(twin, rows, settings, base, known["held_out_"], home, progress)
     if delta is not None:
         _write(delta, twin)
@@ -358,6 +359,10 @@ def _require_adaptable(model: DiffusionTransformer, settings: AdaptSettings) -> 
         raise ValueError(
             "anneal= grows attention over the whole canvas, and block_size= is attention by blocks: give one"
         )
+    if settings.causal_first and not _causal_first(cfg.architecture, replace(settings, causal_first=None)):
+        raise ValueError(
+            f"causal_first=True is of models of the families {', '.join(CAUSAL)} without block_size=: leave it out"
+        )
 
 
 def _twin(model: DiffusionTransformer, settings: AdaptSettings, mask: int) -> DiffusionTransformer:
@@ -370,6 +375,7 @@ def _twin(model: DiffusionTransformer, settings: AdaptSettings, mask: int) -> Di
         name=f"{shape.name}-mdm",
         attention_dir="bidirectional" if size is None else "block_causal",
         causal_block=size,
+        causal_first=_causal_first(shape, settings),
         readout=readout,
         mask_token_id=mask,
         d_vocab=n_rows,
@@ -412,6 +418,11 @@ def _complete(home: Path, twin: DiffusionTransformer, settings: AdaptSettings, c
         load_weights(twin, home / WEIGHTS)
     vars(result).update(model=twin, delta=delta)
     return result
+
+
+def _causal_first(architecture: Architecture, settings: AdaptSettings) -> bool:
+    fits = settings.block_size is None and architecture.family in CAUSAL
+    return fits if settings.causal_first is None else settings.causal_first
 
 
 def _without_held_out(facts: Sequence[Fact], held_out: Sequence[Fact]) -> list[Fact]:

@@ -28,6 +28,7 @@ def network():
         with torch.no_grad():
             return model(tokens, attention_mask=real)
 
+    logits.model = model
     return logits
 
 
@@ -65,6 +66,45 @@ def test_the_row_of_a_position_depends_on_its_own_block_and_earlier_ones(network
 def test_padding_on_the_left_shifts_no_block(network, tokens, size):
     padded, real = padded_on_the_left(tokens, 2)
     torch.testing.assert_close(network(size, padded, real)[:, 2:], network(size, tokens), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def first_alone(network):
+    architecture = replace(network.model.cfg.architecture, causal_first=True)
+    model = HookedDiffusionTransformer(DiffusionConfig.from_architecture(architecture, device="cpu"), seed=0)
+    model.load_state_dict(network.model.state_dict())
+    return model
+
+
+def test_a_first_token_that_is_alone_sees_what_that_of_a_causal_model_sees(network, first_alone, tokens):
+    """And the others see everything: the scores of a bidirectional model, hidden by a hook, are the slow version."""
+
+    def hide(scores, hook):
+        scores[:, :, 0, 1:] = -torch.inf
+        return scores
+
+    bidirectional = network.model
+    network(None, tokens)
+    hooked = bidirectional.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_attn_scores", hide)])
+    ours = first_alone(tokens)
+    torch.testing.assert_close(ours, hooked, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours[:, 0], network(1, tokens)[:, 0], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(ours, network(None, tokens), atol=1e-3)
+    pattern = first_alone.run_with_cache(tokens)[1]["pattern", 0]
+    assert (pattern == 0).sum(dim=(-1, -2)).eq(N_POS - 1).all()
+    padded, real = padded_on_the_left(tokens, 2)
+    torch.testing.assert_close(first_alone(padded, attention_mask=real)[:, 2:], ours, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first_alone(tokens, logits_at=[0, 3]), ours[:, [0, 3]], rtol=1e-5, atol=1e-6)
+    for changed in range(N_POS):
+        other = tokens.clone()
+        other[:, changed] = (other[:, changed] + 1) % 30
+        moved = (first_alone(other) != ours).any(dim=-1)[0].tolist()
+        assert moved == [changed == 0, *[True] * (N_POS - 1)]
+
+
+def test_a_first_token_is_alone_in_bidirectional_attention_only(network):
+    with pytest.raises(ValueError, match="causal_first=True needs attention_dir='bidirectional', and it is 'causal'"):
+        replace(network.model.cfg.architecture, attention_dir="causal", causal_first=True)
 
 
 # Variants of one size differ in nothing else.

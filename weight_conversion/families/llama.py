@@ -32,6 +32,8 @@ from weight_conversion.families.family import (
 from weight_conversion.families.kinds import block_size
 from weight_conversion.key_map import Rule
 
+# Our key of twins whose first token sees only itself; no class of transformers reads it.
+CAUSAL_FIRST = "causal_first"
 KEYS = ConfigKeys(
     family="llama",
     counts={**SIZES, "intermediate_size": "d_mlp"},
@@ -102,6 +104,7 @@ def causal_family(
         model_type = family if of_causal or not a.has_mask else DIFFUSION + family
         return {"model_type": model_type, **write_decoder(keys, a), **of_causal}
 
+    keys = replace(keys, flags={**keys.flags, CAUSAL_FIRST: None})
     known = replace(keys, read=(*keys.read, "mode", "is_causal"))
     options = ("block_size", "mode", "mask_token_id")
     return by_model_type(known, rules, read, write, classes, options=options, **more)
@@ -136,6 +139,8 @@ def read_decoder(
             f"model: pass it as a mapping with {diffusion}, or without the block_size"
         )
     sees = block_size(config, required=by_blocks) if masked else {"attention_dir": "causal"}
+    if masked and config.get(CAUSAL_FIRST):
+        sees |= {CAUSAL_FIRST: True}
     sizes = read_sizes(keys, config, eps=1e-6, base=default_base)
     read = {"readout": "in_place" if masked else "shifted", "qkv_bias": sizes.get("o_bias", False), **sizes, **sees}
     mask = mask_token_id(config, keys.family) if masked else None
@@ -146,7 +151,8 @@ def write_decoder(keys: ConfigKeys, a: Architecture) -> dict[str, Any]:
     """The inverse of `read_decoder` but for the model type, with the keys of transformers 4, which 5 also reads."""
     # Models trained by blocks have the same model type; a block_size of null tells them apart.
     diffusion = {"mask_token_id": a.mask_token_id, "block_size": a.causal_block} if a.has_mask else {}
-    return {**write_sizes(keys, a), "hidden_act": "silu", **diffusion}
+    first = {CAUSAL_FIRST: True} if a.causal_first else {}
+    return {**write_sizes(keys, a), "hidden_act": "silu", **diffusion, **first}
 
 
 _BY_BLOCKS = "StableDiffcoderForCausalLM"
