@@ -1,6 +1,7 @@
 """`adapt`: from a causal model to a masked diffusion model with the same knowledge, its twin.
 
-The twin has the weights of the causal model, sees the text on both sides, and has a [MASK]. It is trained on texts that
+The twin has the weights of the causal model, sees the text on both sides, and has a [MASK]. The first token sees only
+itself in both, which makes it an attention sink (Xiao et al. 2023, arXiv 2309.17453). It is trained on texts that
 the causal model wrote itself (`training/corpus.py`), so that it learns to read in both directions and nothing else, by
 its masked loss and by predicting what the causal model predicts (`training/distillation.py`). That the readout may stay
 shifted is from DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891), as is attention that grows from causal to
@@ -516,7 +517,8 @@ def _card(result: Adaptation, base: str) -> str:
     done = (
         f"Training: {what}, {len(result.losses)} updates of {s['batch_size']} rows, on {record['texts']} texts of "
         f"{s['length']} tokens, seed {s['seed']}, {record['seconds']:.0f} seconds without those of the texts. [MASK] "
-        f"is the token {shape['mask_token_id']}, the readout {s['readout']}, attention {shape['attention_dir']}."
+        f"is the token {shape['mask_token_id']}, the readout {s['readout']}, attention {shape['attention_dir']}"
+        f"{', but the first token sees only itself' if shape.get('causal_first') else ''}."
     )
     return f"""# {record["model"]}
 

@@ -6,9 +6,9 @@
 The others are cut where the causal model began to write, and everything behind is masked. At the first [MASK], the twin
 knows as much as the causal model at its next token, and has to predict the same from the same states.
 
-The first token of a causal model sees only itself, which makes it an attention sink (Xiao et al. 2023, arXiv
-2309.17453). In the twin it sees the whole canvas, and is none. A [MASK] that is a sink makes up for that, so its row of
-the embedding begins as that of a special token, the one with which the untrained twin predicts best, and is trained.
+The first token of a causal model sees only itself, which makes it an attention sink. In a twin whose first token sees
+the whole canvas (`causal_first=False`), it is none. There a [MASK] that is a sink makes up for that, so its row of the
+embedding begins as that of a special token, the one with which the untrained twin predicts best. It is always trained.
 
 Trained are one row of the embedding and low-rank additions to the projections of every block, with all other weights
 frozen (Hu et al. 2021):

@@ -106,6 +106,7 @@ def test_a_twin_learns_and_its_numbers_are_those_of_public_calls(base, facts, tm
         dict(anneal=2, distil_share=1.0),
         dict(distil=0.0, alpha=8.0),
         dict(mask_token="[MASK]"),
+        dict(causal_first=False),
     ],
     ids=lambda more: "-".join(more),
 )
@@ -117,12 +118,30 @@ def test_each_kind_of_twin_is_trained_and_loads_as_it_was_returned(more, llama, 
     require_same_run(*(provenance(model, model.cfg) for model in (twin, result.model)), "a study")
     assert (twin.cfg.readout, twin.cfg.causal_block) == (more.get("readout", "shifted"), more.get("block_size"))
     assert (result.delta is None) == (more.get("rank") == 0)
+    assert twin.cfg.causal_first == ("block_size" not in more and more.get("causal_first", True))
     assert not torch.equal(twin.blocks[0].attn.q.weight, llama.blocks[0].attn.q.weight)
     loaded = Adaptation.load(tmp_path / "out" / "training" / "adaptation.safetensors")
     assert (loaded.numbers, loaded.samples, loaded.settings) == (result.numbers, result.samples, result.settings)
     again = adapt(llama, facts=facts, out=tmp_path / "out", **{**SMALL, **more}, **QUIET)
     assert same(again.model, twin)
     assert torch.equal(again.losses, result.losses)
+
+
+def test_the_first_token_of_a_twin_is_that_of_its_causal_model(llama, facts, tmp_path):
+    """Before the training; and other kinds of twins have no such token."""
+    twin = _twin(llama, AdaptSettings(**SMALL), mask_token_of(llama.tokenizer, llama.cfg.d_vocab))
+    tokens = torch.tensor([llama.encode(facts[0].prompt)])
+    with torch.no_grad():
+        causal, own = (model.run_with_cache(tokens, return_type=None)[1]["resid_post", 0] for model in (llama, twin))
+        torch.testing.assert_close(own[:, 0], causal[:, 0], rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(own[:, 1], causal[:, 1], atol=1e-4)
+    tiny = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
+    whole = {**SMALL, "rank": 0, "steps": 1}
+    assert not adapt(tiny, facts=facts, **whole, **QUIET).model.cfg.causal_first
+    for model, more in ((tiny, whole), (llama, {**SMALL, "block_size": 4})):
+        with pytest.raises(ValueError, match="causal_first=True is of models of the families llama, qwen2, qwen3 with"):
+            adapt(model, facts=facts, out=tmp_path / "out", **more, causal_first=True, **QUIET)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_new_row_beside_half_precision_weights_loads_as_it_was_measured(llama, facts, tmp_path):
@@ -311,7 +330,7 @@ def test_the_distillation_is_the_distance_from_the_causal_model(more, base, fact
 
 def test_mask_begins_as_the_row_that_disturbs_the_causal_model_least(llama, facts):
     """The divergence of every beginning that is tried, and of the one that is chosen, computed anew."""
-    settings = AdaptSettings(**SMALL)
+    settings = AdaptSettings(**SMALL, causal_first=False)
     rows = TwinLoss(llama, write_corpus(llama, settings, prompts_of(facts), progress=False), settings)
     mask, n_known = mask_token_of(llama.tokenizer, llama.cfg.d_vocab), llama.cfg.d_vocab
     twin = _twin(llama, settings, mask)
