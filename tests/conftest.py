@@ -196,6 +196,7 @@ CONFIGS = {
     "rnd1": hugging_face("rnd1", mask_token_id=512, vocab_size=513, **QWEN_EXPERTS),
     "sdar_moe": hugging_face("sdar_moe", mask_token_id=512, vocab_size=513, block_size=4, **QWEN_EXPERTS),
     "diffullama": hugging_face("llama", mode="bidirectional", mask_token_id=512, vocab_size=513),
+    "twin": hugging_face("llama", mode="bidirectional", mask_token_id=512, vocab_size=513, causal_first=True),
     "nemotron": scaled_by_yarn(dlm_paradigm="bidirectional", mask_token_id=512, vocab_size=513),
     "nemotron-ar": scaled_by_yarn(dlm_paradigm="autoregressive"),
     "nemotron-block": scaled_by_yarn(dlm_paradigm="block_diff", block_size=4, mask_token_id=512, vocab_size=513),
@@ -221,10 +222,11 @@ WITH_IMAGES = {"diffusion_gemma": diffusion_gemma()}
 NATIVE = {"uniform": uniform_noise()}
 # Between them: both directions, both readouts, every bias, norms of heads, clipped projections, tied and untied heads,
 # queries scaled by their position, experts with and without groups and a shared one, attention by blocks to each kind
-# of context, LayerNorms, plain MLPs, networks with time conditioning, log scores, and uniform noise.
+# of context, a first token that sees only itself, LayerNorms, plain MLPs, networks with time conditioning, log scores,
+# and uniform noise.
 UNDER_LAW = (
     *("lit_gpt-mdm", "dream", "llama", "qwen2", "nemotron-block", "nemotron-prompt", "fast_dllm", "llada_moe-options"),
-    *("llada2", "mdlm", "bd3lm", "sedd", "radd", "uniform", "udlm", "sedd-uniform", "diffusion_gemma"),
+    *("llada2", "mdlm", "bd3lm", "sedd", "radd", "uniform", "udlm", "sedd-uniform", "diffusion_gemma", "twin"),
 )
 START = 4  # of the open block of a model whose tokens do not show it, outside the loop
 TIME = 0.6  # which a time-conditioned network hears outside the loop

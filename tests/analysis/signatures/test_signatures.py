@@ -27,7 +27,7 @@ N = 5
 
 
 def random_pairs(model, n=N, seed=0, lengths=(7, 7)):
-    """Random tokens; the reader and the source of a causal model are where a pair has them."""
+    """Random tokens; the reader sees the source, and in a causal model both are where a pair has them."""
     draw = torch.Generator().manual_seed(seed)
     vocabulary = min(500, model.cfg.d_vocab_out - 2)
 
@@ -41,7 +41,7 @@ def random_pairs(model, n=N, seed=0, lengths=(7, 7)):
 
     pairs = []
     for i in range(n):
-        forward = canvas(lengths[i % 2], 4 if model.cfg.is_causal else 1, 4)
+        forward = canvas(lengths[i % 2], 4 if model.cfg.is_causal else 1 + model.cfg.causal_first, 4)
         reverse = canvas(lengths[i % 2], 5, 2)
         same_source = reverse.tokens.clone()
         same_source[2] = forward.tokens[4]
