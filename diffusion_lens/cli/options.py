@@ -143,6 +143,8 @@ def _option(name: str, each: Any, help: str | None) -> Parameter:
         return declare(annotation=Annotated[each.type, typer.Option(option, help=help)])
     if plain := [kind for kind in PLAIN if kind in kinds]:
         optional: Any = plain[0] | None if default is None else plain[0]
+        if plain[0] is bool and default is not False:
+            option = f"{option}/--no-{option.removeprefix('--')}"
         return declare(annotation=Annotated[optional, typer.Option(option, help=help)])
     entry: Any = int if any({int, SupportsIndex} & {*get_args(kind)} for kind in get_args(each.type)) else str
     several = f"{help} Several: with commas, or the option again."
