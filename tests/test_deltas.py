@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from diffusion_lens import HookedDiffusionTransformer
+from diffusion_lens import DiffusionConfig, HookedDiffusionTransformer
 from diffusion_lens.cli import app
 from diffusion_lens.hooked_diffusion_transformer import load_source
 from diffusion_lens.loading import Delta, catalogue
@@ -81,6 +81,16 @@ def test_a_delta_adds_its_products_and_is_taken_off_bit_for_bit(model, base):
         raise ArithmeticError
     assert same(model, before)
     assert not model._edits
+
+
+def test_a_model_that_attends_otherwise_is_no_reading_of_the_base(model, base):
+    delta = of_random_factors(model, base)
+    twin = replace(delta, architecture=replace(delta.architecture, causal_first=True))
+    cfg = DiffusionConfig.from_architecture(delta.architecture, device="cpu")
+    with pytest.raises(ValueError, match=r"attends neither causally nor as .*: it has causal_first=False and not True"):
+        twin.on(HookedDiffusionTransformer(cfg, seed=0))
+    with twin.on(model):
+        pass
 
 
 @pytest.mark.parametrize(

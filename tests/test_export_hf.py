@@ -82,10 +82,16 @@ def test_a_twin_with_a_shifted_readout_goes_on_in_transformers(family, specimen,
 def test_a_twin_whose_first_token_is_alone_goes_on_in_transformers_with_a_mask(family, specimen, configs, tmp_path):
     model = specimen({**configs[family], "mode": "bidirectional", "mask_token_id": 7, "causal_first": True}).model
     tokens = torch.arange(24).view(2, 12)
-    with pytest.warns(UserWarning, match=r"the first token of .* sees only itself.* pass that a 4-D attention_mask"):
+    with pytest.warns(
+        UserWarning, match=r"the first token of .* sees only itself.* pass texts of one length with an attention_mask"
+    ):
         folder = model.export_hf(tmp_path / "twin")
     theirs, mask = AutoModelForCausalLM.from_pretrained(folder), torch.zeros(2, 1, 12, 12)
     mask[:, :, 0, 1:] = -torch.inf
+    with pytest.raises(
+        ValueError, match="config says causal_first, of a model that sees the whole canvas.*leave block"
+    ):
+        HookedDiffusionTransformer.from_pretrained(folder, block_size=4, device="cpu")
     assert_close(theirs(tokens, attention_mask=mask).logits, model(tokens), rtol=1e-4, atol=2e-4)
     assert not torch.allclose(theirs(tokens).logits, model(tokens), atol=1e-3)
     theirs.save_pretrained(tmp_path / "again")

@@ -532,8 +532,8 @@ class Architecture(Variant):
             raise ValueError(f"block_context={self.block_context!r} needs attention_dir='block_causal'")
         if self.causal_first and self.attention_dir != "bidirectional":
             raise ValueError(
-                f"causal_first=True needs attention_dir='bidirectional', and it is {self.attention_dir!r}: in others, "
-                "what the first token sees is settled"
+                f"causal_first=True needs attention_dir='bidirectional', and it is {self.attention_dir!r}: leave "
+                "causal_first out"
             )
         mask = self.mask_token_id
         if mask is not None and (isinstance(mask, bool) or not isinstance(mask, int)):

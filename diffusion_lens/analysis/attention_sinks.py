@@ -4,13 +4,13 @@ The attention that position j receives from the queries i of one head is a colum
 
     r_j = Σ_i A_ij,
 
-so that the r_j of a head add up to its number of queries, and on a bidirectional model equal attention gives r_j = 1.
+so that the r_j of a head add up to its number of queries, and where all see all, equal attention gives r_j = 1.
 Position j is a sink if r_j exceeds the mean of all other positions by more than a threshold ε (Rulli et al. 2025, arXiv
 2510.15731, eq. 3). The paper defines the score as the mean over the queries, which is at most 1, and uses ε = 3, with
 scores of up to 50 in its histograms. This fits sums, in multiples of equal attention, which are used here.
 
 On a causal model an early position has more queries, and equal attention gives it more: e_j = Σ_(i ≥ j) 1 / (i + 1). A
-position is therefore a sink by its excess r_j - e_j. On a bidirectional model e_j is 1 everywhere, and the excess
+position is therefore a sink by its excess r_j - e_j. Where all see all, e_j is 1 everywhere, and the excess
 decides as in the paper. (The mean over the queries that see j is `incoming`. By that measure the last token of a causal
 text, whose only query is itself, would often exceed all others.)
 

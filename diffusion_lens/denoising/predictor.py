@@ -222,7 +222,9 @@ class ApproximatelyCached(Predictor):
         batch, rows = model.readout.locate(positions, canvas.real)
         start, stop, spans = 0, n_pos, torch.stack([starts, stops], dim=1)[writes].unique(dim=0).tolist()
         whole = model.is_hooked or canvas.real is not None or model.positions.biases_scores or bool(opens.any())
-        if len(spans) == 1 and not whole and spans[0][0] <= int(rows.min()) and int(rows.max()) < spans[0][1]:
+        earliest = 1 if model.cfg.causal_first else 0  # the first token attends otherwise than what is cached behind it
+        inside_span = len(spans) == 1 and spans[0][0] <= int(rows.min()) and int(rows.max()) < spans[0][1]
+        if inside_span and not whole and spans[0][0] >= earliest:
             ((start, stop),) = spans
         self._cache.renew(renewed, start)
         logits: Tensor = model(

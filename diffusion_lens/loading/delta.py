@@ -172,8 +172,8 @@ class Delta:
         """The delta as an edit of its base, read as the twin or causally: `with delta.on(model): ...`.
 
         Raises:
-            ValueError: The model has another architecture than the base of this delta, or, when the edit is applied,
-                other weights.
+            ValueError: The model has another architecture than the base of this delta, or attends neither causally nor
+                as the twin; or, when the edit is applied, it has other weights.
         """
         return AppliedDelta(self, model)
 
@@ -293,6 +293,16 @@ class AppliedDelta(Edit):
     def __init__(self, delta: Delta, model: DiffusionTransformer) -> None:
         self.delta, self.model = delta, model
         _require_same_sizes(delta, model.cfg.architecture)
+        own, twin = model.cfg.architecture, delta.architecture
+        attends = ("attention_dir", "causal_block", "causal_first")
+        if own.attention_dir != "causal" and (
+            different := [name for name in attends if getattr(own, name) != getattr(twin, name)]
+        ):
+            said = ", ".join(f"{name}={getattr(own, name)!r} and not {getattr(twin, name)!r}" for name in different)
+            raise ValueError(
+                f"{own.name!r} attends neither causally nor as {twin.name!r}, the model that the delta makes: it has "
+                f"{said}. from_pretrained loads the folder of a delta as the twin"
+            )
 
     @property
     def layers(self) -> list[int]:

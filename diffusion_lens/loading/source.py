@@ -14,7 +14,8 @@ format, such as SMDM's, is written as one of these if only its rotary tables dif
 and these formats do not. How far that moves the logits is measured.
 
 With `"is_causal": false` in their config, these classes attend in both directions (transformers 5). So a twin that
-`adapt` made, whose readout is still shifted, is written for them too: row i - 1 of the logits predicts token i.
+`adapt` made, whose readout is still shifted, is written for them too: row i - 1 of the logits predicts token i. If its
+first token sees only itself (`causal_first`), they need a mask that says so.
 """
 
 import os
@@ -213,9 +214,9 @@ def export_hf(model: Any, folder: str | Path) -> Path:
 
     if cfg.causal_first:
         warn_user(
-            f"the first token of {cfg.model_name!r} sees only itself, and in other code it sees the whole canvas: pass "
-            "that a 4-D attention_mask, -inf at [:, :, 0, 1:] and 0 elsewhere. HookedDiffusionTransformer."
-            "from_pretrained reads the folder as it is meant"
+            f"the first token of {cfg.model_name!r} sees only itself, and other code lets it see the whole canvas. "
+            "There, pass texts of one length with an attention_mask [batch 1 pos pos], -inf at [:, :, 0, 1:] and "
+            "0 elsewhere. HookedDiffusionTransformer.from_pretrained needs none"
         )
     if cfg.unread_tokens:
         warn_user(

@@ -531,11 +531,10 @@ class AdaptSettings(CorpusSettings):
         "Positions in a block, for a block diffusion model. Default: none, the whole canvas.",
         partial(at_least, 1),
     )
-    causal_first: bool | None = setting(
-        None,
-        "Whether the first token of the twin sees only itself, as in the causal model, and stays the attention sink "
-        "that it is there. Default: yes for a Llama, Qwen2 or Qwen3 that sees the whole canvas.",
-        as_given,
+    causal_first: bool = setting(
+        True,
+        "Whether the first token of a twin without blocks sees only itself, as in the causal model, and stays the "
+        "attention sink that it is there. A [MASK] there, or read in its row, is then predicted from it alone.",
     )
     anneal: int = setting(
         0,

@@ -1,11 +1,11 @@
 """`adapt`: from a causal model to a masked diffusion model with the same knowledge, its twin.
 
-The twin has the weights of the causal model, sees the text on both sides, and has a [MASK]. The first token sees only
-itself in both, which makes it an attention sink (Xiao et al. 2023, arXiv 2309.17453). It is trained on texts that
-the causal model wrote itself (`training/corpus.py`), so that it learns to read in both directions and nothing else, by
-its masked loss and by predicting what the causal model predicts (`training/distillation.py`). That the readout may stay
-shifted is from DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891), as is attention that grows from causal to
-bidirectional.
+The twin has the weights of the causal model, sees the text on both sides, and has a [MASK]. Only its first token sees
+no other (`causal_first`), so that it stays the attention sink that it is in the causal model (Xiao et al. 2023, arXiv
+2309.17453). It is trained on texts that the causal model wrote itself (`training/corpus.py`), so that it learns to read
+in both directions and nothing else, by its masked loss and by predicting what the causal model predicts
+(`training/distillation.py`). That the readout may stay shifted is from DiffuLLaMA (Gong et al. 2024, arXiv 2410.17891),
+as is attention that grows from causal to bidirectional.
 
 With a rank, low-rank additions to the projections are trained (`training/distillation.py`), and the twin is saved as a
 `Delta` of a few megabytes; without, all weights are trained, and the twin is saved as a model. `from_pretrained(out)`
@@ -34,7 +34,6 @@ from diffusion_lens.denoising import DenoiseSettings, denoise, lay_out
 from diffusion_lens.facts.fact import Fact
 from diffusion_lens.loading import base_of, save_pretrained
 from diffusion_lens.loading.delta import CARD, Base, Delta, LowRank, require_projections, twin_tensors
-from diffusion_lens.loading.source import CAUSAL
 from diffusion_lens.loading.tokenizers import mask_token_of, read_mask
 from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.loss import autoregressive_loss
@@ -360,10 +359,6 @@ def _require_adaptable(model: DiffusionTransformer, settings: AdaptSettings) -> 
         raise ValueError(
             "anneal= grows attention over the whole canvas, and block_size= is attention by blocks: give one"
         )
-    if settings.causal_first and not _causal_first(cfg.architecture, replace(settings, causal_first=None)):
-        raise ValueError(
-            f"causal_first=True is of models of the families {', '.join(CAUSAL)} without block_size=: leave it out"
-        )
 
 
 def _twin(model: DiffusionTransformer, settings: AdaptSettings, mask: int) -> DiffusionTransformer:
@@ -376,7 +371,7 @@ def _twin(model: DiffusionTransformer, settings: AdaptSettings, mask: int) -> Di
         name=f"{shape.name}-mdm",
         attention_dir="bidirectional" if size is None else "block_causal",
         causal_block=size,
-        causal_first=_causal_first(shape, settings),
+        causal_first=settings.causal_first and size is None,
         readout=readout,
         mask_token_id=mask,
         d_vocab=n_rows,
@@ -419,11 +414,6 @@ def _complete(home: Path, twin: DiffusionTransformer, settings: AdaptSettings, c
         load_weights(twin, home / WEIGHTS)
     vars(result).update(model=twin, delta=delta)
     return result
-
-
-def _causal_first(architecture: Architecture, settings: AdaptSettings) -> bool:
-    fits = settings.block_size is None and architecture.family in CAUSAL
-    return fits if settings.causal_first is None else settings.causal_first
 
 
 def _without_held_out(facts: Sequence[Fact], held_out: Sequence[Fact]) -> list[Fact]:

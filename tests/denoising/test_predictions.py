@@ -167,6 +167,23 @@ def test_positions_outside_the_span_of_an_approximate_cache(trained, cache):
     equal(run.predictions(trained, 3), run.predictions)
 
 
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("readout", ["in_place", "shifted"])
+def test_a_span_of_the_first_token_sees_what_it_should(cache, readout, specimen, configs):
+    """The same with a hook that reads, because with hooks a pass takes the whole canvas."""
+    shape = specimen(configs["twin"]).model.cfg.architecture.to_dict()
+    model = specimen({**shape, "family": "diffusion_lens", "readout": readout}).model
+    tokens = torch.randint(500, (1, 12), generator=torch.Generator().manual_seed(1))
+    tokens[0, [0, 1, 2, 6, 7, 8, 9]] = model.cfg.mask_token_id
+    sampler = threshold(0.99, None, 4, approximate_cache=cache)
+    alone, hooked = (
+        model.denoise(tokens, sampler=sampler, fwd_hooks=hooks)
+        for hooks in ([], [("blocks.0.hook_resid_pre", lambda resid, hook: None)])
+    )
+    assert torch.equal(alone.canvases, hooked.canvases)
+    torch.testing.assert_close(alone.confidence, hooked.confidence, equal_nan=True)
+
+
 def test_saved_alone_and_with_the_run(long_run, tmp_path):
     alone = diffusion_lens.load(long_run.predictions.save(tmp_path / "predictions.safetensors"))
     within = diffusion_lens.load(long_run.save(tmp_path / "run.safetensors")).predictions

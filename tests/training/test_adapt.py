@@ -1,5 +1,6 @@
 """From a causal model to its masked twin: what is trained, saved, resumed, measured and refused."""
 
+import json
 import sys
 import warnings
 from dataclasses import replace
@@ -127,21 +128,13 @@ def test_each_kind_of_twin_is_trained_and_loads_as_it_was_returned(more, llama, 
     assert torch.equal(again.losses, result.losses)
 
 
-def test_the_first_token_of_a_twin_is_that_of_its_causal_model(llama, facts, tmp_path):
-    """Before the training; and other kinds of twins have no such token."""
+def test_the_first_token_of_an_untrained_twin_is_that_of_its_causal_model(llama, facts):
     twin = _twin(llama, AdaptSettings(**SMALL), mask_token_of(llama.tokenizer, llama.cfg.d_vocab))
     tokens = torch.tensor([llama.encode(facts[0].prompt)])
     with torch.no_grad():
         causal, own = (model.run_with_cache(tokens, return_type=None)[1]["resid_post", 0] for model in (llama, twin))
         torch.testing.assert_close(own[:, 0], causal[:, 0], rtol=1e-5, atol=1e-6)
         assert not torch.allclose(own[:, 1], causal[:, 1], atol=1e-4)
-    tiny = HookedDiffusionTransformer.from_pretrained("tiny-ar", device="cpu")
-    whole = {**SMALL, "rank": 0, "steps": 1}
-    assert not adapt(tiny, facts=facts, **whole, **QUIET).model.cfg.causal_first
-    for model, more in ((tiny, whole), (llama, {**SMALL, "block_size": 4})):
-        with pytest.raises(ValueError, match="causal_first=True is of models of the families llama, qwen2, qwen3 with"):
-            adapt(model, facts=facts, out=tmp_path / "out", **more, causal_first=True, **QUIET)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_new_row_beside_half_precision_weights_loads_as_it_was_measured(llama, facts, tmp_path):
@@ -196,6 +189,17 @@ def test_another_adaptation_in_the_folder_is_refused(llama, facts, tmp_path):
     with pytest.raises(ValueError, match="contains a training that is no adaptation"):
         adapt(llama, facts=facts, out=tmp_path / "other", **SMALL, **QUIET)
     assert [file.name for file in (tmp_path / "other").rglob("*.*")] == ["run.json"]
+
+
+def test_an_adaptation_of_an_earlier_version_is_no_other_one(llama, facts, tmp_path):
+    """Its record has no `causal_first`, and the first token of its twin sees the whole canvas."""
+    settings, file = {"facts": facts, **SMALL, **QUIET}, tmp_path / "out" / "training" / "adapt.json"
+    adapt(llama, out=tmp_path / "out", causal_first=False, **settings)
+    record = json.loads(file.read_text())
+    del record["settings"]["causal_first"]
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"settings\.causal_first: None there, True here"):
+        adapt(llama, out=tmp_path / "out", **settings)
 
 
 def test_how_often_an_adaptation_is_saved_may_change_and_it_is_tidied_after_its_end(

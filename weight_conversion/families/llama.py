@@ -102,7 +102,8 @@ def causal_family(
     def write(a: Architecture) -> dict[str, Any]:
         of_causal = {"mode": "bidirectional", "is_causal": False} if a.has_mask and a.readout == "shifted" else {}
         model_type = family if of_causal or not a.has_mask else DIFFUSION + family
-        return {"model_type": model_type, **write_decoder(keys, a), **of_causal}
+        first = {CAUSAL_FIRST: True} if a.causal_first else {}
+        return {"model_type": model_type, **write_decoder(keys, a), **of_causal, **first}
 
     keys = replace(keys, flags={**keys.flags, CAUSAL_FIRST: None})
     known = replace(keys, read=(*keys.read, "mode", "is_causal"))
@@ -140,6 +141,11 @@ def read_decoder(
         )
     sees = block_size(config, required=by_blocks) if masked else {"attention_dir": "causal"}
     if masked and config.get(CAUSAL_FIRST):
+        if sees["attention_dir"] != "bidirectional":
+            raise ValueError(
+                f"the config says {CAUSAL_FIRST}, of a model that sees the whole canvas, and its block_size is "
+                f"{config['block_size']!r}: leave block_size= out"
+            )
         sees |= {CAUSAL_FIRST: True}
     sizes = read_sizes(keys, config, eps=1e-6, base=default_base)
     read = {"readout": "in_place" if masked else "shifted", "qkv_bias": sizes.get("o_bias", False), **sizes, **sees}
@@ -151,8 +157,7 @@ def write_decoder(keys: ConfigKeys, a: Architecture) -> dict[str, Any]:
     """The inverse of `read_decoder` but for the model type, with the keys of transformers 4, which 5 also reads."""
     # Models trained by blocks have the same model type; a block_size of null tells them apart.
     diffusion = {"mask_token_id": a.mask_token_id, "block_size": a.causal_block} if a.has_mask else {}
-    first = {CAUSAL_FIRST: True} if a.causal_first else {}
-    return {**write_sizes(keys, a), "hidden_act": "silu", **diffusion, **first}
+    return {**write_sizes(keys, a), "hidden_act": "silu", **diffusion}
 
 
 _BY_BLOCKS = "StableDiffcoderForCausalLM"

@@ -85,7 +85,7 @@ def edge_cut(
 ) -> Float[Tensor, "fact canvas layer head"]:
     """log p(answer) that is lost by cutting the edge from reader to source in one head, in nats.
 
-    The causal counterpart of `evidence`, with its arguments. A cut edge has the score -inf. NaN where a causal model
+    The causal counterpart of `evidence`, with its arguments. A cut edge has the score -inf. NaN where the model
     does not see the source. In bfloat16, a hook that changes nothing still moves cuts (by 0.08 where the largest was
     1.27), because whole blocks are computed then and round differently; in float32 it does not.
 
@@ -106,7 +106,7 @@ def routes(
     """The attention scores from reader to source: on the forward canvas, on the reverse one, and counterfactual.
 
     The counterfactual scores take queries and keys of the forward canvas, before their rotation, to the positions of
-    the reverse canvas, which isolates what the positions do. NaN where a causal model does not see the source.
+    the reverse canvas, which isolates what the positions do. NaN where the model does not see the source from there.
     In bfloat16, a hook at the scores that changes nothing still moves them (by 0.04 where the largest was 8.9), because
     hooked scores are rounded and others are computed in float32; in float32 it does not. The arguments and errors are
     those of `edge_cut`.
