@@ -89,7 +89,7 @@ def test_a_twin_whose_first_token_is_alone_goes_on_in_transformers_with_a_mask(f
     theirs, mask = AutoModelForCausalLM.from_pretrained(folder), torch.zeros(2, 1, 12, 12)
     mask[:, :, 0, 1:] = -torch.inf
     with pytest.raises(
-        ValueError, match="config says causal_first, of a model that sees the whole canvas.*leave block"
+        ValueError, match=r"config says causal_first, of a model that sees the whole canvas.*leave block"
     ):
         HookedDiffusionTransformer.from_pretrained(folder, block_size=4, device="cpu")
     assert_close(theirs(tokens, attention_mask=mask).logits, model(tokens), rtol=1e-4, atol=2e-4)

@@ -554,12 +554,12 @@ class AdaptSettings(CorpusSettings):
     steps: int = setting(240, "Number of updates.", partial(at_least, 1))
     batch_size: int = setting(48, "Rows per update.", partial(at_least, 1))
     lr: float | None = setting(
-        None, "Highest learning rate. Default: 4e-3 for additions, 2e-4 for all weights.", positive
+        None, "Highest learning rate. Default: 1.5e-3 for additions, 2e-4 for all weights.", positive
     )
     lr_end: float = setting(0.0, "Learning rate at the end of the cosine.", not_negative)
     betas: tuple[float, float] = setting((0.9, 0.95), "Betas of AdamW.", as_given, option=False)
     weight_decay: float = setting(0.0, "Weight decay of AdamW.", not_negative)
-    warmup: int = setting(15, "Number of updates of the linear warm-up.", partial(at_least, 0))
+    warmup: int = setting(30, "Number of updates of the linear warm-up.", partial(at_least, 0))
     clip: float = setting(1.0, "Largest norm of the gradient.", positive)
     crop: int | None = setting(
         None,

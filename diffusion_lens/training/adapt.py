@@ -296,7 +296,7 @@ def _train(
     """Train all weights of the twin, or of a base a delta, rounded as it is saved; returns the record and the delta."""
     shared = ("steps", "batch_size", "lr_end", "betas", "weight_decay", "warmup", "clip", "mixed_precision", "seed")
     config = TrainingConfig(
-        **{name: getattr(settings, name) for name in shared}, lr=settings.lr or (4e-3 if settings.rank else 2e-4)
+        **{name: getattr(settings, name) for name in shared}, lr=settings.lr or (1.5e-3 if settings.rank else 2e-4)
     )
 
     def recall(model: DiffusionTransformer) -> Mapping[str, float]:
