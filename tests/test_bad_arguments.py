@@ -53,6 +53,10 @@ def test_bad_arguments_are_refused_and_leave_no_trace():
         (lambda m, q: causal_trace(m, q, noise=1e308, samples=1), "noise=1e.308; it must be a finite .* at most 1e.38"),
         (lambda m, q: noise_scale(m, ["Gustav"], factor=-1), "factor=-1.0; it must be a finite number above 0"),
         (lambda m, q: noise_scale(m, ["Gustav"], factor=1j), "factor=1j is a complex; it must be a number"),
+        (
+            lambda m, q: m.to_string(torch.tensor([1j])),
+            r"tokens=<torch.complex64 \[1\]> is a Tensor; give ids of tokens",
+        ),
         (lambda m, q: noise_scale(m, ["Gustav"], factor=math.nan), "factor=nan; it must be a finite number"),
         (lambda m, q: HookedDiffusionTransformer.from_pretrained("tiny-mdm", fold_ln="no"), "fold_ln='no' is a str"),
         (lambda m, q: TrainingConfig(steps=1, betas=(2, 3)), r"betas=\(2, 3\); each must be from 0 to below 1"),

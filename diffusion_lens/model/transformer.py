@@ -971,6 +971,6 @@ def origins_of(
 def _ids(tokens: Any) -> Tensor:
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):
         ids = torch.as_tensor(tokens)
-        if not ids.is_floating_point() or not ids.numel():
+        if not (ids.is_floating_point() or ids.is_complex()) or not ids.numel():
             return ids
     raise TypeError(f"tokens={shown(tokens)} is {kind_of(tokens)}; give ids of tokens, such as Int[pos]")
