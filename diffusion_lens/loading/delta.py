@@ -293,16 +293,7 @@ class AppliedDelta(Edit):
     def __init__(self, delta: Delta, model: DiffusionTransformer) -> None:
         self.delta, self.model = delta, model
         _require_same_sizes(delta, model.cfg.architecture)
-        own, twin = model.cfg.architecture, delta.architecture
-        attends = ("attention_dir", "causal_block", "causal_first")
-        if own.attention_dir != "causal" and (
-            different := [name for name in attends if getattr(own, name) != getattr(twin, name)]
-        ):
-            said = ", ".join(f"{name}={getattr(own, name)!r} and not {getattr(twin, name)!r}" for name in different)
-            raise ValueError(
-                f"{own.name!r} attends neither causally nor as {twin.name!r}, the model that the delta makes: it has "
-                f"{said}. from_pretrained loads the folder of a delta as the twin"
-            )
+        _require_attention(delta, model.cfg.architecture)
 
     @property
     def layers(self) -> list[int]:
@@ -428,6 +419,18 @@ def _require_same_sizes(delta: Delta, architecture: Architecture) -> None:
         raise ValueError(
             f"{architecture.name!r} is another architecture than {delta.base.name!r}, the base of the delta "
             f"{delta.architecture.name!r}: apply the delta to that model"
+        )
+
+
+def _require_attention(delta: Delta, own: Architecture) -> None:
+    twin = delta.architecture
+    attends = ("attention_dir", "causal_block", "causal_first")
+    different = [name for name in attends if getattr(own, name) != getattr(twin, name)]
+    if different and own.attention_dir != "causal":
+        said = ", ".join(f"{name}={getattr(own, name)!r} and not {getattr(twin, name)!r}" for name in different)
+        raise ValueError(
+            f"{own.name!r} attends neither causally nor as {twin.name!r}, the model that the delta makes: it has "
+            f"{said}. from_pretrained loads the folder of a delta as the twin"
         )
 
 

@@ -80,6 +80,10 @@ class AttentionPattern:
     def causal(self) -> bool:
         return self.block_size == 1
 
+    def sees_all(self, n_past: int) -> bool:
+        """Whether every position behind `n_past` others sees all, so that the fused kernel needs no mask."""
+        return self.block_size is None
+
     def visibility(
         self,
         n_pos: int,
@@ -97,14 +101,14 @@ class AttentionPattern:
             origin: Int[batch], the position of each row from which on blocks are counted, where it is not the first
                 token; by default it is behind the last position.
         """
-        if self.block_size is None and real is None:
+        if real is None and self.sees_all(n_past):
             return Visibility(None, causal=False)
         if n_past:
             together = torch.arange(n_past + n_pos, device=device)
             return Visibility(None if n_pos == 1 else self.between(together)[None, None, n_past:], causal=False)
         if real is None:
             causal = self.block_size == 1
-            if causal or self.block_size is None or self.block_size >= n_pos:
+            if causal or (self.block_size is not None and self.block_size >= n_pos):
                 return Visibility(None, causal)
             return Visibility(self.between(torch.arange(n_pos, device=device))[None, None], causal=False)
         itself = torch.eye(n_pos, dtype=torch.bool, device=device)
@@ -149,17 +153,8 @@ class AttentionPattern:
 class CausalFirst(AttentionPattern):
     """Bidirectional attention of all tokens but the first, which sees only itself, as in a causal model."""
 
-    def visibility(
-        self,
-        n_pos: int,
-        device: torch.device,
-        real: PosMask | None,
-        n_past: int = 0,
-        origin: Int[Tensor, "batch"] | None = None,
-    ) -> Visibility:
-        if real is None and n_past == 0:
-            real = torch.ones(1, n_pos, dtype=torch.bool, device=device)
-        return super().visibility(n_pos, device, real, n_past, origin)
+    def sees_all(self, n_past: int) -> bool:
+        return n_past > 0
 
     def between(self, positions: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch query key"]:
         return (positions[..., :, None] > 0) | (positions[..., None, :] == 0)

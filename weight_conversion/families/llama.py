@@ -87,7 +87,7 @@ def causal_family(
 ) -> Family:
     """A family of causal decoders of Llama's layout, which may also be read in both directions, with their readout, and
     of the diffusion models made from them whose model type begins with "a2d-", with a readout in place."""
-    family = keys.family
+    family, keys = keys.family, replace(keys, flags={**keys.flags, CAUSAL_FIRST: None})
     classes = {family: causal_class, DIFFUSION + family: f"{diffusion_class}|{causal_class}"}
     more = {name: how.pop(name) for name in ("ignored", "where") if name in how}
 
@@ -105,7 +105,6 @@ def causal_family(
         first = {CAUSAL_FIRST: True} if a.causal_first else {}
         return {"model_type": model_type, **write_decoder(keys, a), **of_causal, **first}
 
-    keys = replace(keys, flags={**keys.flags, CAUSAL_FIRST: None})
     known = replace(keys, read=(*keys.read, "mode", "is_causal"))
     options = ("block_size", "mode", "mask_token_id")
     return by_model_type(known, rules, read, write, classes, options=options, **more)
