@@ -31,7 +31,7 @@ export const overlayOf = ({ run, state }) => (overlaysOf(run).includes(state.can
 
 /** The colour of a position after a step, from 0 to 1, its marks, and its text; `predicted` is null for the confidence.
  * @param {Seen} seen @param {Predicted|null} predicted @param {string} overlay @param {number} step @param {number} position
- * @returns {{value: number, word: string|null, guess: boolean, kinds: string[], label: string}} */
+ * @returns {{value: number, word: string|null, guess: boolean, kinds: string[]}} */
 export function canvasCell(seen, predicted, overlay, step, position) {
   const { run, base } = seen, word = wordAfter(run, step, position), given = isGiven(run, position) || !run.real[position];
   const prediction = predicted?.at(step, position) ?? null, at = predicted?.committed(position) ?? null;
@@ -39,13 +39,20 @@ export function canvasCell(seen, predicted, overlay, step, position) {
   const value = overlay === "commitment" ? (committed ? COMMITTED : prediction ? 0 : NaN)
     : predicted ? (!prediction ? NaN : overlay === "entropy" ? 1 - prediction.entropy / predicted.highest : prediction[overlay])
       : word === null || given || isForced(run, position) || replaced(run, step, position) ? 0 : run.confidence?.[position] ?? 0.25;
-  const kinds = Object.entries({
-    masked: word === null, given, new: run.revealed_at?.[position] === step, diff: base !== null && differs(run, base, step, position),
-    guess, plain: Number.isNaN(value), commits: overlay === "commitment" && step === at,
-  }).filter(([, is]) => is).map(([name]) => name);
-  const since = !committed ? "" : step === at ? "; commits here" : `; committed since step ${at}`;
-  const label = `${stateAt(seen, step, position)}${prediction ? `; ${predictedText(prediction)}` : ""}${since}`;
-  return { value, word: word ?? (guess ? prediction.top[0][0] : null), guess, kinds, label };
+  const kinds = [
+    word === null && "masked", given && "given", run.revealed_at?.[position] === step && "new",
+    base !== null && differs(run, base, step, position) && "diff", guess && "guess", Number.isNaN(value) && "plain",
+    overlay === "commitment" && step === at && "commits",
+  ].filter((kind) => typeof kind === "string");
+  return { value, word: word ?? (guess ? prediction.top[0][0] : null), guess, kinds };
+}
+
+/** What such a cell says in words.
+ * @param {Seen} seen @param {Predicted|null} predicted @param {number} step @param {number} position */
+export function canvasLabel(seen, predicted, step, position) {
+  const prediction = predicted?.at(step, position) ?? null, at = predicted?.committed(position) ?? null;
+  const since = at === null || step < at ? "" : step === at ? "; commits here" : `; committed since step ${at}`;
+  return `${stateAt(seen, step, position)}${prediction ? `; ${predictedText(prediction)}` : ""}${since}`;
 }
 
 /** The colour scale of an overlay, with the numbers of its ends. */
@@ -115,7 +122,7 @@ export class RunCanvas {
     this.more.hidden = !hidden && !this.showsAll;
     setText(this.more, this.showsAll ? "end the text at the end token" : `+ ${hidden} after the end`);
     this.tokens.forEach((token, p) => {
-      const { value, word, guess, kinds, label } = canvasCell(seen, predicted, overlay, step, p);
+      const { value, word, guess, kinds } = canvasCell(seen, predicted, overlay, step, p);
       const right = isRight(run, step, p), isPlain = Number.isNaN(value) || kinds.includes("given") || (word === null && !guess && !predicted);
       const { background, ink } = isPlain ? { background: "", ink: "" } : paint(colours, value);
       const marks = [...kinds, /^[ ▁]/.test(word ?? " ") ? "spaced" : "", right === null ? "" : right ? "right" : "wrong"];
@@ -125,7 +132,7 @@ export class RunCanvas {
       token.hidden = !run.real[p] || !(this.showsAll || isText(run, p) || p === position);
       token.tabIndex = p === position ? 0 : -1;
       setText(token, word === null ? "·" : readable(word));
-      this.labels[p] = `${label}${right === null ? "" : right ? "; as in the answer" : "; not as in the answer"}`;
+      this.labels[p] = `${canvasLabel(seen, predicted, step, p)}${right === null ? "" : right ? "; as in the answer" : "; not as in the answer"}`;
       token.setAttribute("aria-label", this.labels[p]);
       token.setAttribute("aria-pressed", String(p === position));
     });

@@ -22,6 +22,7 @@ export class Predicted {
     this.k = run.predictions.k;
     this.n = run.canvases[0].length;
     /** @type {Map<number, number>} */ this.rows = new Map();
+    /** @type {Map<number, Prediction>} */ this.known = new Map(); // by row: a view asks for the same ones several times
     const { step, position, entropy } = chunk.tables;
     for (let i = 0; i < step.data.length; i++) this.rows.set(step.data[i] * this.n + position.data[i], i);
     let highest = 0;
@@ -34,10 +35,13 @@ export class Predicted {
   at(step, position) {
     const row = this.rows.get(step * this.n + position);
     if (row === undefined) return null;
-    const { top_tokens, top_probabilities, entropy } = this.chunk.tables;
-    const top = likeliest(this.run, this.chunk, top_tokens, top_probabilities, this.k, row);
-    const [first, second] = top.map(([, p]) => p);
-    return { top, probability: first, margin: second === undefined ? NaN : first - second, entropy: read(entropy, row) };
+    if (!this.known.has(row)) {
+      const { top_tokens, top_probabilities, entropy } = this.chunk.tables;
+      const top = likeliest(this.run, this.chunk, top_tokens, top_probabilities, this.k, row);
+      const [first, second] = top.map(([, p]) => p);
+      this.known.set(row, { top, probability: first, margin: second === undefined ? NaN : first - second, entropy: read(entropy, row) });
+    }
+    return this.known.get(row);
   }
 
   /** The step whose predictions explain what stands at a position after a step: of a written token, those of the step

@@ -1,6 +1,6 @@
 /** The canvas by step: what each step has written, in the colours of the confidence or of what the step predicted. */
 
-import { canvasCell, drawOverlayLegend, overlayOf } from "../canvas.js";
+import { canvasCell, canvasLabel, drawOverlayLegend, overlayOf } from "../canvas.js";
 import { ramp } from "../colours.js";
 import { setText } from "../elements.js";
 import { columnsOf, MapPane, rowHeight } from "../map_pane.js";
@@ -53,16 +53,15 @@ class StepsPane {
       setText(this.pane.reading, readingOfSteps(seen, overlay, this.rows));
       drawOverlayLegend(legend, overlay, predicted, dark);
       const height = rowHeight(this.rows.length, 16);
-      const cellOf = (/** @type {number} */ r, /** @type {number} */ c) => canvasCell(seen, predicted, overlay, this.stepOf(seen, this.rows[r]), c);
       map.draw({
         rows: this.rows.map(({ from, to }) => (from === to ? `${steps[from]}` : `${steps[from]}–${steps[to]}`)),
         columns: columnsOf({ ...seen, step }), colours: ramp("canvas", dark),
         rowHeight: (r) => (this.rows[r].from === this.rows[r].to ? height : THIN),
         cell: (r, c) => {
-          const { value, word, kinds } = cellOf(r, c);
+          const { value, word, kinds } = canvasCell(seen, predicted, overlay, this.stepOf(seen, this.rows[r]), c);
           return { value, text: word === null ? "" : readable(word), kind: kinds.join(" ") };
         },
-        label: (r, c) => cellOf(r, c).label,
+        label: (r, c) => canvasLabel(seen, predicted, this.stepOf(seen, this.rows[r]), c),
       });
       const at = steps.indexOf(step);
       map.mark(this.rows.findIndex(({ from, to }) => from <= at && at <= to), position);
