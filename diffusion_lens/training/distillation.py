@@ -40,7 +40,7 @@ from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training.corpus import Corpus
 from diffusion_lens.training.trainer import Batch, RowOrder, RowSource, sha256_of
 
-_TOGETHER = 10  # distilled rows in one pass
+_TOGETHER = 20  # distilled rows in one pass
 _TRIED = 16  # rows on which beginnings of the [MASK] row are compared
 _TRIED_TOKENS = 16  # special tokens that are tried; some tokenizers have hundreds
 
