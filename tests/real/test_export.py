@@ -38,9 +38,11 @@ def test_transformers_and_peft_go_on(smollm, tmp_path):
 def test_the_twin_goes_on_in_transformers(smollm, tmp_path):
     twin = HookedDiffusionTransformer.from_pretrained("smollm2-135m-mdm", device="cpu")
     canvas = torch.tensor([smollm.model.encode(TEXT) + [twin.cfg.mask_token_id] * 5])
-    network = AutoModelForCausalLM.from_pretrained(twin.export_hf(tmp_path / "twin"))
-    logits = twin(canvas)
+    with pytest.warns(UserWarning, match="sees only itself"):
+        network = AutoModelForCausalLM.from_pretrained(twin.export_hf(tmp_path / "twin"))
+    logits, mask = twin(canvas), torch.zeros(1, 1, canvas.shape[1], canvas.shape[1])
+    mask[:, :, 0, 1:] = -torch.inf
     with torch.no_grad():
-        assert (network(canvas).logits - logits).abs().max() < 2e-5 * logits.abs().max()
+        assert (network(canvas, attention_mask=mask).logits - logits).abs().max() < 2e-5 * logits.abs().max()
     again = HookedDiffusionTransformer.from_pretrained(tmp_path / "twin", device="cpu")
     assert torch.equal(again(canvas), logits)
