@@ -81,7 +81,8 @@ def step_rows(results: Any) -> tuple[Row, list[Row]]:
 
 def lost_rows(results: Any) -> tuple[Row, list[Row]]:
     """Facts that the causal model names and the twin does not."""
-    rows = [(each["prompt"], each["attribute"], each["twin"].strip()) for each in results["recall"]["lost"][:SHOWN]]
+    lost = results["recall"]["lost"][:SHOWN]
+    rows = [(each["prompt"], each["attribute"], each["twin"].strip() or "(a space)") for each in lost]
     return ("prompt", "causal model", "diffusion twin"), [
         tuple(cell.replace("|", "\\|") for cell in row) for row in rows
     ]

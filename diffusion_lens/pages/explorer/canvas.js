@@ -29,7 +29,7 @@ export function overlaysOf(run) {
  * @param {Seen} seen */
 export const overlayOf = ({ run, state }) => (overlaysOf(run).includes(state.canvas) ? state.canvas : "confidence");
 
-/** The colour of a position after a step, from 0 to 1, its marks, and its text; `predicted` is null for the confidence.
+/** The colour of a position after a step, from 0 to 1, its word, and its marks; `predicted` is null for the confidence.
  * @param {Seen} seen @param {Predicted|null} predicted @param {string} overlay @param {number} step @param {number} position
  * @returns {{value: number, word: string|null, guess: boolean, kinds: string[]}} */
 export function canvasCell(seen, predicted, overlay, step, position) {
