@@ -10,7 +10,7 @@ computation.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from einops import einsum
@@ -68,6 +68,7 @@ class AttentionPattern:
     """
 
     block_size: int | None
+    first_alone: ClassVar[bool] = False  # whether the first token sees only itself, whatever the others see
 
     @staticmethod
     def of(variant: Variant, window: int | None = None) -> "AttentionPattern":
@@ -79,10 +80,6 @@ class AttentionPattern:
     @property
     def causal(self) -> bool:
         return self.block_size == 1
-
-    def sees_all(self, n_past: int) -> bool:
-        """Whether every position behind `n_past` others sees all, so that the fused kernel needs no mask."""
-        return self.block_size is None
 
     def visibility(
         self,
@@ -101,7 +98,7 @@ class AttentionPattern:
             origin: Int[batch], the position of each row from which on blocks are counted, where it is not the first
                 token; by default it is behind the last position.
         """
-        if real is None and self.sees_all(n_past):
+        if real is None and self.block_size is None and (n_past or not self.first_alone):
             return Visibility(None, causal=False)
         if n_past:
             together = torch.arange(n_past + n_pos, device=device)
@@ -153,8 +150,7 @@ class AttentionPattern:
 class CausalFirst(AttentionPattern):
     """Bidirectional attention of all tokens but the first, which sees only itself, as in a causal model."""
 
-    def sees_all(self, n_past: int) -> bool:
-        return n_past > 0
+    first_alone: ClassVar[bool] = True
 
     def between(self, positions: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch query key"]:
         return (positions[..., :, None] > 0) | (positions[..., None, :] == 0)
