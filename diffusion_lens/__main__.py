@@ -3,11 +3,18 @@
 `accelerate launch -m diffusion_lens finetune ...` needs this module.
 """
 
+import os
 import sys
+
+SECONDS = "30"
 
 
 def main() -> None:
     """Run the command line. Ctrl-C during its import ends it without a traceback, as it does later."""
+    if not sys.stderr.isatty():
+        # In a log, progress is written every half minute, and for shorter work not at all. tqdm reads this on import.
+        for name in ("DELAY", "MININTERVAL", "MAXINTERVAL"):
+            os.environ.setdefault(f"TQDM_{name}", SECONDS)
     try:
         from diffusion_lens.cli import app
 

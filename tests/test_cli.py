@@ -181,6 +181,16 @@ def test_a_prompt_after_the_model_is_that_of_the_option() -> None:
     assert "give the prompt after the model, or with --prompt" in missing.stderr
 
 
+@pytest.mark.usefixtures("undrawn_figures")
+def test_a_mask_in_the_prompt_is_shown_until_it_is_filled() -> None:
+    said = done("denoise", "tiny-mdm", "[MASK] Geisser is the[MASK]", "--max-new-tokens", "1", "--steps", "3").stdout
+    start, *steps, text = said.splitlines()[:5]
+    assert start == "start  · Geisser is the · ·"
+    shown = [line.split(maxsplit=1)[1] for line in steps]
+    assert [line.count("·") for line in shown] == [2, 0]
+    assert shown[-1].replace(" ", "") == text.replace(" ", "")
+
+
 def test_the_command_is_installed() -> None:
     (script,) = entry_points(group="console_scripts", name="diffusion-lens")
     assert script.load() in (main, app)
@@ -462,7 +472,8 @@ def test_after_ctrl_c_the_same_command_resumes(tmp_path: Path, monkeypatch: pyte
         os.kill(child.pid, signal.SIGINT)
         child.join(timeout=60)
     assert child.exitcode == 130
-    (line,) = errors.read_text().splitlines()
+    *bars, line = errors.read_text().splitlines()
+    assert not [bar for bar in bars if bar and not bar.startswith("facts: ")]
     assert "the same command resumes from there" in line
     finished = {path: path.stat().st_mtime_ns for path in (stopped / "replies").glob("*.safetensors")}
     assert len(finished) == 2

@@ -21,7 +21,7 @@ def denoise(
     chosen: ModelChoice,
     run: DenoiseFields,
     report: PictureReport,
-    prompt: str = setting(..., "Text to continue."),
+    prompt: str = setting(..., "Text to continue; a [MASK] in it is filled too."),
     length: int | None = setting(
         None,
         "Number of positions of the canvas, including the prompt. Default: the training length, or 52 if it is "

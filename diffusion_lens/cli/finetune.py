@@ -166,7 +166,7 @@ def adapt(
     """Make a masked diffusion model, the twin, of a causal model, and write it to OUT.
 
     The causal model writes its own texts, and the twin learns from them to read in both directions. Llama, Qwen2 and
-    Qwen3 give a delta of a few megabytes, any other causal model with --rank 0 a model. Every command accepts OUT.
+    Qwen3 give a delta, a small file, any other causal model with --rank 0 a model. Every command accepts OUT.
 
     Example: diffusion-lens adapt tiny-ar --rank 0 --n-texts 40 --temperature 3 --length 14 --steps 4 --out twin
     """
@@ -174,7 +174,7 @@ def adapt(
     from diffusion_lens.model.config import kind_of_device
     from diffusion_lens.model.transformer import DiffusionTransformer
     from diffusion_lens.training import adapt as adapted
-    from diffusion_lens.training.adapt import described, require_causal, require_same_adaptation
+    from diffusion_lens.training.adapt import described, require_causal, require_same_adaptation, rows_measured
     from diffusion_lens.training.corpus import read_texts
     from diffusion_lens.training.trainer import require_gpu
 
@@ -192,13 +192,13 @@ def adapt(
         require_causal(replace(shape, name=chosen.name), given.rank)
         chosen.check_length(given.length)
 
-    # 2. For a dry run, print the cost of the texts and of the training.
+    # 2. For a dry run, print the cost of the texts, of the training and of the measurements.
     if report.dry_run:
         import torch
 
         tokens = torch.ones(given.batch_size, given.length, dtype=torch.long)
 
-        def write(network: DiffusionTransformer) -> None:
+        def read(network: DiffusionTransformer) -> None:
             network(tokens, return_type=None)
 
         def update(network: DiffusionTransformer) -> None:
@@ -206,8 +206,8 @@ def adapt(
 
         # Adam has gradients and two averages beside the weights that are trained; the causal model stays in memory.
         trained = replace(cost.planned(chosen, update), weight_copies=2 if given.rank else 5)
-        written = cost.planned(chosen, write) * (given.n_texts / given.batch_size)
-        cost.show(report, [(chosen, written + trained * given.steps)])
+        n_rows = given.n_texts + rows_measured(given, len(said["facts"]), len(said["held_out"]))
+        cost.show(report, [(chosen, cost.planned(chosen, read) * (n_rows / given.batch_size) + trained * given.steps)])
 
     # 3. Adapt.
     result = adapted(

@@ -155,10 +155,16 @@ class ModelChoice(LoadingOptions):
 
     @property
     def is_here(self) -> bool:
-        """Whether the model is bundled, or a path of this machine."""
-        from diffusion_lens.loading.catalogue import BUNDLED
+        """Whether the model is bundled, in another installed package, or a path of this machine."""
+        from diffusion_lens.loading.catalogue import BUNDLED, DELTAS, PUBLISHED, Repository
+        from diffusion_lens.loading.gguf import installed_file
 
-        return self.name.lower() in BUNDLED or Path(self.name).expanduser().exists()
+        name = self.name.lower()
+        if name in BUNDLED or Path(self.name).expanduser().exists():
+            return True
+        entry = PUBLISHED.get(DELTAS[name].base if name in DELTAS else name)
+        packaged = entry.packaged if isinstance(entry, Repository) else None
+        return packaged is not None and installed_file(packaged) is not None
 
     def narrow(self, texts: Iterable[str] = ()) -> "HookedDiffusionTransformer":
         """The narrow network of the model, on which the work of a job is counted (`analysis.planned_work`).
@@ -317,11 +323,12 @@ def denoised(model: "HookedDiffusionTransformer", canvas: "Canvas", settings: "D
 
 
 def changed_canvases(trajectory: "Trajectory") -> Iterator[tuple[int, str]]:
-    """The words after the prompt at the start (-1) and after each step that changed them, with a dot for each mask."""
-    n_given, before = int(trajectory.given[0].sum()), None
+    """The words from the first position to fill on, at the start (-1) and after each step that changed them, with a dot
+    for each mask."""
+    first, before = int((~trajectory.given[0]).int().argmax()), None
     for step, canvas in enumerate(trajectory.str_canvases(), -1):
         if canvas != before:
-            yield step, " ".join("·" if word in ("[MASK]", "") else word for word in canvas[n_given:])
+            yield step, " ".join("·" if word in ("[MASK]", "") else word for word in canvas[first:])
         before = canvas
 
 

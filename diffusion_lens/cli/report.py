@@ -228,8 +228,8 @@ def strongest(effects: "Tensor", n: int) -> list[tuple[int, ...]]:
 
 
 def progress() -> bool:
-    """Whether to show progress bars, which belong on a terminal and not in a log."""
-    return sys.stderr.isatty()
+    """Whether to show progress bars: on a terminal, and in a log if `main` or a user has made them rare."""
+    return sys.stderr.isatty() or "TQDM_MININTERVAL" in os.environ
 
 
 def require_folder(path: Path, option: str) -> None:

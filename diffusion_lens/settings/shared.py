@@ -482,7 +482,10 @@ class CorpusSettings(Settings):
     """The texts that a causal model writes itself."""
 
     n_texts: int = setting(
-        3800, "Number of texts that the model writes, or of rows of given texts at most.", partial(at_least, 1)
+        3800,
+        "Number of texts that the model writes, or of rows of given texts at most. Those that name the subject of a "
+        "held-out fact are left out, and a tenth, at most 64, measures the likelihood.",
+        partial(at_least, 1),
     )
     length: int = setting(
         32, "Number of tokens of each text, and the default length of the twin's canvas.", partial(at_least, 2)
@@ -559,7 +562,11 @@ class AdaptSettings(CorpusSettings):
     lr_end: float = setting(0.0, "Learning rate at the end of the cosine.", not_negative)
     betas: tuple[float, float] = setting((0.9, 0.95), "Betas of AdamW.", as_given, option=False)
     weight_decay: float = setting(0.0, "Weight decay of AdamW.", not_negative)
-    warmup: int = setting(30, "Number of updates of the linear warm-up.", partial(at_least, 0))
+    warmup: int | None = setting(
+        None,
+        "Number of updates of the linear warm-up. Default: an eighth of the updates, 30 at most.",
+        partial(at_least, 0),
+    )
     clip: float = setting(1.0, "Largest norm of the gradient.", positive)
     crop: int | None = setting(
         None,
@@ -595,6 +602,8 @@ class AdaptSettings(CorpusSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.warmup is None:
+            vars(self)["warmup"] = min(30, self.steps // 8)
         if self.crop is None:
             vars(self)["crop"] = self.length // 8
         elif self.crop > self.length - 2:

@@ -8,7 +8,7 @@ in both directions and nothing else, by its masked loss and by predicting what t
 as is attention that grows from causal to bidirectional.
 
 With a rank, low-rank additions to the projections are trained (`training/distillation.py`), and the twin is saved as a
-`Delta` of a few megabytes; without, all weights are trained, and the twin is saved as a model. `from_pretrained(out)`
+`Delta` of some megabytes; without, all weights are trained, and the twin is saved as a model. `from_pretrained(out)`
 loads both.
 """
 
@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from diffusion_lens.denoising import DenoiseSettings, denoise, lay_out
 from diffusion_lens.facts.fact import Fact
@@ -77,7 +78,8 @@ class Adaptation(PicturedResult, Saved):
         samples: Texts that the twin wrote after a few prompts.
         evaluations: Recall of the held-out facts that the causal model knows, in the course of the training.
         record: Seconds of the training (without those of the texts and of the measurements after it), number and hash
-            of the texts that were trained on, hash of the causal model, the twin, versions.
+            of the texts that were trained on, the facts that the causal model does not know (`unknown`), its hash, the
+            twin, versions.
         model: The twin, of a result that `adapt` returned; of one that was loaded, `None`.
         delta: The delta that makes it of the causal model, if there is one, likewise.
     """
@@ -104,8 +106,9 @@ class Adaptation(PicturedResult, Saved):
                     f"{numbers[prefix + key]:.3f} {words}" for key, words in _NAMED.items() if prefix + key in numbers
                 ]
                 lines.append(
-                    f"{numbers[prefix + 'facts']:.0f} {facts}: the causal model knows {numbers[prefix + 'known']:.3f}; "
-                    f"of these the twin names {', '.join(shares) or 'none'}"
+                    f"{numbers[prefix + 'facts']:.0f} {facts}: the causal model knows {numbers[prefix + 'known']:.3f} "
+                    f"({numbers[prefix + 'facts'] * numbers[prefix + 'known']:.0f}); of these the twin names "
+                    f"{', '.join(shares) or 'none'}"
                 )
         if len(self.losses) < self.settings["steps"]:
             lines.append(
@@ -174,7 +177,7 @@ def adapt(
     mask = mask_token_of(require_tokenizer(model), model.cfg.d_vocab, settings.mask_token)
     twin = _twin(model, settings, mask)
     questions = {prefix: _questions(model, these, mask) for prefix, these in (("", facts), ("held_out_", held_out))}
-    known = {key: _known(model, these) for key, these in questions.items()}
+    known = {key: _known(model, these, progress) for key, these in questions.items()}
     if settings.patience and not known["held_out_"]:
         raise ValueError("patience= needs held_out= facts that the causal model knows, whose recall ends the training")
 
@@ -217,11 +220,12 @@ def adapt(
         if these:
             of_facts = {"facts": float(len(these)), "known": len(known[prefix]) / len(these)}
             # The loop takes several passes for each fact; with held-out facts, those of the training are left out.
-            recall = _recall(twin, known[prefix], settings.length, by_loop=bool(prefix) or not held_out)
+            by_loop = bool(prefix) or not held_out
+            recall = _recall(twin, known[prefix], settings.length, by_loop=by_loop, progress=progress)
             numbers |= {prefix + key: value for key, value in {**of_facts, **recall}.items()}
     noise, texts_kept = torch.Generator().manual_seed(settings.seed), kept.to(model.cfg.device)
-    bound = _nats(partial(masked_loss, twin, generator=noise), texts_kept.repeat(_BOUND_SAMPLES, 1))
-    numbers |= {"bound": bound, "causal_nll": _nats(partial(autoregressive_loss, model), texts_kept)}
+    bound = _nats(partial(masked_loss, twin, generator=noise), texts_kept.repeat(_BOUND_SAMPLES, 1), progress)
+    numbers |= {"bound": bound, "causal_nll": _nats(partial(autoregressive_loss, model), texts_kept, progress)}
     openings = [prompt for prompt, _ in (known["held_out_"] or known[""])[:_SAMPLES]]
     samples = _samples(twin, openings or kept[:_SAMPLES, : -(-settings.length // 8)].tolist(), settings)
     made_of = {
@@ -229,6 +233,12 @@ def adapt(
         "causal_model": model.cfg.model_name,
         "causal_weights_sha256": identity["weights_sha256"],
     }
+    unknown = [
+        fact.prompt + fact.answer
+        for prefix, these in (("held_out_", held_out), ("", facts))
+        for fact, question in zip(these, questions[prefix], strict=True)
+        if question not in known[prefix]
+    ]
     about = {**made_of, "texts": len(rows.corpus), "texts_sha256": rows.sha256(), "seconds": record.record["seconds"]}
     result = Adaptation(
         as_json(settings.describe()),
@@ -236,7 +246,7 @@ def adapt(
         numbers,
         tuple(samples),
         record.evaluations,
-        {**about, "starts": record.record["starts"], **provenance(twin, twin.cfg)},
+        {**about, "unknown": unknown, "starts": record.record["starts"], **provenance(twin, twin.cfg)},
     )
     card = _card(result, model.cfg.model_name)
     if delta is not None:
@@ -256,6 +266,15 @@ def adapt(
     return result
 
 
+def rows_measured(settings: AdaptSettings, n_facts: int, n_held_out: int) -> int:
+    """At most how many rows pass a network in the measurements, of facts before, during and after the training, of the
+    likelihood and of samples."""
+    n_during = 2 * n_held_out * (settings.steps // settings.evaluate_every)
+    n_after = 2 * (n_facts + n_held_out) + _LOOP_STEPS * (n_held_out or n_facts)
+    of_texts = _n_kept(settings.n_texts) * (1 + _BOUND_SAMPLES) + _SAMPLES * settings.length
+    return n_facts + n_held_out + n_during + n_after + of_texts
+
+
 def described(settings: AdaptSettings) -> dict[str, Any]:
     """The settings in the identity of an adaptation: all but how often it is saved."""
     return {"settings": {name: value for name, value in settings.describe().items() if name != "checkpoint_every"}}
@@ -272,16 +291,21 @@ def require_same_adaptation(home: Path, identity: Mapping[str, Any]) -> None:
 def _divided(corpus: Corpus, seed: int) -> tuple[Corpus, Tokens]:
     """The texts of the training, and up to 64 that are none of these, which estimate the bound."""
     order = torch.randperm(len(corpus), generator=torch.Generator().manual_seed(seed))
-    n_kept = max(1, min(_BOUND_TEXTS, len(corpus) // 10))
+    n_kept = _n_kept(len(corpus))
     kept = corpus.tokens[order[:n_kept]]
     without = set(map(tuple, kept.tolist()))
     others = [i for i in order[n_kept:].tolist() if tuple(corpus.tokens[i].tolist()) not in without]
     if not others:
         raise ValueError(
-            f"the {len(corpus)} texts are alike, or too few to train on some and measure others: raise n_texts=, or "
-            "give more prompts or texts"
+            f"the {len(corpus)} texts are alike, or too few to train on some and measure others: raise n_texts= "
+            "or temperature=, or give more prompts or texts"
         )
     return corpus.select(torch.tensor(others)), kept
+
+
+def _n_kept(n_texts: int) -> int:
+    """Number of texts that measure the likelihood."""
+    return max(1, min(_BOUND_TEXTS, n_texts // 10))
 
 
 def _train(
@@ -435,21 +459,21 @@ def _questions(model: DiffusionTransformer, facts: Sequence[Fact], mask: int) ->
     return [(prompt, answer[0]) for prompt, answer in tokens]
 
 
-def _by_length(questions: Questions) -> Iterator[tuple[Tokens, Int[Tensor, "batch"]]]:
+def _by_length(questions: Questions, progress: bool) -> Iterator[tuple[Tokens, Int[Tensor, "batch"]]]:
     """Prompts of one length, and the first tokens of their answers."""
     groups = defaultdict[int, list[tuple[list[int], int]]](list)
     for prompt, first in questions:
         groups[len(prompt)].append((prompt, first))
-    for same in groups.values():
-        for start in range(0, len(same), _TOGETHER):
-            prompts, answers = zip(*same[start : start + _TOGETHER], strict=True)
-            yield torch.tensor(prompts), torch.tensor(answers)
+    parts = [same[i : i + _TOGETHER] for same in groups.values() for i in range(0, len(same), _TOGETHER)]
+    for part in tqdm(parts, desc="facts", disable=not progress):
+        prompts, answers = zip(*part, strict=True)
+        yield torch.tensor(prompts), torch.tensor(answers)
 
 
-def _known(model: DiffusionTransformer, questions: Questions) -> Questions:
+def _known(model: DiffusionTransformer, questions: Questions, progress: bool) -> Questions:
     """The questions whose answer's first token a causal model names greedily."""
     known: list[tuple[list[int], int]] = []
-    for prompts, answers in _by_length(questions):
+    for prompts, answers in _by_length(questions, progress):
         right = _first_tokens(model, prompts, 0) == answers
         known += [(prompt, int(a)) for prompt, a in zip(prompts[right].tolist(), answers[right], strict=True)]
     return known
@@ -466,11 +490,13 @@ def _first_tokens(model: DiffusionTransformer, prompts: Tokens, n_masks: int) ->
     return logits.masked_fill(~model.cfg.writable(names), -torch.inf).argmax(dim=-1).cpu()
 
 
-def _recall(twin: DiffusionTransformer, known: Questions, length: int, by_loop: bool = False) -> dict[str, float]:
+def _recall(
+    twin: DiffusionTransformer, known: Questions, length: int, by_loop: bool = False, progress: bool = False
+) -> dict[str, float]:
     """The shares of the answers whose first token the twin names at the first [MASK], on canvases of one [MASK], of
     `length` positions, and of these by the denoising loop."""
     found: dict[str, list[bool]] = defaultdict(list)
-    for prompts, answers in _by_length(known):
+    for prompts, answers in _by_length(known, progress):
         n_prompt = prompts.shape[1]
         n_masks = max(1, length - n_prompt)
         found["one_mask"] += (_first_tokens(twin, prompts, 1) == answers).tolist()
@@ -484,9 +510,10 @@ def _recall(twin: DiffusionTransformer, known: Questions, length: int, by_loop: 
 
 
 @torch.no_grad()
-def _nats(loss: Callable[[Tokens], Tensor], texts: Tokens) -> float:
+def _nats(loss: Callable[[Tokens], Tensor], texts: Tokens, progress: bool) -> float:
     """The mean of a loss over texts."""
-    return math.fsum(len(rows) * float(loss(rows)) for rows in texts.split(_TOGETHER)) / len(texts)
+    parts = tqdm(texts.split(_TOGETHER), desc="likelihood", disable=not progress)
+    return math.fsum(len(rows) * float(loss(rows)) for rows in parts) / len(texts)
 
 
 def _samples(twin: DiffusionTransformer, openings: Sequence[list[int]], settings: AdaptSettings) -> list[str]:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -109,3 +109,31 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
     code, complaint = stopped_while_importing("torch", ["-m", "diffusion_lens", "info", "tiny-mdm"], tmp_path)
     assert code == 130
     assert complaint.splitlines() == ["Stopped."]
+
+
+def logged(more: Mapping[str, str], folder: Path) -> str:
+    """What a short training writes to its log, where standard error is no terminal."""
+    asked = [
+        "finetune",
+        "tiny-mdm",
+        "--data",
+        "toy",
+        "--epochs",
+        "0.01",
+        "--batch-size",
+        "4",
+        "--out",
+        str(folder / "out"),
+    ]
+    child = subprocess.run(
+        [sys.executable, "-m", "diffusion_lens", *asked], capture_output=True, text=True, env={**os.environ, **more}
+    )
+    assert child.returncode == 0, child.stderr
+    return child.stderr
+
+
+def test_a_log_shows_progress_of_long_work_only(tmp_path: Path) -> None:
+    rare = logged({}, tmp_path / "rare")
+    assert "tiny-mdm" not in rare
+    often = logged({f"TQDM_{name}": "0" for name in ("DELAY", "MININTERVAL", "MAXINTERVAL")}, tmp_path / "often")
+    assert "tiny-mdm: 100%" in often

@@ -13,10 +13,11 @@ from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.cli import app
 from diffusion_lens.loading.delta import Delta
 from diffusion_lens.loading.tokenizers import mask_token_of
+from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import provenance, require_same_run
 from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training import Adaptation, adapt
-from diffusion_lens.training.adapt import _twin
+from diffusion_lens.training.adapt import _twin, rows_measured
 from diffusion_lens.training.corpus import prompts_of, write_corpus
 from diffusion_lens.training.distillation import TwinLoss, begin_mask_row
 from diffusion_lens.training.trainer import RunFolder
@@ -95,7 +96,41 @@ def test_a_twin_learns_and_its_numbers_are_those_of_public_calls(base, facts, tm
     assert Delta.load(tmp_path / "out").about["numbers"] == result.numbers
     card = (tmp_path / "out" / "README.md").read_text()
     assert result.summary() in card
-    assert "2 held-out facts: the causal model knows 1.000" in card
+    assert "2 held-out facts: the causal model knows 1.000 (2); of these" in card
+    assert result.record["unknown"] == []
+
+
+def test_facts_that_the_causal_model_does_not_know_are_listed(base, facts):
+    wrong = [replace(fact, answer=" the") for fact in facts[:2]]
+    given = {**SMALL, "steps": 1, "n_texts": 8, "progress": False}
+    result = adapt(base, facts=[*facts[2:4], wrong[0]], held_out=[wrong[1], facts[4]], **given)
+    assert result.record["unknown"] == [fact.prompt + " the" for fact in reversed(wrong)]
+    assert "2 held-out facts: the causal model knows 0.500 (1); of these" in result.summary()
+
+
+def test_what_is_measured_is_what_a_dry_run_counts(base, facts):
+    """Without distillation, all passes without a gradient are measurements."""
+    texts = [fact.prompt + fact.answer for fact in facts]
+    n_texts = sum(1 + len(row) for row in base.tokenizer(texts)["input_ids"]) // SMALL["length"]
+    given = {**SMALL, "n_texts": n_texts, "steps": 4, "distil": 0.0}
+    n_rows = 0
+
+    def count(network, inputs):
+        nonlocal n_rows
+        if not torch.is_grad_enabled():
+            n_rows += len(inputs[0])
+
+    with torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda network, inputs: count(network, inputs) if isinstance(network, DiffusionTransformer) else None
+    ):
+        adapt(base, texts=texts, facts=facts[6:], held_out=facts[:6], **given, **{**QUIET, "evaluate_every": 2})
+    at_most = rows_measured(AdaptSettings(**given, evaluate_every=2), len(facts) - 6, 6)
+    assert 0.5 * at_most < n_rows <= at_most
+
+
+def test_the_warm_up_is_a_part_of_a_short_training():
+    assert [AdaptSettings(steps=steps).warmup for steps in (4, 60, 240, 1000)] == [0, 7, 30, 30]
+    assert AdaptSettings(steps=60, warmup=40).warmup == 40
 
 
 @pytest.mark.parametrize(
@@ -271,7 +306,7 @@ def test_no_text_of_the_bound_is_trained_on(base, facts, monkeypatch):
         TwinLoss, "__init__", recording(TwinLoss.__init__, lambda rows, causal, corpus, _: trained.append(corpus))
     )
     nats = sys.modules["diffusion_lens.training.adapt"]._nats
-    recorded = recording(nats, lambda _, texts: measured.append(texts))
+    recorded = recording(nats, lambda _, texts, progress: measured.append(texts))
     monkeypatch.setattr(sys.modules["diffusion_lens.training.adapt"], "_nats", recorded)
     for n_texts, top_p in ((8, 0.0), (200, 0.1)):  # few texts, and many alike
         few = {**SMALL, "n_texts": n_texts, "top_p": top_p, "steps": 1}
