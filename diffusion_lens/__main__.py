@@ -6,15 +6,13 @@
 import os
 import sys
 
-SECONDS = "30"
-
 
 def main() -> None:
     """Run the command line. Ctrl-C during its import ends it without a traceback, as it does later."""
-    if not sys.stderr.isatty():
-        # In a log, progress is written every half minute, and for shorter work not at all. tqdm reads this on import.
+    if sys.stderr is not None and not sys.stderr.isatty() and "tqdm" not in sys.modules:
+        # In a log, progress is written every 30 seconds, and for shorter work not at all. tqdm reads this on import.
         for name in ("DELAY", "MININTERVAL", "MAXINTERVAL"):
-            os.environ.setdefault(f"TQDM_{name}", SECONDS)
+            os.environ.setdefault(f"TQDM_{name}", "30")
     try:
         from diffusion_lens.cli import app
 

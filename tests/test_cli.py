@@ -232,7 +232,7 @@ def test_the_example_in_the_help_runs(name: str, examples: dict[str, Result]) ->
     result = examples[name]
     assert result.exit_code == 0, result.output
     assert result.stdout
-    assert not result.stderr, "progress bars belong on a terminal only"
+    assert not result.stderr, "progress bars belong on a terminal, and into the log of long work"
 
 
 def test_a_page_shows_the_example_of_check() -> None:
@@ -472,8 +472,7 @@ def test_after_ctrl_c_the_same_command_resumes(tmp_path: Path, monkeypatch: pyte
         os.kill(child.pid, signal.SIGINT)
         child.join(timeout=60)
     assert child.exitcode == 130
-    *bars, line = errors.read_text().splitlines()
-    assert not [bar for bar in bars if bar and not bar.startswith("facts: ")]
+    (line,) = errors.read_text().splitlines()
     assert "the same command resumes from there" in line
     finished = {path: path.stat().st_mtime_ns for path in (stopped / "replies").glob("*.safetensors")}
     assert len(finished) == 2

@@ -21,7 +21,7 @@ def denoise(
     chosen: ModelChoice,
     run: DenoiseFields,
     report: PictureReport,
-    prompt: str = setting(..., "Text to continue; a [MASK] in it is filled too."),
+    prompt: str = setting(..., "Text to continue; a masked diffusion model also fills each [MASK] in it."),
     length: int | None = setting(
         None,
         "Number of positions of the canvas, including the prompt. Default: the training length, or 52 if it is "

@@ -228,8 +228,8 @@ def strongest(effects: "Tensor", n: int) -> list[tuple[int, ...]]:
 
 
 def progress() -> bool:
-    """Whether to show progress bars: on a terminal, and in a log if `main` or a user has made them rare."""
-    return sys.stderr.isatty() or "TQDM_MININTERVAL" in os.environ
+    """Whether to show progress bars: on a terminal, and in a log if they are rare there, as `main` makes them."""
+    return sys.stderr is not None and (sys.stderr.isatty() or "TQDM_DELAY" in os.environ)
 
 
 def require_folder(path: Path, option: str) -> None:

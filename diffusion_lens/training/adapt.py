@@ -48,7 +48,7 @@ from diffusion_lens.settings.shared import AdaptSettings
 from diffusion_lens.training.corpus import HAS_MASK, Corpus, plain, prompts_of, read_corpus, read_texts, write_corpus
 from diffusion_lens.training.distillation import TwinLoss, begin_mask_row, low_rank, masked_loss, trained_row
 from diffusion_lens.training.finetune import RUN, WEIGHTS, load_weights, require_own_folder
-from diffusion_lens.training.trainer import RunFolder, TrainingConfig, train
+from diffusion_lens.training.trainer import RunFolder, TrainingConfig, evaluation_steps, train
 from weight_conversion import Architecture, as_json, write_json
 
 Questions = Sequence[tuple[list[int], int]]  # the tokens of prompts, and the first token of each answer
@@ -78,8 +78,8 @@ class Adaptation(PicturedResult, Saved):
         samples: Texts that the twin wrote after a few prompts.
         evaluations: Recall of the held-out facts that the causal model knows, in the course of the training.
         record: Seconds of the training (without those of the texts and of the measurements after it), number and hash
-            of the texts that were trained on, the facts that the causal model does not know (`unknown`), its hash, the
-            twin, versions.
+            of the texts that were trained on, the facts that the causal model does not know (`unknown`, held-out ones
+            first), its hash, the twin, versions.
         model: The twin, of a result that `adapt` returned; of one that was loaded, `None`.
         delta: The delta that makes it of the causal model, if there is one, likewise.
     """
@@ -178,6 +178,7 @@ def adapt(
     twin = _twin(model, settings, mask)
     questions = {prefix: _questions(model, these, mask) for prefix, these in (("", facts), ("held_out_", held_out))}
     known = {key: _known(model, these, progress) for key, these in questions.items()}
+    named = {(tuple(prompt), first) for these in known.values() for prompt, first in these}
     if settings.patience and not known["held_out_"]:
         raise ValueError("patience= needs held_out= facts that the causal model knows, whose recall ends the training")
 
@@ -236,8 +237,8 @@ def adapt(
     unknown = [
         fact.prompt + fact.answer
         for prefix, these in (("held_out_", held_out), ("", facts))
-        for fact, question in zip(these, questions[prefix], strict=True)
-        if question not in known[prefix]
+        for fact, (prompt, first) in zip(these, questions[prefix], strict=True)
+        if (tuple(prompt), first) not in named
     ]
     about = {**made_of, "texts": len(rows.corpus), "texts_sha256": rows.sha256(), "seconds": record.record["seconds"]}
     result = Adaptation(
@@ -269,7 +270,7 @@ def adapt(
 def rows_measured(settings: AdaptSettings, n_facts: int, n_held_out: int) -> int:
     """At most how many rows pass a network in the measurements, of facts before, during and after the training, of the
     likelihood and of samples."""
-    n_during = 2 * n_held_out * (settings.steps // settings.evaluate_every)
+    n_during = 2 * n_held_out * len(evaluation_steps(settings.evaluate_every, settings.steps))
     n_after = 2 * (n_facts + n_held_out) + _LOOP_STEPS * (n_held_out or n_facts)
     of_texts = _n_kept(settings.n_texts) * (1 + _BOUND_SAMPLES) + _SAMPLES * settings.length
     return n_facts + n_held_out + n_during + n_after + of_texts
@@ -465,7 +466,7 @@ def _by_length(questions: Questions, progress: bool) -> Iterator[tuple[Tokens, I
     for prompt, first in questions:
         groups[len(prompt)].append((prompt, first))
     parts = [same[i : i + _TOGETHER] for same in groups.values() for i in range(0, len(same), _TOGETHER)]
-    for part in tqdm(parts, desc="facts", disable=not progress):
+    for part in tqdm(parts, desc="facts", disable=not (progress and parts)):
         prompts, answers = zip(*part, strict=True)
         yield torch.tensor(prompts), torch.tensor(answers)
 

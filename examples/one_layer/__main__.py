@@ -1,7 +1,6 @@
 """`python -m one_layer`, in `examples/`: train the networks, print the table, write figures and `command.json`."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = vars(parser.parse_args(argv))
     out, shard = settings.pop("out"), settings.pop("shard")
     try:
-        study = one_layer_study(**settings, out=out / "trainings", shard=shard, progress=sys.stderr.isatty())
+        study = one_layer_study(**settings, out=out / "trainings", shard=shard, progress=True)
     except ValueError as error:
         parser.error(str(error))
     if shard != "0/1":

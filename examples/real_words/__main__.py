@@ -1,7 +1,6 @@
 """`python -m real_words`, in `examples/`: the study on real facts, of a causal model and of its diffusion twin."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = replace(SMALL if small else Settings(), **chosen)
     try:
         models = [HookedDiffusionTransformer.from_pretrained(name) for name in (causal, twin)]
-        real_words_study(*models, settings, out, progress=sys.stderr.isatty())
+        real_words_study(*models, settings, out, progress=True)
     except (ValueError, FileNotFoundError, ImportError) as error:
         parser.error(str(error))
     print(f"wrote {out / 'real_words.json'}")

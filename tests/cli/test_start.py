@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -137,3 +138,10 @@ def test_a_log_shows_progress_of_long_work_only(tmp_path: Path) -> None:
     assert "tiny-mdm" not in rare
     often = logged({f"TQDM_{name}": "0" for name in ("DELAY", "MININTERVAL", "MAXINTERVAL")}, tmp_path / "often")
     assert "tiny-mdm: 100%" in often
+
+
+@pytest.mark.parametrize("asked", ["--version", "denoise tiny-mdm Gustav --length 14 --steps 2"])
+def test_without_a_standard_error_the_command_works(asked: str) -> None:
+    command = f"{shlex.join([sys.executable, '-m', 'diffusion_lens', *asked.split()])} 2>&-"
+    child = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True)
+    assert (child.returncode, bool(child.stdout)) == (0, True)

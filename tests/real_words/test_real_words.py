@@ -211,6 +211,17 @@ def test_the_page_names_the_tables_and_figures_that_there_are(page: Any) -> None
     assert page.study()["settings"]["facts_sha256"] == sha256_of_file(SHIPPED)
 
 
+def test_the_file_that_the_page_shows_is_one_of_facts(tmp_path: Path) -> None:
+    *_, shown = re.findall(r"^```json\n(.*?)^```", (DOCS / "real_words.md").read_text(encoding="utf-8"), re.M | re.S)
+    (tmp_path / "facts.json").write_text(shown, encoding="utf-8")
+    read, shipped = (Questions.read(path, tmp_path) for path in (tmp_path / "facts.json", SHIPPED))
+    (fact,) = read.facts
+    assert fact in shipped.facts
+    assert read.held_out == {fact.id} <= shipped.held_out
+    asked = [questions.relations[questions.relation_of[fact.id]] for questions in (read, shipped)]
+    assert [each.reverse for each in asked] == 2 * ["The continent of {} is home to"]
+
+
 def test_a_refusal_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--causal", "site-ar", "--twin", "site-mdm", "--facts", "nowhere.json", "--out", str(tmp_path)])

@@ -112,7 +112,7 @@ def test_what_is_measured_is_what_a_dry_run_counts(base, facts):
     """Without distillation, all passes without a gradient are measurements."""
     texts = [fact.prompt + fact.answer for fact in facts]
     n_texts = sum(1 + len(row) for row in base.tokenizer(texts)["input_ids"]) // SMALL["length"]
-    given = {**SMALL, "n_texts": n_texts, "steps": 4, "distil": 0.0}
+    given = {**SMALL, "n_texts": n_texts, "steps": 3, "distil": 0.0}
     n_rows = 0
 
     def count(network, inputs):
@@ -126,6 +126,15 @@ def test_what_is_measured_is_what_a_dry_run_counts(base, facts):
         adapt(base, texts=texts, facts=facts[6:], held_out=facts[:6], **given, **{**QUIET, "evaluate_every": 2})
     at_most = rows_measured(AdaptSettings(**given, evaluate_every=2), len(facts) - 6, 6)
     assert 0.5 * at_most < n_rows <= at_most
+
+
+def test_progress_is_shown_of_what_there_is(llama, facts, capsys):
+    adapt(llama, prompts=["the"], **{**SMALL, **QUIET, "progress": True})
+    alone = capsys.readouterr().err
+    adapt(llama, facts=facts[4:], held_out=facts[:4], **{**SMALL, **QUIET, "progress": True})
+    assert {bar for bar in ("texts", "facts", "likelihood") if f"{bar}: 100%" in alone} == {"texts", "likelihood"}
+    assert "facts:   0%" in capsys.readouterr().err
+    assert ": 0it" not in alone
 
 
 def test_the_warm_up_is_a_part_of_a_short_training():
