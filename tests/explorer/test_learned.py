@@ -184,7 +184,9 @@ def test_experts_are_those_that_the_routers_chose(with_experts):
             # The chosen experts have all of the weight.
             np.testing.assert_allclose(arrays["weights"][i].sum(-1), table.float().sum(-1), rtol=1e-5)
             assert np.all(arrays["weights"][i] > 0)
-    alone = model.denoise_with_cache(prompt, lambda name: name.endswith("hook_experts"), **WRITTEN)[1]
+    # Of the same steps, because a pass with hooks may round otherwise, and random weights enlarge that in every step.
+    given = dict(steps_filter=[0, 2], **WRITTEN)
+    alone = model.denoise_with_cache(prompt, lambda name: name.endswith("hook_experts"), **given)[1]
     _, arrays = PageFile(run.explore(experts=alone).html()).read("experts/2")
     assert np.isnan(arrays["weights"]).all()
 
