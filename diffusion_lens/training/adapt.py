@@ -178,7 +178,6 @@ def adapt(
     twin = _twin(model, settings, mask)
     questions = {prefix: _questions(model, these, mask) for prefix, these in (("", facts), ("held_out_", held_out))}
     known = {key: _known(model, these, progress) for key, these in questions.items()}
-    named = {(tuple(prompt), first) for these in known.values() for prompt, first in these}
     if settings.patience and not known["held_out_"]:
         raise ValueError("patience= needs held_out= facts that the causal model knows, whose recall ends the training")
 
@@ -234,11 +233,12 @@ def adapt(
         "causal_model": model.cfg.model_name,
         "causal_weights_sha256": identity["weights_sha256"],
     }
+    of_known = {(tuple(prompt), first) for these in known.values() for prompt, first in these}
     unknown = [
         fact.prompt + fact.answer
         for prefix, these in (("held_out_", held_out), ("", facts))
         for fact, (prompt, first) in zip(these, questions[prefix], strict=True)
-        if (tuple(prompt), first) not in named
+        if (tuple(prompt), first) not in of_known
     ]
     about = {**made_of, "texts": len(rows.corpus), "texts_sha256": rows.sha256(), "seconds": record.record["seconds"]}
     result = Adaptation(

@@ -114,20 +114,12 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
 
 def logged(more: Mapping[str, str], folder: Path) -> str:
     """What a short training writes to its log, where standard error is no terminal."""
-    asked = [
-        "finetune",
-        "tiny-mdm",
-        "--data",
-        "toy",
-        "--epochs",
-        "0.01",
-        "--batch-size",
-        "4",
-        "--out",
-        str(folder / "out"),
-    ]
+    asked = ["finetune", "tiny-mdm", "--data", "toy", "--epochs", "0.01", "--batch-size", "4", "--out"]
     child = subprocess.run(
-        [sys.executable, "-m", "diffusion_lens", *asked], capture_output=True, text=True, env={**os.environ, **more}
+        [sys.executable, "-m", "diffusion_lens", *asked, str(folder / "out")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **more},
     )
     assert child.returncode == 0, child.stderr
     return child.stderr
