@@ -48,7 +48,7 @@ from diffusion_lens.data.fact_files import FactSource
 from diffusion_lens.hooked_diffusion_transformer import HookedDiffusionTransformer
 from diffusion_lens.loading import TOKENIZER_FILES
 from diffusion_lens.loading.catalogue import BUNDLED, PUBLISHED, REPOSITORIES, PublishedFile, Repository
-from diffusion_lens.loading.gguf import GGUF, installed_file
+from diffusion_lens.loading.gguf import GGUF, packaged_file
 from diffusion_lens.loading.hub import fetch_file, fetch_tokenizer
 from diffusion_lens.loading.source import given_options
 from diffusion_lens.model.config import as_device
@@ -344,9 +344,9 @@ def _file(name: str, path: Path) -> Path | None:
         return path
     if bundled := BUNDLED.get(name.lower()):
         return bundled.path
+    if packaged := packaged_file(name):
+        return packaged
     entry = PUBLISHED.get(name.lower())
-    if isinstance(entry, Repository) and entry.packaged is not None:
-        return installed_file(entry.packaged)
     try:
         return fetch_file(entry, {"local_files_only": True}) if isinstance(entry, PublishedFile) else None
     except (FileNotFoundError, ValueError):

@@ -156,15 +156,13 @@ class ModelChoice(LoadingOptions):
     @property
     def is_here(self) -> bool:
         """Whether the model is bundled, in another installed package, or a path of this machine."""
-        from diffusion_lens.loading.catalogue import BUNDLED, DELTAS, PUBLISHED, Repository
-        from diffusion_lens.loading.gguf import installed_file
+        from diffusion_lens.loading.catalogue import BUNDLED, DELTAS
+        from diffusion_lens.loading.gguf import packaged_file
 
         name = self.name.lower()
         if name in BUNDLED or Path(self.name).expanduser().exists():
             return True
-        entry = PUBLISHED.get(DELTAS[name].base if name in DELTAS else name)
-        packaged = entry.packaged if isinstance(entry, Repository) else None
-        return packaged is not None and installed_file(packaged) is not None
+        return packaged_file(DELTAS[name].base if name in DELTAS else name) is not None
 
     def narrow(self, texts: Iterable[str] = ()) -> "HookedDiffusionTransformer":
         """The narrow network of the model, on which the work of a job is counted (`analysis.planned_work`).

@@ -24,7 +24,7 @@ from huggingface_hub import cached_assets_path
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from diffusion_lens.loading.catalogue import PackagedFile
+from diffusion_lens.loading.catalogue import PUBLISHED, PackagedFile, Repository
 from diffusion_lens.loading.tokenizers import prepends_bos, save_tokenizer
 from weight_conversion import sha256_of_file, write_json, write_safetensors
 from weight_conversion.files import WHOLE
@@ -58,6 +58,13 @@ def installed_file(packaged: PackagedFile) -> Path | None:
     except PackageNotFoundError:
         return None
     return file if file.is_file() else None
+
+
+def packaged_file(name: str) -> Path | None:
+    """The file of a published name in an installed package; `None` if there is none."""
+    entry = PUBLISHED.get(name.lower())
+    packaged = entry.packaged if isinstance(entry, Repository) else None
+    return None if packaged is None else installed_file(packaged)
 
 
 def converted(file: Path, cache_dir: str | Path | None = None, sha256: str | None = None) -> Path:
