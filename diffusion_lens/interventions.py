@@ -37,7 +37,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -79,6 +79,13 @@ def replace(value: Tensor, positions: Indices = None, *, heads: Indices = None) 
     return _edit(lambda old, hook: _fit(value, old, hook.name), positions, heads)
 
 
+@runtime_checkable
+class ByStep(Protocol):
+    """Activations that know of which steps they are: a `TrajectoryCache`."""
+
+    def at(self, step: StepState) -> Any: ...
+
+
 @checked_arguments
 @names_its_hook
 def swap(
@@ -90,8 +97,19 @@ def swap(
         cache: Activations of that run, which has as many rows as this one, or a single row: an `ActivationCache`, or
             tensors by hook point. A `TrajectoryCache` gives each step of the loop its own activation. It contains one
             branch, so under guidance wrap the hook in `on_branch`.
-        source_positions: Positions of the other run, in the order of `positions`; by default the same.
+        source_positions: Positions of the other run, in the order of `positions`; by default the same. Of a cache with
+            `pos_slice`, they count its own positions from 0.
+
+    Raises:
+        ValueError: A cache with `pos_slice` without `source_positions`; or, as the hook is called, a cache by step of a
+            run of another number of steps, or of the other branch.
     """
+    cached = getattr(cache, "record", {}).get("positions")
+    if cached is not None and source_positions is None:
+        raise ValueError(
+            f"the cache has the positions {cached} alone: say which of these to take, source_positions=, from 0 to "
+            f"{len(cached) - 1}, or cache all positions"
+        )
     source = _Selection(positions if source_positions is None else source_positions, heads)
     return _edit(lambda old, hook: source.of_other_run(_activation(cache, hook), old, hook.name), positions, heads)
 
@@ -559,10 +577,13 @@ def _activation(cache: Activations, hook: Any) -> Tensor:
             raise ValueError(
                 "a cache by step works inside the denoising loop only; outside it, give one step, cache[step]"
             )
-        if hook.step.index not in cache:
+        if isinstance(cache, ByStep):
+            of_run = cache.at(hook.step)
+        elif hook.step.index not in cache:
             steps = list(cache)
             raise KeyError(f"the cache has the steps {steps} and not {hook.step.index}: use at_steps(hook, {steps})")
-        of_run = of_run[hook.step.index]
+        else:
+            of_run = of_run[hook.step.index]
     if hook.name not in of_run:
         raise KeyError(f"the cache has no {hook.name!r}; the nearest are: {nearest(hook.name, list(of_run))}")
     activation: Tensor = of_run[hook.name]

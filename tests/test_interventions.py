@@ -545,5 +545,6 @@ def test_a_step_that_the_cache_does_not_hold(either, runs):
     prompt, _, options = runs
     _, cache = either.model.denoise_with_cache(prompt, names_filter=RESID, steps_filter=[1, 2], **options)
     with pytest.raises(KeyError, match=r"has the steps \[1, 2\] and not 0: use at_steps\(hook, \[1, 2\]\)"):
-        either.model.denoise(prompt, fwd_hooks=[(RESID, swap(cache))], **options)
-    either.model.denoise(prompt, fwd_hooks=[(RESID, at_steps(swap(cache), cache.steps))], **options)
+        either.model.denoise(prompt, fwd_hooks=[(RESID, on_branch(swap(cache), "conditional"))], **options)
+    there = at_steps(on_branch(swap(cache), "conditional"), cache.steps)
+    either.model.denoise(prompt, fwd_hooks=[(RESID, there)], **options)

@@ -39,7 +39,7 @@ from weight_conversion.files import (
     write_safetensors,
 )
 from weight_conversion.key_map import N_FREQUENCIES, PIECE_BYTES, KeyMap
-from weight_conversion.registry import FAMILIES, recognise
+from weight_conversion.registry import FAMILIES, recognise, warn_of_class
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ def open_checkpoint(
     if settings is not None:
         settings = with_block_size(settings, str(path), config_path, beside)
         warn_if_silent(settings, str(path), config_path)
+        warn_of_class(settings, family, str(path))
     try:
         architecture = family.read_architecture(settings, shapes)
         family.check_used(options or {}, architecture)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 
 from weight_conversion import families
 from weight_conversion.architecture import Shape
-from weight_conversion.families.family import Config, Family
+from weight_conversion.families.family import IGNORED_KEYS, Config, Family
 from weight_conversion.families.kinds import refuse_unsupported
 
 _IN_FOLDER = [import_module(f"{families.__name__}.{each.name}") for each in iter_modules(families.__path__)]
@@ -52,20 +53,45 @@ def mode_read(family: str, attention_dir: str) -> str | None:
     return FAMILIES[family].modes.get(attention_dir) if family in FAMILIES else None
 
 
+def warn_of_class(config: Config, family: Family, source: str) -> None:
+    """Warn if a config names a class of no family."""
+    model_type = config.get("model_type")
+    unknown = [name for name in _classes_of(config) if model_type in family.classes and not _owners(name)]
+    if unknown and "architectures" not in config.get(IGNORED_KEYS, ()):
+        warnings.warn(
+            f"{source} is read as model_type={model_type!r}, and its config names an unknown class, {unknown[0]!r}, "
+            "whose code is not run. If that computes something else with these weights, in both directions, say, the "
+            f"numbers will be wrong. If it does not, pass {IGNORED_KEYS}=['architectures'] to end this warning",
+            stacklevel=4,
+        )
+
+
+def _classes_of(config: Config) -> list[str]:
+    """The names of the classes in a config."""
+    classes = config.get("architectures")
+    return [str(name) for name in (classes if isinstance(classes, list) else [classes]) if name]
+
+
+def _owners(name: str) -> list[tuple[str, str]]:
+    """The families with a class of this name, each with the model type."""
+    return [
+        (family.name, owner)
+        for family in FAMILIES.values()
+        for owner, pattern in family.classes.items()
+        if re.fullmatch(pattern, name)
+    ]
+
+
 def _check_classes(config: Config, source: str) -> None:
     """Raise a `ValueError` if a config names a class that belongs to another model type than its own."""
-    model_type, classes = config.get("model_type"), config.get("architectures")
-    for name in classes if isinstance(classes, list) else [classes]:
-        owners = [
-            (family.name, owner)
-            for family in FAMILIES.values()
-            for owner, pattern in family.classes.items()
-            if re.fullmatch(pattern, str(name))
-        ]
+    model_type = config.get("model_type")
+    for name in _classes_of(config):
+        owners = _owners(name)
         if owners and model_type not in [owner for _, owner in owners]:
             family_name, owner = owners[0]
             raise ValueError(
                 f"{source} contradicts itself: its config says model_type={model_type!r}, and architectures="
-                f"{classes!r}, where {name} is a class of model_type={owner!r} (the family {family_name}). Models of "
-                "the two compute different things: correct the one that is wrong in its config.json, or pass config="
+                f"{config['architectures']!r}, where {name} is a class of model_type={owner!r} (the family "
+                f"{family_name}). Models of the two compute different things: correct the one that is wrong in its "
+                "config.json, or pass config="
             )

@@ -59,6 +59,7 @@ ADVICE = (
     (r", or a collection of fact ids", ""),
     (r"\bone_canvas\b", "one-canvas"),
     (r"=None: say which", "=: say which"),
+    (r"ignore_config_keys=\['([^]]*)'\]", lambda found: "--ignore-config-keys " + found[1].replace("', '", ",")),
     (r"is in the folder of the call, if one was given: call again to", "is kept under --out: the same command can"),
     (r"(may show them later): call again", r"\1: repeat the command"),
     (r"pass another folder as out=", "name another folder with --out"),

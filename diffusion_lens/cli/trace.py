@@ -154,8 +154,10 @@ def aie(
     # 2. Refuse a folder that holds another study; for a dry run, print the cost.
     every = replace(settings, known="all", loop=settings.loop if by_step else None)
 
+    n_facts = len(facts)
+
     def counted(network: "HookedDiffusionTransformer", facts: Any) -> None:
-        report.say(f"at most, as if the model knew all facts; counted on {len(facts)} of them")
+        report.say(f"at most, as if the model knew all facts; counted on {len(facts)} of the {n_facts}")
         average_effect(network, facts, settings=every)
         if settings.loop and not by_step:
             layout = {"length": settings.length, "first_tokens": settings.first_tokens}
@@ -205,12 +207,15 @@ def aie(
 def _finish_one_canvas(report: PictureReport, trace: "CausalTrace") -> None:
     """Print the strongest states of a trace, and write its files."""
     report.say(f"p(answer) {trace.clean:.3f}, with the subject corrupted {trace.corrupted:.3f}")
+    if not trace.known:
+        report.say("the model does not know the fact: it would write something else, so its effects mean nothing")
     for cell in strongest(trace.indirect_effect, 5):
         report.say(f"  {_cell(trace, trace.str_tokens, cell)}: restores {trace.indirect_effect[cell]:+.3f}")
     report.save("trace", trace)
     report.draw("picture", "trace.png", trace.plot)
     effects = trace.indirect_effect.tolist()
-    report.finish({"clean": trace.clean, "corrupted": trace.corrupted, "indirect_effect": effects}, trace.record)
+    results = {"known": trace.known, "clean": trace.clean, "corrupted": trace.corrupted, "indirect_effect": effects}
+    report.finish(results, trace.record)
 
 
 def _finish_steps_of_a_run(report: PictureReport, trace: "TrajectoryTrace", run: "Trajectory") -> None:

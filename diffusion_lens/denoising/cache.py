@@ -15,13 +15,15 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
+from diffusion_lens.denoising.same_network import require_same_architecture
 from diffusion_lens.hooks.names import NamesFilter, loop_hook, select_names
-from diffusion_lens.hooks.step import BRANCHES
+from diffusion_lens.hooks.step import BRANCHES, StepState
 from diffusion_lens.model.config import DiffusionConfig, as_device
 from diffusion_lens.model.hooking import AliasedCache, PosSlice, count_positions, select_positions, why_silent
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.results import Result, Table, open_result, save_result
-from diffusion_lens.settings import one_of, whole_numbers
+from diffusion_lens.records.results import Result, Table, differences, open_result, provenance, save_result
+from diffusion_lens.settings import one_of, warn_user, whole_numbers
+from weight_conversion import as_json
 
 _SEPARATOR = "/"
 _CANVASES = "canvases"
@@ -38,16 +40,23 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
     Attributes:
         n_steps: Number of steps of the run.
         canvases: Int[canvas batch pos], those of the run's `Trajectory`; `None` in files of earlier versions.
+        record: The `branch` of guidance, the `positions` that were cached (`None` for all), and the model, its weights
+            and its hooks; empty in files of earlier versions.
     """
 
     KIND = "trajectory cache"
     NO_PICTURE = "It holds activations; the results that are computed from them have pictures."
 
     def __init__(
-        self, by_step: Mapping[int, dict[str, Tensor]], n_steps: int, model: Any = None, canvases: Tensor | None = None
+        self,
+        by_step: Mapping[int, dict[str, Tensor]],
+        n_steps: int,
+        model: Any = None,
+        canvases: Tensor | None = None,
+        record: Mapping[str, Any] | None = None,
     ) -> None:
         self._by_step = {step: AliasedCache(by_step[step], model) for step in sorted(by_step)}
-        self.n_steps, self.canvases = n_steps, canvases
+        self.n_steps, self.canvases, self.record = n_steps, canvases, dict(record or {})
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -61,11 +70,36 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
 
     def __getitem__(self, key: Any) -> Any:
         step, name = key if isinstance(key, tuple) else (key, None)
+        if not isinstance(step, int):
+            raise KeyError(f"{key!r} names no step: cache[step]['resid_post', 3], or cache.stack(name) for all steps")
         resolved = step + self.n_steps if step < 0 else step
         if resolved not in self._by_step:
             raise KeyError(f"step {step} was not cached; of the run's {self.n_steps} steps, {list(self.steps)} were")
         cache = self._by_step[resolved]
         return cache if name is None else cache[name]
+
+    def at(self, step: StepState) -> ActivationCache:
+        """The activations of the step that another run is in, for a hook there.
+
+        Raises:
+            ValueError: That run has another number of steps, or is in the other branch of guidance.
+            KeyError: The step was not cached.
+        """
+        if step.n_steps != self.n_steps:
+            raise ValueError(
+                f"the cache is of a run of {self.n_steps} steps, and this run has {step.n_steps}, in which an index is "
+                f"another time: denoise with steps={self.n_steps}, or give the activations of one step, cache[step]"
+            )
+        if (branch := self.record.get("branch", step.branch)) != step.branch:
+            raise ValueError(
+                f"the cache is of the {branch} branch, and the hook is in the {step.branch} one: wrap it, "
+                f"on_branch(hook, {branch!r}), or give the activations of one step, cache[step]"
+            )
+        if step.index not in self:
+            steps = list(self.steps)
+            raise KeyError(f"the cache has the steps {steps} and not {step.index}: use at_steps(hook, {steps})")
+        found: ActivationCache = self[step.index]
+        return found
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._by_step)
@@ -85,7 +119,7 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
             for name, x in cache.cache_dict.items()
         }
         tensors |= {} if self.canvases is None else {_CANVASES: self.canvases}
-        return save_result(path, self.KIND, tensors, {"n_steps": self.n_steps})
+        return save_result(path, self.KIND, tensors, {"n_steps": self.n_steps, **as_json(self.record)})
 
     @classmethod
     def load(cls, path: str | Path, model: Any = None) -> "TrajectoryCache":
@@ -93,9 +127,19 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
 
         Args:
             model: Model for the methods of `ActivationCache` that need one, such as `logit_attrs`.
+
+        Raises:
+            ValueError: The file is damaged, or its activations are those of another architecture than the model's.
+
+        Warns:
+            UserWarning: The model has other weights, hooks or modules than the one whose activations these are.
         """
         tensors, record = open_result(path, cls.KIND)
-        canvases, n_steps = tensors.pop(_CANVASES, None), record.get("n_steps")
+        canvases, n_steps = tensors.pop(_CANVASES, None), record.pop("n_steps", None)
+        if model is not None and record:
+            require_same_architecture(record, model)
+            if different := differences(record, provenance(model, model.cfg), ("dtype", "weights_sha256", "modules")):
+                warn_user(f"{path} has activations of another network than {model.cfg.model_name!r}: {different[0]}")
         by_step: dict[int, dict[str, Tensor]] = {}
         for key, x in tensors.items():
             step, _, name = key.partition(_SEPARATOR)
@@ -105,7 +149,7 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
                     "should be. The file was changed: save the cache again"
                 )
             by_step.setdefault(int(step), {})[name] = x
-        return cls(by_step, n_steps or 0, model, canvases)
+        return cls(by_step, n_steps or 0, model, canvases, record)
 
     def _table(self) -> Table:
         rows = [(step, name, x) for step, cache in self._by_step.items() for name, x in cache.cache_dict.items()]
@@ -119,12 +163,11 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
             }
         )
 
-    def _settings(self) -> Mapping[str, Any]:
-        return {}
-
     def __repr__(self) -> str:
         names = sorted({name for cache in self._by_step.values() for name in cache.cache_dict})
-        return f"TrajectoryCache(steps {list(self.steps)} of {self.n_steps}, {self.n_bytes:,} bytes, {names})"
+        positions = self.record.get("positions")
+        of = "" if positions is None else f"positions {positions}, "
+        return f"TrajectoryCache(steps {list(self.steps)} of {self.n_steps}, {of}{self.n_bytes:,} bytes, {names})"
 
 
 @dataclass(frozen=True)
@@ -197,6 +240,12 @@ class CacheRequest:
             cached.setdefault(hook.step.index, {})[hook.name] = x.to(device=given.device, dtype=dtype, copy=True)
 
         return [(name, store) for name in self.names]
+
+    def describe(self, n_pos: int) -> dict[str, Any]:
+        """The branch, and the positions of the canvas, for the record; `None` for all of them."""
+        selected = Slice.unwrap(self.filter.pos_slice)
+        positions = None if selected.mode == "identity" else selected.indices(n_pos).tolist()
+        return {"branch": self.filter.branch, "positions": positions}
 
     def require_fits(self, cfg: DiffusionConfig, batch: int, pos: int) -> None:
         """Raise a `ValueError` with the largest activations where the estimated size exceeds `max_bytes`."""

@@ -262,7 +262,8 @@ class Run:
             before, now = self.script[max(0, place - 1)], self.script[place]
             rewritten = (now != before) & ~self.canvas.blanks(before)
             self._written_by_hooks(index, self.scripted_at == index, rewritten)
-        state = self.model.clock.step = self._state(index)
+        state, clock = self._state(index), self.model.clock
+        clock.step = clock.shown(state)
         point = self.model.loop_hooks.hook_tokens
         if is_hooked(point):
             # A copy, because hooks may write in place, and the canvas is also part of the history.
@@ -273,7 +274,8 @@ class Run:
                 before |= self.canvas.blanks(self.canvases[-2])
             self.tokens = self.canvases[-1] = tokens.long()
             self._written_by_hooks(index, changed & before, changed)
-            state = self.model.clock.step = self._state(index)
+            state = self._state(index)
+            clock.step = clock.shown(state)
         if len(self.canvases) == 1:
             self.revealed_before = self.revealed_at
         if state.handed is not None:

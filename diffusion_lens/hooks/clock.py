@@ -225,6 +225,10 @@ class StepClock:
         block = None if self.step is None else self.step.block
         return self.origins if block is None else block.origin
 
+    def shown(self, step: StepState) -> StepState:
+        """A step of the loop as hooks see it: in tensors of its own, so that what they write there changes no run."""
+        return step.repeat(1) if self.hooked else step
+
     def __reduce__(self) -> tuple[Any, tuple[Any, bool]]:
         # A copy of the model is idle, even if the original is running. Its next call drops the hooks of open contexts.
         return StepClock, (self.drop_hooks, self.hooked)

@@ -57,7 +57,7 @@ class ByHookPoint(dict[str, Value]):
 
     def __missing__(self, name: str) -> Value:
         if (own := own_name(name)) == name:
-            raise KeyError(name)
+            raise KeyError(f"there is no {name!r} here; nearest are: {nearest(name, self)}" if self else name)
         return self[own]
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -110,6 +110,8 @@ class Handed:
 class StepState:
     """One denoising step as a hook sees it.
 
+    A hook changes the run by what it returns; what it writes into these tensors changes nothing.
+
     Attributes:
         index: Index of the step, from 0 to `n_steps - 1`.
         n_steps: Number of steps of the run.

@@ -221,7 +221,8 @@ def read_mask(tokenizer: Any, mask_token_id: int | None) -> None:
 def _other_mask(ids: list[int], mask_token_id: int) -> str:
     return (
         f"the tokenizer encodes the text {MASK_TEXT!r} to the tokens {ids}, and the model's mask has the id "
-        f"{mask_token_id}. Write masks by their id, with tokenizer=None"
+        f"{mask_token_id}. Give the id of the tokenizer's [MASK] as mask_token_id, or leave it out, so that the "
+        "tokenizer gives it; or pass the tokenizer that belongs to this id"
     )
 
 

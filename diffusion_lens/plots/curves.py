@@ -55,7 +55,7 @@ class SignaturePanels:
 
     Attributes:
         name: Name of the model.
-        evidence: Percentiles and reuse, between 0 and 1.
+        evidence: Percentiles, between 0 and 1, and reuse, a cosine.
         cuts: log p(answer) lost by cutting the edge, in nats.
         routes: Correlations; empty if there are none.
         why_no_routes: Why there are none, in a few words.
@@ -492,24 +492,24 @@ def signature_panels(models: Sequence[SignaturePanels], show: str | None = None,
 
 
 def _evidence(ax: Any, model: SignaturePanels, name: str) -> Any:
-    return _draw(ax, model.evidence, f"{name}evidence: percentile and reuse", (0.0, 1.05))
+    return _draw(ax, model.evidence, f"{name}evidence: percentile and reuse", "percentile; cosine", (0.0, 1.05))
 
 
 def _cuts(ax: Any, model: SignaturePanels, name: str) -> Any:
-    return _draw(ax, model.cuts, f"{name}edge reader to source cut", None, "log p(answer) lost (nats)")
+    return _draw(ax, model.cuts, f"{name}edge reader to source cut", "log p(answer) lost (nats)")
 
 
 def _routes(ax: Any, model: SignaturePanels, name: str) -> Any:
     if not model.routes:
         ax.text(0.5, 0.5, model.why_no_routes, ha="center", transform=ax.transAxes, fontsize=points(8))
-    return _draw(ax, model.routes, f"{name}routes: correlation forward and reverse", (-1.05, 1.05))
+    return _draw(ax, model.routes, f"{name}routes: correlation forward and reverse", "correlation", (-1.05, 1.05))
 
 
 def _gradients(ax: Any, model: SignaturePanels, name: str) -> Any:
     for i, (label, value) in enumerate(model.embeddings.items()):
         colour = look(5 + i, 5 + len(model.embeddings)).colour
         ax.axhline(value, color=colour, linewidth=1, linestyle="--", label=label)
-    return _draw(ax, model.gradients, f"{name}gradients: cosine forward and reverse", (-1.05, 1.05))
+    return _draw(ax, model.gradients, f"{name}gradients: cosine forward and reverse", "cosine", (-1.05, 1.05))
 
 
 _SIGNATURES = {"evidence": _evidence, "cuts": _cuts, "routes": _routes, "gradients": _gradients}
@@ -517,18 +517,20 @@ SIGNATURES = tuple(_SIGNATURES)  # the panels
 
 
 def _draw(
-    ax: Any, curves: Mapping[str, Curve], title: str, limits: tuple[float, float] | None, ylabel: str = ""
+    ax: Any, curves: Mapping[str, Curve], title: str, ylabel: str, limits: tuple[float, float] | None = None
 ) -> Any:
     ax.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     n_layers = 0
     for i, (label, curve) in enumerate(curves.items()):
         n_layers = len(curve.mean)
+        if curve.mean.isnan().all():  # it has no entry in the legend either
+            continue
         if curve.low is None or curve.high is None:
             ax.plot(range(n_layers), curve.mean.tolist(), color=BASELINE, linestyle=":", marker=".", label=label)
         else:
             _band(ax, range(n_layers), curve.mean, curve.low, curve.high, label, look(i, len(curves)))
     if limits is not None:
-        ax.set_ylim(*limits)
+        ax.set_ylim(min(limits[0], ax.get_ylim()[0]), max(limits[1], ax.get_ylim()[1]))
     _label_numbers(ax, range(n_layers))
     return _labelled(ax, "layer", ylabel, title, legend=_below, parse_math=False)
 

@@ -86,6 +86,7 @@ def provenance(model: nn.Module, cfg: DiffusionConfig) -> dict[str, Any]:
             "diffusion-lens": installed_version("diffusion-lens"),
             "transformer-lens": installed_version("transformer-lens"),
             "torch": torch.__version__,
+            "numpy": np.__version__,
             "python": platform.python_version(),
         },
     }

@@ -13,7 +13,9 @@ from urllib.parse import urlsplit
 import chromium
 import explorer_pages
 import pytest
+from playwright.sync_api import expect
 
+expect.set_options(timeout=30_000)  # A run that a page asks for takes longer on a slow machine.
 AXE = Path(__file__).parents[2] / ".venv" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
 
 

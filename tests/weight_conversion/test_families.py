@@ -263,7 +263,7 @@ def test_a_base_that_is_not_scaled_is_read_from_either_key(changes, configs, spe
         (dict(rope_scaling={"rope_type": "default", "rope_theta": 77.0}), "several bases"),
         (dict(rope_parameters={"rope_type": "default", "rope_theta": 77.0}), "several bases"),
         (dict(rope_parameters={"full_attention": {"rope_type": "yarn"}}), "not understood: ['full_attention']"),
-        (dict(rope_parameters={"partial_rotary_factor": 0.5}), "not understood: ['partial_rotary_factor']"),
+        (dict(rope_parameters={"partial_rotary_factor": 0.5}), "rotates all dimensions of a head"),
     ],
 )
 def test_two_different_rotary_bases_in_one_config_are_refused(changes, words, configs, specimen, tmp_path, refused):

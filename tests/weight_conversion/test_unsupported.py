@@ -7,7 +7,7 @@ import torch
 
 from diffusion_lens import HookedDiffusionTransformer, load_pair
 from weight_conversion import export, open_checkpoint
-from weight_conversion.registry import recognise
+from weight_conversion.registry import recognise, warn_of_class
 
 # What the published configs (and shrunken ones of the authors' own code) say, but for the numbers of the network.
 FAST = {"model_type": "Fast_dLLM_Qwen", "architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 32}
@@ -79,15 +79,23 @@ def test_a_class_of_another_model_type_is_refused(config, name, owner, configs, 
         ("a2d-qwen3", "A2DQwen3LMHeadModel"),
         ("a2d-qwen3", "Qwen3ForCausalLM"),
         ("llama", "LlamaForCausalLM"),
-        ("llama", "MyLlamaForCausalLM"),
-        ("llama", "LlamaForSequenceClassification"),
         ("llada", "LLaDAModelLM"),
         ("dream", "DreamModel"),
     ],
 )
-def test_a_class_of_its_own_or_of_no_family_is_accepted(config, name, configs):
+def test_a_class_of_its_own_is_accepted(config, name, configs):
     for classes in ([name], name):
         assert recognise({**configs[config], "architectures": classes}, {}, "mine").name in config
+
+
+@pytest.mark.parametrize("name", ["MyLlamaForCausalLM", "LlamaBiForMNTP", "LlamaForSequenceClassification"])
+def test_of_an_unknown_class_one_is_warned(name, configs):
+    settings = {**configs["llama"], "architectures": [name]}
+    family = recognise(settings, {}, "mine")
+    assert family.name == "llama"
+    with pytest.warns(UserWarning, match=f"unknown class, '{name}', whose code is not run"):
+        warn_of_class(settings, family, "mine")
+    warn_of_class({**settings, "ignore_config_keys": ["architectures"]}, family, "mine")
 
 
 def test_an_unknown_config_beside_a_checkpoint_is_reported(tmp_path, refused, write):

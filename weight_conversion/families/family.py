@@ -74,7 +74,7 @@ SIZES = {
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # Model types of diffusion models that were made from a causal model begin so.
 DIFFUSION = "a2d-"
-_NOT_OF_SCALING = {"rope_type", "type", "rope_theta"}
+_NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # Sections of a nested config that describe the training and its data.
 _OF_TRAINING = {"data", "eval", "gpt_dir", "ngpus", "optim", "outdir", "sampling", "training", "hydra", "work_dir"}
 # Why a family does not take an option, in the words that follow its name.
@@ -303,6 +303,11 @@ def read_sizes(keys: ConfigKeys, config: Config, *, eps: float, base: float | No
 
     `eps` and `base` are the epsilon of the norms and the base of the rotary frequencies where the config has none.
     """
+    if "partial_rotary_factor" not in keys.read and (share := rotary_share(config)) != 1:
+        raise ValueError(
+            f"partial_rotary_factor={share!r}: the {keys.family} family rotates all dimensions of a head, and leaving "
+            "some as they are is not supported"
+        )
     return {
         **keys.fields(config),
         "norm_eps": config.get("rms_norm_eps", eps),
@@ -352,10 +357,19 @@ def rotary_scaling(config: Config) -> Scaling | None:
 
 def rotary_dim(config: Config, d_head: int, default: float = 1) -> int | None:
     """Dimensions of each head that are rotated, `None` for all; `default` is their share if the config gives none."""
-    share = config.get("partial_rotary_factor", default)
-    if not is_positive(share) or share > 1:
-        raise ValueError(f"partial_rotary_factor={share!r} must be a number above 0, at most 1")
+    share = rotary_share(config, default)
     return None if share == 1 else int(d_head * share)
+
+
+def rotary_share(config: Config, default: float = 1) -> float:
+    """The share of each head's dimensions that are rotated, in the keys of transformers 4 or 5 (`rope_parameters`)."""
+    key = "partial_rotary_factor"
+    shares = [section[key] for section in (config, *_rope_sections(config).values()) if key in section] or [default]
+    if any(not is_positive(share) or share > 1 for share in shares):
+        raise ValueError(f"{key}={shares[0]!r} must be a number above 0, at most 1")
+    if any(share != shares[0] for share in shares):
+        raise ValueError(f"the config gives several shares of rotated dimensions, {shares}; keep the correct one")
+    return float(shares[0])
 
 
 def _rope_sections(config: Config) -> dict[str, Mapping[str, Any]]:

@@ -76,8 +76,7 @@ def decoder_family(
         return read_decoder(keys, config, masked=True, **how)
 
     def write(a: Architecture) -> dict[str, Any]:
-        mode = {"mode": keys.written["mode"]} if "mode" in keys.fixed else {}
-        return {"model_type": next(iter(classes)), **write_decoder(keys, a), **mode, **(written or {})}
+        return {"model_type": next(iter(classes)), **write_decoder(keys, a), **(written or {})}
 
     return by_model_type(keys, rules, read, write, classes, options=options, where=where)
 
@@ -93,7 +92,12 @@ def causal_family(
 
     def read(config: Config) -> Architecture:
         if config["model_type"] != family:
-            keys.check(config)  # without "mode", which is of a causal model's config only
+            if "mode" in config:
+                raise ValueError(
+                    f"mode={config['mode']!r} does not apply to model_type={config['model_type']!r}, which is read in "
+                    "one mode only: leave mode= out"
+                )
+            keys.check(config)  # without "is_causal", which is of a causal model's config only
             return read_decoder(keys, config, masked=True, **how)
         default = "ar" if config.get("is_causal", True) else "bidirectional"
         masked = mode_of(config, family, ("ar", "bidirectional"), default) == "bidirectional"
@@ -156,7 +160,7 @@ def write_decoder(keys: ConfigKeys, a: Architecture) -> dict[str, Any]:
     """The inverse of `read_decoder` but for the model type, with the keys of transformers 4, which 5 also reads."""
     # Models trained by blocks have the same model type; a block_size of null tells them apart.
     diffusion = {"mask_token_id": a.mask_token_id, "block_size": a.causal_block} if a.has_mask else {}
-    return {**write_sizes(keys, a), "hidden_act": "silu", **diffusion}
+    return {**keys.written, **write_sizes(keys, a), **diffusion}
 
 
 _BY_BLOCKS = "StableDiffcoderForCausalLM"

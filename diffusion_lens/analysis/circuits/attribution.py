@@ -41,7 +41,7 @@ from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Circuit, Graph, by_part
 from diffusion_lens.analysis.engine.batching import reserved
 from diffusion_lens.analysis.engine.kept_run import KeptRun
-from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs, plain_steps
+from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import UNREAD, Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.hooks.names import Hook, shared_out
@@ -269,7 +269,7 @@ def edge_attribution(
             unknown, or the budget is too small for one run.
     """
     require_plain_stream(model)
-    inputs, averaged = PatchInputs(model, clean, model, corrupted, plain_steps(steps)), IntegrationPath(ig_steps, path)
+    inputs, averaged = PatchInputs.of(model, clean, model, corrupted, steps), IntegrationPath(ig_steps, path)
     scored, graph, record = attribute(_EdgePasses, inputs, Reading.of(metric, logits_at), averaged, max_bytes, progress)
     scores, clean_scores, corrupted_scores = joined(scored, inputs.steps)
     return EdgeScores(scores, clean_scores, corrupted_scores, graph, record)
@@ -296,7 +296,7 @@ def node_attribution(
     The arguments and errors are those of `edge_attribution`, but the caller may have hooks anywhere in the network, in
     the residual stream too. With `path="nodes"`, a score approaches the effect of patching the writer alone.
     """
-    inputs, averaged = PatchInputs(model, clean, model, corrupted, plain_steps(steps)), IntegrationPath(ig_steps, path)
+    inputs, averaged = PatchInputs.of(model, clean, model, corrupted, steps), IntegrationPath(ig_steps, path)
     scored, graph, record = attribute(_NodePasses, inputs, Reading.of(metric, logits_at), averaged, max_bytes, progress)
     scores, clean_scores, corrupted_scores = joined(scored, inputs.steps)
     return NodeScores(scores, clean_scores, corrupted_scores, graph, record)

@@ -28,7 +28,7 @@ from diffusion_lens.analysis.circuits.attribution import (
 )
 from diffusion_lens.analysis.circuits.graph import OPTIONAL, Circuit, Graph, by_part
 from diffusion_lens.analysis.engine.batching import reserved, row_bytes
-from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs, plain_steps
+from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
 from diffusion_lens.analysis.patching.runs import Side
 from diffusion_lens.hooks.names import Hook
@@ -128,7 +128,7 @@ def faithfulness(
     graphs = [edge_scores.graph, *(one.graph for one in circuits if isinstance(one, Circuit))]
     if any(other != graph for other in graphs):
         raise ValueError("the edge scores or circuits are of a model with other layers or heads than this one")
-    inputs = PatchInputs(model, clean, model, corrupted, plain_steps(steps))
+    inputs = PatchInputs.of(model, clean, model, corrupted, steps)
     written_by, pairs = inputs.canvas_provenances(), inputs.sides(reading)
     by_step = edge_scores.record["steps"] is not None and inputs.steps is not None
     ordered = map(edge_scores.at_step, inputs.steps or ()) if by_step else [edge_scores] * len(pairs)

@@ -25,7 +25,7 @@ from torch import Tensor
 from diffusion_lens import plots
 from diffusion_lens.analysis.circuits.attribution import IntegrationPath, MovedRun, Passes, attribute
 from diffusion_lens.analysis.circuits.graph import Graph
-from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs, plain_steps, require_neurons
+from diffusion_lens.analysis.patching.grid import Patchable, PatchInputs, require_neurons
 from diffusion_lens.analysis.patching.metrics import Metric, Reading
 from diffusion_lens.analysis.patching.runs import PATCH_SITES, Side
 from diffusion_lens.model.transformer import DiffusionTransformer
@@ -165,7 +165,7 @@ def neuron_attribution(
     chosen = dense if layers is None and dense else pick_indices("layers", layers, model.cfg.n_layers)
     require_neurons(model, chosen)
     count, averaged = at_least(1, "top", top), IntegrationPath(ig_steps, "inputs")
-    inputs, reading = PatchInputs(model, clean, model, corrupted, plain_steps(steps)), Reading.of(metric, logits_at)
+    inputs, reading = PatchInputs.of(model, clean, model, corrupted, steps), Reading.of(metric, logits_at)
     seen: list[Side] = []
     passes = partial(_NeuronPasses, chosen, seen)
     scored, _, record = attribute(passes, inputs, reading, averaged, max_bytes, progress)

@@ -29,6 +29,7 @@ from diffusion_lens.analysis.patching.metrics import (
     AnswerProbability,
     Metric,
     Reading,
+    require_own_model,
     require_own_rows,
 )
 from diffusion_lens.analysis.patching.result import EstimateError, PatchGrid
@@ -53,7 +54,16 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import begins_run
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import INHERITED, Whole, checked_arguments, pick_indices, setting, takes, whole_numbers
+from diffusion_lens.settings import (
+    INHERITED,
+    Whole,
+    checked_arguments,
+    pick_indices,
+    setting,
+    takes,
+    warn_user,
+    whole_numbers,
+)
 from diffusion_lens.settings.shared import PatchFields
 
 
@@ -92,6 +102,30 @@ class PatchInputs:
     model: DiffusionTransformer
     corrupted: Patchable
     steps: list[int] | None
+
+    @classmethod
+    def of(
+        cls,
+        source: DiffusionTransformer,
+        clean: Patchable,
+        model: DiffusionTransformer,
+        corrupted: Patchable,
+        steps: Iterable[Whole] | None,
+    ) -> "PatchInputs":
+        """Inputs with steps as callers give them; negative ones count from the end of both trajectories.
+
+        Diffusion trajectories of different lengths, in which a step is another time, are a `UserWarning`.
+        """
+        numbers = None if steps is None else whole_numbers("steps", steps)
+        counts = sorted({run.first_step + run.n_steps for run in (clean, corrupted) if isinstance(run, Trajectory)})
+        if len(counts) > 1 and not (source.cfg.is_autoregressive or model.cfg.is_autoregressive):
+            warn_user(
+                f"one trajectory has {counts[0]} steps and the other {counts[1]}, so that a step is another time in "
+                "each: denoise both with the same number of steps"
+            )
+        if len(counts) == 1 and numbers is not None:
+            numbers = [step + counts[0] if -counts[0] <= step < 0 else step for step in numbers]
+        return cls(source, clean, model, corrupted, numbers)
 
     def pick_layers(self, layers: Iterable[Whole] | None) -> list[int]:
         """The layers to sweep, which both models must have."""
@@ -137,6 +171,7 @@ class PatchInputs:
         the same layout.
         """
         source, clean, model, corrupted = self.source, self.clean, self.model, self.corrupted
+        require_own_model(reading.function, model)
         is_same_layout = source.readout is model.readout and source.cfg.d_vocab_out == model.cfg.d_vocab_out
         if isinstance(clean, Trajectory) and isinstance(corrupted, Trajectory):
             if not self.steps:
@@ -168,11 +203,6 @@ class PatchInputs:
         ]
 
 
-def plain_steps(steps: Iterable[Whole] | None) -> list[int] | None:
-    """Steps as callers give them, as plain numbers."""
-    return None if steps is None else whole_numbers("steps", steps)
-
-
 @checked_arguments
 def answer_probability(model: DiffusionTransformer, query: Queries) -> AnswerProbability | AnswerProbabilities:
     """p(answer) of a query as a metric for `patch_grid`: the product of its tokens' probabilities, mean over the batch.
@@ -188,7 +218,10 @@ def answer_probability(model: DiffusionTransformer, query: Queries) -> AnswerPro
         ValueError: No answer, or an answer that the model cannot write.
         TypeError: A text, which does not say what its answer is.
     """
-    metrics = tuple(AnswerProbability(each, Answer.of(model, each)) for each in as_queries(model, query))
+    metrics = tuple(
+        AnswerProbability(each, Answer.of(model, each), "".join(model.words(each.answer_tokens)))
+        for each in as_queries(model, query)
+    )
     return AnswerProbabilities(metrics) if len(metrics) > 1 else metrics[0]
 
 
@@ -223,8 +256,9 @@ def patch_grid(
             has its own rows and, with `steps`, reads the tokens that are still masked on each canvas.
         sites: "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "post" [layer pos]; "q", "k", "v", "z",
             "pattern" [layer pos head]. With `neurons`, "post" is [layer pos neuron].
-        steps: Steps of the trajectories; the grid gets a step axis. On a causal model the canvas of a step ends with
-            the last position reached. Under guidance, states are patched in the conditional branch.
+        steps: Steps of the trajectories, negative ones from the end; the grid gets a step axis. On a causal model the
+            canvas of a step ends with the last position reached. Under guidance, states are patched in the conditional
+            branch.
         settings: The cells, and how they are computed.
         logits_at: Rows of the logits to compute; the metric gets [batch selected d_vocab_out].
         source_model: Model that reads the clean input; by default `model`.
@@ -245,11 +279,12 @@ def patch_grid(
             reads it.
 
     Warns:
-        UserWarning: A trajectory was written by another checkpoint, or with other hooks, weights, modules or dtype.
+        UserWarning: A trajectory was written by another checkpoint, or with other hooks, weights, modules or dtype; or
+            the two have different numbers of steps.
     """
     source = model if source_model is None else source_model
     reading = Reading.of(metric, logits_at)
-    inputs = PatchInputs(source, clean, model, corrupted, plain_steps(steps))
+    inputs = PatchInputs.of(source, clean, model, corrupted, steps)
     swept_sites, layers = resolve_sites(sites), inputs.pick_layers(settings.layers)
     settings.check_units(swept_sites)
     if any(site.has_neurons for site in swept_sites):

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.engine.answer import Answer
+from diffusion_lens.analysis.engine.answer import Answer, check_answer
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -45,6 +45,11 @@ class AnswerProbability:
 
     query: Query
     answer: Answer
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"p({self.text!r})"
 
     @property
     def rows(self) -> Int[Tensor, "selected"]:
@@ -72,6 +77,11 @@ class AnswerProbabilities:
     of_rows: tuple[AnswerProbability, ...]
 
     @property
+    def name(self) -> str:
+        texts = list(dict.fromkeys(each.name for each in self.of_rows))
+        return texts[0] if len(texts) == 1 else "p(the answer of each row)"
+
+    @property
     def rows(self) -> Int[Tensor, "selected"]:
         """Rows of the logits that predict some answer."""
         rows: Tensor = torch.cat([each.rows for each in self.of_rows]).unique()
@@ -86,6 +96,25 @@ class AnswerProbabilities:
         by_row = [each(row[None, rows]) for each, row, rows in zip(self.of_rows, logits, own, strict=True)]
         mean: Tensor = torch.stack(by_row).mean()
         return mean
+
+
+def require_own_model(metric: Metric, model: DiffusionTransformer) -> None:
+    """Raise a `ValueError` if the rows of an answer's metric are those of another model: one that reads a token in
+    another row, or predicts it on another canvas."""
+    if not isinstance(metric, AnswerProbability | AnswerProbabilities):
+        return
+    for each in metric.of_rows if isinstance(metric, AnswerProbabilities) else (metric,):
+        positions = torch.tensor(each.query.answer_positions, device=each.answer.rows.device)
+        try:
+            check_answer(model, each.query)
+            why = "" if torch.equal(model.readout.rows(positions), each.answer.rows) else "it reads them in other rows"
+        except ValueError as error:
+            why = str(error)
+        if why:
+            raise ValueError(
+                f"the metric was not made for {model.cfg.model_name!r}, whose corrupted run is patched ({why}): give "
+                "answer_probability(model, query) this model, and the query as it lays it out"
+            )
 
 
 def require_own_rows(
@@ -137,8 +166,9 @@ class Reading:
 
     @property
     def name(self) -> str:
-        """Name of the metric's function, or of its class."""
-        return str(getattr(self.function, "__name__", type(self.function).__name__))
+        """Name of the metric, of its function, or of its class."""
+        named = getattr(self.function, "name", None) or getattr(self.function, "__name__", None)
+        return str(named or type(self.function).__name__)
 
     def within(self, n_pos: int) -> "Reading":
         """This reading with non-negative rows, for a network that reads beyond the `n_pos` positions of a canvas."""

@@ -100,6 +100,9 @@ class PatchGrid(PicturedResult, Saved):
     error: EstimateError | None
     record: dict[str, Any]
 
+    def _shows(self) -> str:
+        return f"the effect of patching {self.site} of one run into another, by position and layer"
+
     def _axes(self) -> Iterable[tuple[str, Any]]:
         return (("*step", self.coordinates.get("step")),)
 

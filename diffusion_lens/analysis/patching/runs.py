@@ -205,6 +205,12 @@ def resolve_sites(sites: str | Sequence[str]) -> list[Site]:
     names, check = [sites] if isinstance(sites, str) else list(sites), one_of(*PATCH_SITES)
     if not names:
         raise ValueError(f"no site was given; they are {', '.join(PATCH_SITES)}")
+    for name in names:
+        own = name.rpartition(".")[-1].removeprefix("hook_")
+        if name not in PATCH_SITES and own in PATCH_SITES:
+            raise ValueError(
+                f"site {name!r} is the name of a hook point: its site is {own!r}, in the layers of layers="
+            )
     return [PATCH_SITES[check("site", name)] for name in names]
 
 

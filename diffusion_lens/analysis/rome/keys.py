@@ -62,6 +62,7 @@ class KeyResult(Result, Saved):
 
     Attributes:
         keys: Float[prompt d_mlp], key in each prompt, float32.
+        vector: Float[d_mlp], k*, the mean of these.
         layer: Number of the block.
         record: Token at which the key was taken, prompts, model, weights' hash, versions.
     """
