@@ -407,10 +407,15 @@ def open_tensors(path: Path) -> TensorSource:
         candidates = [path / WHOLE] if (path / WHOLE).exists() else sorted(path.glob("*.safetensors"))
         candidates = candidates or sorted(path.glob("*.pth"))
         if len(candidates) != 1:
-            names = [file.name for file in candidates] or "none"
+            others = [file for file in sorted(path.iterdir()) if file.suffix in CHECKPOINT_SUFFIXES]
+            names = [file.name for file in candidates or others]
             raise FileNotFoundError(
-                f"the folder {path} should contain one .safetensors or .pth checkpoint; it contains {names}. Pass the "
-                "path of the file itself."
+                f"the folder {path} should contain one .safetensors or .pth checkpoint; it contains "
+                + (
+                    f"{names}. Pass the path of the file itself, or for shards add their index {INDEX}"
+                    if names
+                    else "none"
+                )
             )
         path = candidates[0]
     if not path.exists():

@@ -40,7 +40,8 @@ def recognise(
             return family
     if settings := [f"{key}={config[key]!r}" for key in ("model_type", "architectures") if config and config.get(key)]:
         raise ValueError(
-            f"{source} is of no known family: its config says {' and '.join(settings)}, and known are {NAMES}"
+            f"{source} is of no known family: its config says {' and '.join(settings)}, and known are {NAMES}. One of "
+            "nearly the same layout needs a few tables: Add a family of checkpoints, in the documentation"
         )
     raise ValueError(
         f"{source} is of no known family ({NAMES}); its first tensors are {sorted(shapes)[:4]}. "

@@ -24,9 +24,9 @@ Each statistic is 1 if the sets x and y agree:
 - "cka": do both sets have the same geometry? Linear CKA (Kornblith et al. 2019, arXiv 1905.00414): the cosine between
   the two matrices of inner products between facts. They are centred as in Székely & Rizzo 2014 (arXiv 1310.2926), which
   gives HSIC_1 (Song et al. 2012) divided by its norms. Unlike the usual estimate it is about 0 for unrelated sets, even
-  with few facts, and may be negative. Where the means of small groups were removed, it is above 0 for unrelated sets: in
-  64 dimensions by .16 for two groups of ten facts, by .006 for two of sixty. The distribution by chance has this bias
-  too.
+  with few facts, and may be negative. Where the means of small groups were removed, it is above 0 for unrelated sets:
+  in 64 dimensions by .16 for two groups of ten facts, by .006 for two of sixty. The distribution by chance has this
+  bias too.
 
 Two models have no common axes, even if the widths agree (`shared_axes=False`). For them only "procrustes" and "cka",
 which need neither common axes nor equal widths, are meaningful. Each statistic has

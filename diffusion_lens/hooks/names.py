@@ -40,6 +40,8 @@ def hook_pairs(hooks: Any) -> list[tuple[Any, Any]]:
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"hooks are a list of pairs, [(name, function), ...], not {hooks!r:.100}")
+        if callable(pair[0]) and isinstance(pair[1], str):
+            raise TypeError(f"hooks are pairs (name, function), and {pair[1]!r} comes second: exchange the two")
     return pairs
 
 

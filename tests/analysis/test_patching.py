@@ -411,8 +411,42 @@ def test_answer_probability_is_read_where_the_answer_is(every):
     torch.testing.assert_close(grid.corrupted, p_answer(corrupted), rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(grid.scores[0, 1], grid.clean, rtol=1e-4, atol=1e-9)
     assert grid.record["logits_at"] == rows
+    assert grid.record["metric"] == "p('<11><12>')"
+    assert grid.caption().startswith(f"For {model.cfg.model_name}, the figure shows the effect of patching resid_pre")
     with pytest.raises(ValueError, match="has its own rows"):
         patch_grid(model, clean, corrupted, answer_probability(model, corrupted), "z", logits_at=[1])
+
+
+def test_a_metric_of_the_other_model_is_refused(models):
+    """Its rows are others: a causal model reads a token one row earlier, and another canvas."""
+    mdm, ar = models["mdm"], models["ar"]
+    masked = Query(torch.tensor([9, 21, mdm.cfg.blank, mdm.cfg.blank]), (1, 2), (2, 3), (11, 12))
+    read = Query(torch.tensor([9, 21, 11]), (1, 2), (2, 3), (11, 12))
+    for model, query, other, of_other in ((mdm, masked, ar, read), (ar, read, mdm, masked)):
+        metric = answer_probability(other, of_other)
+        with pytest.raises(ValueError, match=f"was not made for {model.cfg.model_name!r}, whose corrupted run"):
+            patch_grid(model, query, query, metric, "resid_pre")
+        runs = model.denoise(torch.tensor([[9, 21]]), length=4, **({"steps": 2} if model is mdm else {}))
+        with pytest.raises(ValueError, match="was not made for"):
+            patch_grid(model, runs, runs, metric, "resid_pre", steps=[0])
+
+
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
+def test_steps_count_from_the_end_and_are_those_of_both_runs(either):
+    model, prompt = either.model, torch.tensor([[11, 33, 22]])
+    clean, corrupted = (model.denoise(torch.tensor([[11, token, 22]]), length=6, steps=3) for token in (33, 44))
+    last = patch_grid(model, clean, corrupted, metric, "resid_pre", steps=[-1])
+    assert last.coordinates["step"] == [2]
+    torch.testing.assert_close(last.scores, patch_grid(model, clean, corrupted, metric, "resid_pre", steps=[2]).scores)
+    with pytest.warns(UserWarning, match="one trajectory has 2 steps and the other 3"):
+        patch_grid(model, model.denoise(prompt, length=6, steps=2), corrupted, metric, "resid_pre", steps=[1])
+
+
+@pytest.mark.parametrize("either", ["mdm"], indirect=True)
+@pytest.mark.parametrize(("name", "site"), [("mlp.hook_post", "post"), ("blocks.1.hook_resid_pre", "resid_pre")])
+def test_the_name_of_a_hook_point_leads_to_its_site(either, runs, name, site):
+    with pytest.raises(ValueError, match=f"is the name of a hook point: its site is '{site}'"):
+        patch_grid(either.model, *runs, metric, name)
 
 
 @with_noise

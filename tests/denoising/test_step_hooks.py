@@ -38,6 +38,32 @@ def test_a_hook_knows_its_step(several, run):
     assert {step.branch for step in steps} == ({"conditional", "unconditional"} if branches == 2 else {"conditional"})
 
 
+def test_of_a_backward_hook_around_the_loop_one_is_warned(several, run):
+    attached = several.model.hooks(bwd_hooks=[(RESID, lambda gradient, hook: None)])
+    with attached, pytest.warns(UserWarning, match=f"no gradients, so the backward hook at '{RESID}' never acts"):
+        run()
+
+
+def test_a_pair_that_is_reversed_is_said(several, run):
+    with pytest.raises(TypeError, match=f"'{RESID}' comes second: exchange the two"):
+        run((zero_ablate(), RESID))
+
+
+@pytest.mark.parametrize("point", [RESID, "denoise.hook_logits", "denoise.hook_confidence"])
+def test_what_a_hook_writes_into_its_step_changes_no_run(run, point):
+    def vandal(activation, hook):
+        hook.step.tokens[:, 2] = 7
+        hook.step.tokens[:, -1] = 5
+        hook.step.masked.fill_(False)
+        hook.step.given.fill_(True)
+
+    plain, vandalised = run((point, lambda activation, hook: None)), run((point, vandal))
+    for name in ("canvases", "given", "revealed_at", "confidence"):
+        torch.testing.assert_close(
+            getattr(vandalised, name), getattr(plain, name), rtol=0, atol=0, equal_nan=True, msg=name
+        )
+
+
 def test_a_hook_sees_one_branch_at_a_time_and_the_whole_canvas(several, run):
     shapes = []
     run((RESID, lambda a, hook: shapes.append((hook.step.branch, tuple(a.shape[:2])))))

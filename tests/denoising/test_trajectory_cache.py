@@ -1,10 +1,14 @@
 """Activations by step: what is kept is what an ordinary cache holds on that step's canvas."""
 
+import copy
+
 import pytest
 import torch
 from transformer_lens import ActivationCache
 
+from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.denoising.cache import TrajectoryCache
+from diffusion_lens.interventions import on_branch, swap
 
 RESID = "blocks.1.hook_resid_post"
 PROMPT = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -116,6 +120,52 @@ def test_save_and_load(several, run_and_cache, tmp_path):
     for step in cache.steps:
         for name in (RESID, "hook_embed", PATTERN, *OF_THE_LOOP):
             assert torch.equal(again[step, name], cache[step, name])
+
+
+def test_a_cache_knows_its_model_positions_and_branch(several, run_and_cache, tmp_path):
+    trajectory, cache = run_and_cache
+    assert cache.record["weights_sha256"] == trajectory.record["weights_sha256"]
+    assert cache.record["positions"] is None
+    assert cache.record["branch"] == "conditional"
+    _, part = several.model.denoise_with_cache(PROMPT, RESID, pos_slice=slice(-3, None), **options(several))
+    again = TrajectoryCache.load(part.save(tmp_path / "part.safetensors"))
+    assert again.record == part.record
+    assert again.record["positions"] == [7, 8, 9]
+    with pytest.raises(ValueError, match="whose architecture differs"):
+        TrajectoryCache.load(tmp_path / "part.safetensors", HookedDiffusionTransformer.from_pretrained("tiny-mdm"))
+
+
+def test_a_cache_of_other_weights_is_warned_of(several, run_and_cache, tmp_path):
+    path = run_and_cache[1].save(tmp_path / "cache.safetensors")
+    other = copy.deepcopy(several.model)
+    with torch.no_grad():
+        other.embed.weight += 1
+    with pytest.warns(UserWarning, match="activations of another network"):
+        TrajectoryCache.load(path, other)
+
+
+def test_a_cache_is_taken_at_its_own_steps_positions_and_branch(several):
+    model, more = several.model, options(several)
+    _, cache = model.denoise_with_cache(PROMPT, RESID, **more)
+    _, part = model.denoise_with_cache(PROMPT, RESID, pos_slice=slice(3, 6), **more)
+    with pytest.raises(ValueError, match=r"has the positions \[3, 4, 5\] alone: say which"):
+        swap(part, 3)
+    one, other = swap(cache, [4, 5]), swap(part, [4, 5], source_positions=[1, 2])
+    runs = [model.denoise(PROMPT, fwd_hooks=[(RESID, on_branch(hook, "conditional"))], **more) for hook in (one, other)]
+    torch.testing.assert_close(runs[0].confidence, runs[1].confidence, rtol=0, atol=0, equal_nan=True)
+    if several.kind == "mdm":
+        with pytest.raises(ValueError, match=r"of the conditional branch, .* on_branch\(hook, 'conditional'\)"):
+            model.denoise(PROMPT, fwd_hooks=[(RESID, swap(cache))], **more)
+    with pytest.raises(ValueError, match=f"is of a run of {cache.n_steps} steps, and this run has {cache.n_steps + 2}"):
+        model.denoise(PROMPT, fwd_hooks=[(RESID, swap(cache))], **more | {"length": 12, "steps": cache.n_steps + 2})
+
+
+def test_what_is_no_step_or_name_of_a_cache_is_said(run_and_cache):
+    cache = run_and_cache[1]
+    with pytest.raises(KeyError, match="names no step"):
+        cache["resid_post", 3]
+    with pytest.raises(KeyError, match=f"nearest are: {RESID}"):
+        cache[0]["resid_post", 2]
 
 
 def test_the_estimate_is_what_is_kept(several):

@@ -19,6 +19,8 @@ from weight_conversion import (
     open_checkpoint,
     tensor_shapes,
 )
+from weight_conversion.families.family import rotary_share
+from weight_conversion.families.llama import KEYS, causal_family
 from weight_conversion.key_map import KeyMap
 from weight_conversion.registry import FAMILIES
 
@@ -276,6 +278,29 @@ def test_a_base_beside_the_default_scaling(configs, specimen, tmp_path):
     folder = written(configs["llama"], specimen, tmp_path)
     config = without(configs["llama"], "rope_theta") | {"rope_scaling": {"rope_type": "default", "rope_theta": 77.0}}
     assert open_checkpoint(folder, config).architecture.rotary_base == 77.0
+
+
+def test_a_share_of_rotated_dimensions_is_read_from_either_key(configs, specimen, tmp_path, refused):
+    folder = written(configs["llama"], specimen, tmp_path)
+    all_turned = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}
+    assert open_checkpoint(folder, {**configs["llama"], **all_turned}).architecture.rotary_dim is None
+    config = {"partial_rotary_factor": 0.5, **all_turned}
+    assert rotary_share({"rope_parameters": {"partial_rotary_factor": 0.5}}) == 0.5
+    refused(ValueError, "several shares of rotated dimensions", do=lambda: rotary_share(config))
+
+
+@pytest.mark.parametrize("mode", ["ar", "bidirectional"])
+def test_a_diffusion_model_type_has_one_mode(mode, configs, specimen, tmp_path, refused):
+    folder = written(configs["a2d-qwen3"], specimen, tmp_path)
+    refused(ValueError, "does not apply to model_type='a2d-qwen3'", path=folder, options={"mode": mode})
+
+
+def test_fixed_keys_of_a_config_are_written(specimen, configs):
+    """Transformers has defaults of its own for keys that are absent, such as a sliding window."""
+    keys = replace(KEYS, family="windowed", fixed={**KEYS.fixed, "sliding_window": (None,)})
+    family = causal_family(keys, "Windowed", "A2DWindowed", default_base=10000.0)
+    architecture = family.read_architecture({**configs["llama"], "model_type": "windowed"}, {})
+    assert family.write_config(architecture)["sliding_window"] is None
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

@@ -204,6 +204,11 @@ class ConfigKeys:
             )
         if missing := [key for key in self.counts if key not in config]:
             raise ValueError(f"the {self.family} config lacks {missing}; add them")
+        if "quantization_config" in unknown and "quantization_config" not in ignored:
+            raise ValueError(
+                f"the {self.family} config says quantization_config, and the weights of a quantised checkpoint are no "
+                "floating-point numbers: convert it back to floating point first"
+            )
         if unknown := [key for key in unknown if key not in ignored]:
             raise ValueError(
                 f"the {self.family} config has keys that are not understood: {unknown}; only if they change nothing "

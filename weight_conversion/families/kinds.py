@@ -110,7 +110,7 @@ KINDS = (
     ),
     Kind(
         "a mixture of experts",
-        "its router is another one than that of the mixtures of experts that are supported",
+        "its router, or which positions see each other, is another than in the mixtures of experts that are supported",
         classes=r"(?<!LLaDA)(MoE|Moe)",
         keys=("num_experts", "n_routed_experts", "num_local_experts"),
         tensors=("model.*.mlp.experts.*",),
