@@ -191,6 +191,15 @@ def test_a_mask_in_the_prompt_is_shown_until_it_is_filled() -> None:
     assert shown[-1].replace(" ", "") == text.replace(" ", "")
 
 
+@pytest.mark.usefixtures("undrawn_figures")
+@pytest.mark.parametrize(("answer", "known"), [(ASK[-1], True), (" drummer of Rolsen.", False)])
+def test_a_trace_says_that_the_model_does_not_know_the_fact(answer: str, known: bool, tmp_path: Path) -> None:
+    arguments = ["trace", "tiny-mdm", *ASK[:-1], answer, "--length", "14", "--first-tokens", "1", "--samples", "1"]
+    said = done(*arguments, "--out", str(tmp_path / "out"))
+    assert ("does not know the fact" in said.stdout) is not known
+    assert json.loads((tmp_path / "out" / COMMAND).read_text())["results"]["known"] is known
+
+
 def test_the_command_is_installed() -> None:
     (script,) = entry_points(group="console_scripts", name="diffusion-lens")
     assert script.load() in (main, app)

@@ -426,3 +426,18 @@ def test_a_long_run_is_drawn_without_texts_where_they_have_no_room():
         assert ax.get_images()[0].get_array().shape == (2 * 65, 252)
         assert max(ax.figure.get_size_inches()) < 30
     assert len(plots.denoising_grid(*long_run(30, 4)).texts) > 26
+
+
+def test_panels_of_signatures_show_all_of_their_curves():
+    """Reuse is a cosine, which may be negative, and a curve that nobody could measure has no entry in the legend."""
+    levels = torch.tensor([0.4, -0.3, 0.9])
+    low = plots.Curve(levels, levels - 0.1, levels + 0.05)
+    none = torch.full((3,), torch.nan)
+    panels = plots.SignaturePanels(
+        "m", {"reuse": low}, {"forward": plots.Curve(none, none, none), "reverse": low}, {}, "", {}, {}
+    )
+    evidence = plots.signature_panels([panels], show="evidence")
+    assert evidence.get_ylim()[0] < -0.4
+    assert evidence.get_ylim()[1] >= 1
+    cuts = plots.signature_panels([panels], show="cuts")
+    assert [text.get_text() for text in cuts.get_legend().get_texts()] == ["reverse"]
