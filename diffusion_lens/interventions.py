@@ -81,7 +81,9 @@ def replace(value: Tensor, positions: Indices = None, *, heads: Indices = None) 
 
 @runtime_checkable
 class ByStep(Protocol):
-    """Activations that know of which steps they are: a `TrajectoryCache`."""
+    """Activations that know of which steps, positions and branch they are: a `TrajectoryCache`."""
+
+    record: dict[str, Any]
 
     def at(self, step: StepState) -> Any: ...
 
@@ -101,14 +103,15 @@ def swap(
             `pos_slice`, they count its own positions from 0.
 
     Raises:
-        ValueError: A cache with `pos_slice` without `source_positions`; or, as the hook is called, a cache by step of a
-            run of another number of steps, or of the other branch.
+        ValueError: A cache by step with `pos_slice`, without `source_positions`; or, as the hook is called, a cache by
+            step of a run of another number of steps, or of the other branch. (Tensors, and a cache of one step, do not
+            say of which positions they are.)
     """
-    cached = getattr(cache, "record", {}).get("positions")
+    cached = cache.record.get("positions") if isinstance(cache, ByStep) else None
     if cached is not None and source_positions is None:
         raise ValueError(
-            f"the cache has the positions {cached} alone: say which of these to take, source_positions=, from 0 to "
-            f"{len(cached) - 1}, or cache all positions"
+            f"the cache has {len(cached)} positions alone, from {cached[0]} to {cached[-1]}: say which of these to "
+            f"take, source_positions= from 0 to {len(cached) - 1}, or cache all positions"
         )
     source = _Selection(positions if source_positions is None else source_positions, heads)
     return _edit(lambda old, hook: source.of_other_run(_activation(cache, hook), old, hook.name), positions, heads)
@@ -134,6 +137,9 @@ def mean_ablate(cache: Activations, positions: Indices = None, *, heads: Indices
 
     Args:
         cache: Activations of that run, as in `swap`, with any number of rows and positions.
+
+    Raises:
+        ValueError: As the hook is called, a cache by step of a run of another number of steps, or of the other branch.
     """
     selection = _Selection(None, heads)
 

@@ -31,7 +31,7 @@ OF_FACTS: dict[str, list[tuple[str, Any]]] = {
 # Before the scripts of a page: count what is drawn on canvases, and the nodes that come and go.
 COUNTING = """window.work = { drawn: 0, nodes: 0 };
 const drawing = CanvasRenderingContext2D.prototype;
-for (const name of ["fillRect", "fillText", "strokeRect", "fill"]) {
+for (const name of ["fillRect", "fillText", "strokeRect", "stroke", "fill", "drawImage", "putImageData"]) {
     const draw = drawing[name];
     drawing[name] = function (...given) { work.drawn++; return draw.apply(this, given); };
 }

@@ -419,7 +419,8 @@ def _runs() -> Iterator[Any]:
         words=WORDS,
         record=fields["record"],
     )
-    yield TrajectoryCache({step: {NAMES[0]: rand(1, POS, 8)} for step in range(STEPS)}, STEPS)
+    about = {"branch": "conditional", "positions": list(range(1, POS + 1)), "model": "m", "weights_sha256": "0" * 64}
+    yield TrajectoryCache({step: {NAMES[0]: rand(1, POS, 8)} for step in range(STEPS)}, STEPS, record=about)
 
 
 def _graphs(run: Any) -> Iterator[Any]:

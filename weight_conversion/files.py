@@ -414,7 +414,7 @@ def open_tensors(path: Path) -> TensorSource:
                 + (
                     f"{names}. Pass the path of the file itself, or for shards add their index {INDEX}"
                     if names
-                    else "none"
+                    else "none. Pass the path of one"
                 )
             )
         path = candidates[0]

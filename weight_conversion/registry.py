@@ -40,8 +40,8 @@ def recognise(
             return family
     if settings := [f"{key}={config[key]!r}" for key in ("model_type", "architectures") if config and config.get(key)]:
         raise ValueError(
-            f"{source} is of no known family: its config says {' and '.join(settings)}, and known are {NAMES}. One of "
-            "nearly the same layout needs a few tables: Add a family of checkpoints, in the documentation"
+            f"{source} is of no known family: its config says {' and '.join(settings)}, and known are {NAMES}. To "
+            "add another, see 'Add a family of checkpoints' in the documentation"
         )
     raise ValueError(
         f"{source} is of no known family ({NAMES}); its first tensors are {sorted(shapes)[:4]}. "
@@ -61,8 +61,8 @@ def warn_of_class(config: Config, family: Family, source: str) -> None:
     if unknown and "architectures" not in config.get(IGNORED_KEYS, ()):
         warnings.warn(
             f"{source} is read as model_type={model_type!r}, and its config names an unknown class, {unknown[0]!r}, "
-            "whose code is not run. If that computes something else with these weights, in both directions, say, the "
-            f"numbers will be wrong. If it does not, pass {IGNORED_KEYS}=['architectures'] to end this warning",
+            "whose code is not run. If that class computes something else, such as attention in both directions, the "
+            f"numbers will be wrong. If not, pass {IGNORED_KEYS}=['architectures'] to end this warning",
             stacklevel=4,
         )
 

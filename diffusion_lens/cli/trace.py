@@ -208,7 +208,9 @@ def _finish_one_canvas(report: PictureReport, trace: "CausalTrace") -> None:
     """Print the strongest states of a trace, and write its files."""
     report.say(f"p(answer) {trace.clean:.3f}, with the subject corrupted {trace.corrupted:.3f}")
     if not trace.known:
-        report.say("the model does not know the fact: it would write something else, so its effects mean nothing")
+        report.say(
+            "the model does not know the fact: it would write something else, so the effects say nothing about recall"
+        )
     for cell in strongest(trace.indirect_effect, 5):
         report.say(f"  {_cell(trace, trace.str_tokens, cell)}: restores {trace.indirect_effect[cell]:+.3f}")
     report.save("trace", trace)

@@ -3,6 +3,7 @@
 `CacheFilter` says which activations; their size is estimated from the shapes at hook points before a run begins.
 """
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,13 +16,12 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
-from diffusion_lens.denoising.same_network import require_same_architecture
 from diffusion_lens.hooks.names import NamesFilter, loop_hook, select_names
 from diffusion_lens.hooks.step import BRANCHES, StepState
 from diffusion_lens.model.config import DiffusionConfig, as_device
 from diffusion_lens.model.hooking import AliasedCache, PosSlice, count_positions, select_positions, why_silent
 from diffusion_lens.model.transformer import DiffusionTransformer
-from diffusion_lens.records.results import Result, Table, differences, open_result, provenance, save_result
+from diffusion_lens.records.results import Result, Table, differences, open_result, provenance, save_result, shown_model
 from diffusion_lens.settings import one_of, warn_user, whole_numbers
 from weight_conversion import as_json
 
@@ -70,8 +70,11 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
 
     def __getitem__(self, key: Any) -> Any:
         step, name = key if isinstance(key, tuple) else (key, None)
-        if not isinstance(step, int):
-            raise KeyError(f"{key!r} names no step: cache[step]['resid_post', 3], or cache.stack(name) for all steps")
+        try:
+            step = operator.index(step)
+        except TypeError:
+            said = f"{key!r} names no step: cache[step]['resid_post', 3], or cache.stack(name) for all steps"
+            raise KeyError(said) from None
         resolved = step + self.n_steps if step < 0 else step
         if resolved not in self._by_step:
             raise KeyError(f"step {step} was not cached; of the run's {self.n_steps} steps, {list(self.steps)} were")
@@ -82,18 +85,19 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
         """The activations of the step that another run is in, for a hook there.
 
         Raises:
-            ValueError: That run has another number of steps, or is in the other branch of guidance.
+            ValueError: That run has another number of steps and is not causal, or is in the other branch of guidance.
             KeyError: The step was not cached.
         """
-        if step.n_steps != self.n_steps:
+        is_causal = self.record.get("architecture", {}).get("attention_dir") == "causal"  # step i writes token i
+        if step.n_steps != self.n_steps and not is_causal:
             raise ValueError(
                 f"the cache is of a run of {self.n_steps} steps, and this run has {step.n_steps}, in which an index is "
-                f"another time: denoise with steps={self.n_steps}, or give the activations of one step, cache[step]"
+                f"another time: denoise with steps={self.n_steps}, or say which step is meant, cache[step]"
             )
         if (branch := self.record.get("branch", step.branch)) != step.branch:
             raise ValueError(
                 f"the cache is of the {branch} branch, and the hook is in the {step.branch} one: wrap it, "
-                f"on_branch(hook, {branch!r}), or give the activations of one step, cache[step]"
+                f"on_branch(hook, {branch!r}). To take the states of the other branch on purpose, give dict(cache)"
             )
         if step.index not in self:
             steps = list(self.steps)
@@ -132,14 +136,20 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
             ValueError: The file is damaged, or its activations are those of another architecture than the model's.
 
         Warns:
-            UserWarning: The model has other weights, hooks or modules than the one whose activations these are.
+            UserWarning: The model has other weights or modules, or another dtype, than that of the activations.
         """
         tensors, record = open_result(path, cls.KIND)
         canvases, n_steps = tensors.pop(_CANVASES, None), record.pop("n_steps", None)
         if model is not None and record:
-            require_same_architecture(record, model)
+            if {**record["architecture"], "name": None} != {**model.cfg.architecture.to_dict(), "name": None}:
+                raise ValueError(
+                    f"{path} has activations of {shown_model(record)!r}, whose architecture differs from that of "
+                    f"{model.cfg.name_and_mode!r}: load them with the model that they are of, or without one"
+                )
             if different := differences(record, provenance(model, model.cfg), ("dtype", "weights_sha256", "modules")):
-                warn_user(f"{path} has activations of another network than {model.cfg.model_name!r}: {different[0]}")
+                warn_user(
+                    f"{path} has activations of another network than {model.cfg.model_name!r}: {'; '.join(different)}"
+                )
         by_step: dict[int, dict[str, Tensor]] = {}
         for key, x in tensors.items():
             step, _, name = key.partition(_SEPARATOR)
@@ -245,6 +255,7 @@ class CacheRequest:
         """The branch, and the positions of the canvas, for the record; `None` for all of them."""
         selected = Slice.unwrap(self.filter.pos_slice)
         positions = None if selected.mode == "identity" else selected.indices(n_pos).tolist()
+        positions = None if positions == list(range(n_pos)) else positions
         return {"branch": self.filter.branch, "positions": positions}
 
     def require_fits(self, cfg: DiffusionConfig, batch: int, pos: int) -> None:

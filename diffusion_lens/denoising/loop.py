@@ -87,7 +87,8 @@ def run_loop(
     model, steps = run.model, range(first_step, len(run.times) - 1 if stop is None else stop)
     with torch.no_grad(), model.clock.running(model.cfg.model_name), model.hooks(fwd_hooks=list(fwd_hooks)):
         require_set_up(model)
-        if backward := [point.name for point in hooked_modules(model) if getattr(point, "bwd_hooks", ())]:
+        hooked = hooked_modules(model) if model.clock.hooked else []
+        if backward := [point.name for point in hooked if getattr(point, "bwd_hooks", ())]:
             warn_user(
                 f"the denoising loop computes no gradients, so the backward hook at {backward[0]!r} never acts: attach "
                 "it to a pass on one canvas, run_with_hooks(canvas, bwd_hooks=...), and call backward() on its loss"
@@ -267,8 +268,7 @@ class Run:
             before, now = self.script[max(0, place - 1)], self.script[place]
             rewritten = (now != before) & ~self.canvas.blanks(before)
             self._written_by_hooks(index, self.scripted_at == index, rewritten)
-        state, clock = self._state(index), self.model.clock
-        clock.step = clock.shown(state)
+        state = self.model.clock.step = self._state(index)
         point = self.model.loop_hooks.hook_tokens
         if is_hooked(point):
             # A copy, because hooks may write in place, and the canvas is also part of the history.
@@ -279,8 +279,7 @@ class Run:
                 before |= self.canvas.blanks(self.canvases[-2])
             self.tokens = self.canvases[-1] = tokens.long()
             self._written_by_hooks(index, changed & before, changed)
-            state = self._state(index)
-            clock.step = clock.shown(state)
+            state = self.model.clock.step = self._state(index)
         if len(self.canvases) == 1:
             self.revealed_before = self.revealed_at
         if state.handed is not None:

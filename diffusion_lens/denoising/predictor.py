@@ -74,7 +74,7 @@ class Conditional(Predictor):
             extent = tokens.shape[1] if whole else self.canvas.extent((batch % len(self.canvas.tokens), rows))
             tokens = self.model.cfg.readable(tokens)[:, :extent]
             real = None if real is None else real[:, :extent]
-        self.model.clock.step = self.model.clock.shown(state)
+        self.model.clock.step = state
         logits: Tensor = self.model(tokens, attention_mask=real, logits_at=(batch, rows))
         self.passes += 1
         return logits
@@ -102,16 +102,16 @@ class Guided(Predictor):
             try:
                 unconditional = self.inner(other, positions, unprompted, canvas.real)
             finally:
-                clock.step = clock.shown(state)
+                clock.step = state
             return guide(conditional, unconditional, self.scale)
 
         # 3. Otherwise one pass over both branches; `clock.branches` tells the hook points which half is which.
         real = None if canvas.real is None else canvas.real.repeat(2, 1)
-        clock.branches = (clock.shown(state), clock.shown(other))
+        clock.branches = (state, other)
         try:
             both = self.inner(state, positions.repeat(2, 1), torch.cat([state.tokens, unprompted]), real)
         finally:
-            clock.branches, clock.step = None, clock.shown(state)
+            clock.branches, clock.step = None, state
         conditional, unconditional = both.chunk(2)
         return guide(conditional, unconditional, self.scale)
 

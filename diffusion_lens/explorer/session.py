@@ -412,6 +412,11 @@ class Session:
                 f"the run {one.source} is of {names[0]!r}, whose activations do not fit {names[1]!r}: name a run of "
                 "the same model"
             )
+        if source.steps != spec.steps and not self._model(spec).cfg.is_autoregressive:
+            raise ValueError(
+                f"the run {one.source} has {source.steps} steps and this one {spec.steps}, so that a step is another "
+                "time in each: run both with the same number of steps"
+            )
         return source
 
     def _cache(self, plan: Plan, point: str) -> TrajectoryCache:

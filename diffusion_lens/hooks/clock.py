@@ -204,6 +204,7 @@ class StepClock:
         # Whether a hook may be attached. It stays true after the last is removed, until a pass finds none.
         self.hooked = hooked
         self.step: StepState | None = None
+        self._copies: dict[str, tuple[StepState, StepState]] = {}  # by branch: a step, and its copy for hooks
         self.branches: tuple[StepState, StepState] | None = None
         self.time: float | None = None
         self.origins: Int[Tensor, "batch"] | None = None
@@ -225,9 +226,16 @@ class StepClock:
         block = None if self.step is None else self.step.block
         return self.origins if block is None else block.origin
 
-    def shown(self, step: StepState) -> StepState:
-        """A step of the loop as hooks see it: in tensors of its own, so that what they write there changes no run."""
-        return step.repeat(1) if self.hooked else step
+    @property
+    def step_for_hooks(self) -> StepState | None:
+        """The step in tensors of its own, so that what a hook writes there changes no run; a copy for all its hooks."""
+        if self.step is None:
+            return None
+        of, copy = self._copies.get(self.step.branch, (None, None))
+        if of is not self.step:
+            copy = self.step.repeat(1)
+            self._copies[self.step.branch] = self.step, copy
+        return copy
 
     def __reduce__(self) -> tuple[Any, tuple[Any, bool]]:
         # A copy of the model is idle, even if the original is running. Its next call drops the hooks of open contexts.
@@ -299,6 +307,7 @@ class StepClock:
                 yield
             finally:
                 self.step = self.branches = None
+                self._copies.clear()
                 self._busy = False
 
     @restoring

@@ -44,7 +44,7 @@ class StepHookPoint(HookPoint):
     @property
     def step(self) -> StepState | None:
         """The step of the current activation, or `None` outside the loop."""
-        return self.clock.step
+        return self.clock.step_for_hooks
 
     @property
     def is_hooked(self) -> bool:

@@ -488,6 +488,10 @@ def signature_panels(models: Sequence[SignaturePanels], show: str | None = None,
     for row, model in enumerate(models):
         for i, draw in enumerate(_SIGNATURES.values()):
             draw(axes[4 * row + i], model, "" if i else f"{model.name}\n")
+    for column in range(4):  # one scale for all models
+        low, high = zip(*(each.get_ylim() for each in axes[column::4]), strict=True)
+        for each in axes[column::4]:
+            each.set_ylim(min(low), max(high))
     return axes
 
 
@@ -530,7 +534,9 @@ def _draw(
         else:
             _band(ax, range(n_layers), curve.mean, curve.low, curve.high, label, look(i, len(curves)))
     if limits is not None:
-        ax.set_ylim(min(limits[0], ax.get_ylim()[0]), max(limits[1], ax.get_ylim()[1]))
+        # Of a quantity that may leave them, with the margin that matplotlib adds.
+        low, high = ax.dataLim.intervaly
+        ax.set_ylim(limits[0] if low >= limits[0] else ax.get_ylim()[0], max(limits[1], high))
     _label_numbers(ax, range(n_layers))
     return _labelled(ax, "layer", ylabel, title, legend=_below, parse_math=False)
 

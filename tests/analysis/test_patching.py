@@ -417,6 +417,16 @@ def test_answer_probability_is_read_where_the_answer_is(every):
         patch_grid(model, clean, corrupted, answer_probability(model, corrupted), "z", logits_at=[1])
 
 
+@pytest.mark.parametrize("every", ["uniform"], indirect=True)
+def test_a_metric_of_another_kind_of_logits_is_refused(every, specimen):
+    """The rows are the same, and a log score is no logit."""
+    shape = every.model.cfg.architecture.to_dict()
+    other = specimen({**shape, "family": "diffusion_lens", "head": "log_scores"}).model
+    query = Query(torch.tensor([9, 21, 7, 8]), (1, 2), (2, 3), (11, 12))
+    with pytest.raises(ValueError, match="another kind of logits"):
+        patch_grid(every.model, query, query, answer_probability(other, query), "resid_pre")
+
+
 def test_a_metric_of_the_other_model_is_refused(models):
     """Its rows are others: a causal model reads a token one row earlier, and another canvas."""
     mdm, ar = models["mdm"], models["ar"]
@@ -438,8 +448,14 @@ def test_steps_count_from_the_end_and_are_those_of_both_runs(either):
     last = patch_grid(model, clean, corrupted, metric, "resid_pre", steps=[-1])
     assert last.coordinates["step"] == [2]
     torch.testing.assert_close(last.scores, patch_grid(model, clean, corrupted, metric, "resid_pre", steps=[2]).scores)
+    short = model.denoise(prompt, length=6, steps=2)
     with pytest.warns(UserWarning, match="one trajectory has 2 steps and the other 3"):
-        patch_grid(model, model.denoise(prompt, length=6, steps=2), corrupted, metric, "resid_pre", steps=[1])
+        patch_grid(model, short, corrupted, metric, "resid_pre", steps=[1])
+    with (
+        pytest.warns(UserWarning, match="is another time"),
+        pytest.raises(ValueError, match="trajectories have 2 and 3 steps: count from the first step"),
+    ):
+        patch_grid(model, short, corrupted, metric, "resid_pre", steps=[-1])
 
 
 @pytest.mark.parametrize("either", ["mdm"], indirect=True)

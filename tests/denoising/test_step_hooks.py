@@ -38,29 +38,38 @@ def test_a_hook_knows_its_step(several, run):
     assert {step.branch for step in steps} == ({"conditional", "unconditional"} if branches == 2 else {"conditional"})
 
 
-def test_of_a_backward_hook_around_the_loop_one_is_warned(several, run):
+def test_a_backward_hook_around_the_loop_is_warned_of(several, run):
     attached = several.model.hooks(bwd_hooks=[(RESID, lambda gradient, hook: None)])
     with attached, pytest.warns(UserWarning, match=f"no gradients, so the backward hook at '{RESID}' never acts"):
         run()
 
 
-def test_a_pair_that_is_reversed_is_said(several, run):
+def test_the_error_of_a_reversed_pair_says_so(several, run):
     with pytest.raises(TypeError, match=f"'{RESID}' comes second: exchange the two"):
         run((zero_ablate(), RESID))
 
 
-@pytest.mark.parametrize("point", [RESID, "denoise.hook_logits", "denoise.hook_confidence"])
-def test_what_a_hook_writes_into_its_step_changes_no_run(run, point):
-    def vandal(activation, hook):
-        hook.step.tokens[:, 2] = 7
-        hook.step.tokens[:, -1] = 5
-        hook.step.masked.fill_(False)
-        hook.step.given.fill_(True)
+@pytest.mark.parametrize("point", ["hook_embed", RESID, "denoise.hook_logits", "denoise.hook_confidence"])
+@pytest.mark.parametrize("every", ["lit_gpt-mdm", "lit_gpt-ar", "bd3lm", "diffusion_gemma"], indirect=True)
+def test_what_a_hook_writes_into_its_step_changes_no_run(every, point):
+    def overwrite(activation, hook):
+        step = hook.step
+        step.tokens[:, 2] = 7
+        step.masked.fill_(False)
+        step.given.fill_(True)
+        if step.block is not None:
+            step.block.origin.fill_(0)
+        if step.handed is not None:
+            step.handed.expected.fill_(3)
 
-    plain, vandalised = run((point, lambda activation, hook: None)), run((point, vandal))
+    options = {"max_new_tokens": 6} | ({} if every.model.cfg.is_autoregressive else {"steps": 4})
+    plain, written = (
+        every.model.denoise(every.tokens[:1, :4], fwd_hooks=[(point, hook)], **options)
+        for hook in (lambda activation, hook: None, overwrite)
+    )
     for name in ("canvases", "given", "revealed_at", "confidence"):
         torch.testing.assert_close(
-            getattr(vandalised, name), getattr(plain, name), rtol=0, atol=0, equal_nan=True, msg=name
+            getattr(written, name), getattr(plain, name), rtol=0, atol=0, equal_nan=True, msg=name
         )
 
 

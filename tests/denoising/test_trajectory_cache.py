@@ -2,13 +2,14 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from transformer_lens import ActivationCache
 
 from diffusion_lens import HookedDiffusionTransformer
 from diffusion_lens.denoising.cache import TrajectoryCache
-from diffusion_lens.interventions import on_branch, swap
+from diffusion_lens.interventions import at_steps, on_branch, swap
 
 RESID = "blocks.1.hook_resid_post"
 PROMPT = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -148,7 +149,7 @@ def test_a_cache_is_taken_at_its_own_steps_positions_and_branch(several):
     model, more = several.model, options(several)
     _, cache = model.denoise_with_cache(PROMPT, RESID, **more)
     _, part = model.denoise_with_cache(PROMPT, RESID, pos_slice=slice(3, 6), **more)
-    with pytest.raises(ValueError, match=r"has the positions \[3, 4, 5\] alone: say which"):
+    with pytest.raises(ValueError, match="has 3 positions alone, from 3 to 5: say which"):
         swap(part, 3)
     one, other = swap(cache, [4, 5]), swap(part, [4, 5], source_positions=[1, 2])
     runs = [model.denoise(PROMPT, fwd_hooks=[(RESID, on_branch(hook, "conditional"))], **more) for hook in (one, other)]
@@ -156,12 +157,18 @@ def test_a_cache_is_taken_at_its_own_steps_positions_and_branch(several):
     if several.kind == "mdm":
         with pytest.raises(ValueError, match=r"of the conditional branch, .* on_branch\(hook, 'conditional'\)"):
             model.denoise(PROMPT, fwd_hooks=[(RESID, swap(cache))], **more)
+    longer = more | {"length": 12, "steps": cache.n_steps + 2}
+    there = on_branch(at_steps(swap(cache, 4), range(cache.n_steps)), "conditional")
+    if model.cfg.is_autoregressive:  # step i writes token i, whatever the number of tokens
+        model.denoise(PROMPT, fwd_hooks=[(RESID, there)], **longer)
+        return
     with pytest.raises(ValueError, match=f"is of a run of {cache.n_steps} steps, and this run has {cache.n_steps + 2}"):
-        model.denoise(PROMPT, fwd_hooks=[(RESID, swap(cache))], **more | {"length": 12, "steps": cache.n_steps + 2})
+        model.denoise(PROMPT, fwd_hooks=[(RESID, there)], **longer)
 
 
-def test_what_is_no_step_or_name_of_a_cache_is_said(run_and_cache):
+def test_errors_of_keys_name_what_there_is(run_and_cache):
     cache = run_and_cache[1]
+    assert torch.equal(cache[np.int64(1), RESID], cache[1, RESID])
     with pytest.raises(KeyError, match="names no step"):
         cache["resid_post", 3]
     with pytest.raises(KeyError, match=f"nearest are: {RESID}"):

@@ -29,7 +29,7 @@ INERT = {
     "unsloth_fixed": True,
     "unsloth_version": "2026.7.1",
 }
-MATTERING = {"qk_scale": 2.0, "logit_softcap": 30.0, "quantization_config": {"bits": 4}, "partial_rotary": 0.5}
+MATTERING = {"qk_scale": 2.0, "logit_softcap": 30.0, "partial_rotary": 0.5}
 
 
 @pytest.fixture
@@ -44,6 +44,12 @@ def small_checkpoint(configs, specimen, tmp_path):
         return path.parent
 
     return write
+
+
+def test_a_quantised_checkpoint_is_refused(small_checkpoint, refused):
+    folder = small_checkpoint(quantization_config={"bits": 4})
+    refused(ValueError, "convert it back to floating point", path=folder)
+    open_checkpoint(folder, options={"ignore_config_keys": ["quantization_config"]})
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "llada", "dream", "llada2", "mdlm"])

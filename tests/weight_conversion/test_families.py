@@ -283,7 +283,10 @@ def test_a_base_beside_the_default_scaling(configs, specimen, tmp_path):
 def test_a_share_of_rotated_dimensions_is_read_from_either_key(configs, specimen, tmp_path, refused):
     folder = written(configs["llama"], specimen, tmp_path)
     all_turned = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}
-    assert open_checkpoint(folder, {**configs["llama"], **all_turned}).architecture.rotary_dim is None
+    for whole in (all_turned, {"partial_rotary_factor": 1.0}, {"partial_rotary_factor": None}):
+        assert open_checkpoint(folder, {**configs["llama"], **whole}).architecture.rotary_dim is None
+    half = {**configs["llama"], "partial_rotary_factor": 0.5}
+    refused(ValueError, "rotates all dimensions of a head", path=folder, config=half)
     config = {"partial_rotary_factor": 0.5, **all_turned}
     assert rotary_share({"rope_parameters": {"partial_rotary_factor": 0.5}}) == 0.5
     refused(ValueError, "several shares of rotated dimensions", do=lambda: rotary_share(config))

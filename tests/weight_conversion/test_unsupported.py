@@ -7,7 +7,7 @@ import torch
 
 from diffusion_lens import HookedDiffusionTransformer, load_pair
 from weight_conversion import export, open_checkpoint
-from weight_conversion.registry import recognise, warn_of_class
+from weight_conversion.registry import recognise
 
 # What the published configs (and shrunken ones of the authors' own code) say, but for the numbers of the network.
 FAST = {"model_type": "Fast_dLLM_Qwen", "architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 32}
@@ -89,13 +89,14 @@ def test_a_class_of_its_own_is_accepted(config, name, configs):
 
 
 @pytest.mark.parametrize("name", ["MyLlamaForCausalLM", "LlamaBiForMNTP", "LlamaForSequenceClassification"])
-def test_of_an_unknown_class_one_is_warned(name, configs):
-    settings = {**configs["llama"], "architectures": [name]}
-    family = recognise(settings, {}, "mine")
-    assert family.name == "llama"
+def test_an_unknown_class_is_warned_of(name, configs, specimen, tmp_path):
+    path = tmp_path / "model.safetensors"
+    one = specimen(configs["llama"]).model
+    export(one.state_dict(), one.cfg.architecture, path)
+    config = {**configs["llama"], "architectures": [name]}
     with pytest.warns(UserWarning, match=f"unknown class, '{name}', whose code is not run"):
-        warn_of_class(settings, family, "mine")
-    warn_of_class({**settings, "ignore_config_keys": ["architectures"]}, family, "mine")
+        assert open_checkpoint(path, config).architecture.family == "llama"
+    open_checkpoint(path, config, options={"ignore_config_keys": ["architectures"]})
 
 
 def test_an_unknown_config_beside_a_checkpoint_is_reported(tmp_path, refused, write):

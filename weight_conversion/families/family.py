@@ -71,7 +71,7 @@ SIZES = {
     "num_hidden_layers": "n_layers",
     "vocab_size": "d_vocab",
 }
-ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 # Model types of diffusion models that were made from a causal model begin so.
 DIFFUSION = "a2d-"
 _NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -204,10 +204,11 @@ class ConfigKeys:
             )
         if missing := [key for key in self.counts if key not in config]:
             raise ValueError(f"the {self.family} config lacks {missing}; add them")
-        if "quantization_config" in unknown and "quantization_config" not in ignored:
+        if config.get("quantization_config") and "quantization_config" in set(unknown).difference(ignored):
             raise ValueError(
-                f"the {self.family} config says quantization_config, and the weights of a quantised checkpoint are no "
-                "floating-point numbers: convert it back to floating point first"
+                f"the {self.family} config has a quantization_config, and the weights of a quantised checkpoint are no "
+                "floating-point numbers: convert it back to floating point first; if the file is converted already, "
+                f"pass {IGNORED_KEYS}=['quantization_config']"
             )
         if unknown := [key for key in unknown if key not in ignored]:
             raise ValueError(
@@ -303,12 +304,15 @@ def of_config(
     return Family(keys.family, rules, recognised, read_architecture, write, "config.json", **more)
 
 
-def read_sizes(keys: ConfigKeys, config: Config, *, eps: float, base: float | None = None) -> dict[str, Any]:
+def read_sizes(
+    keys: ConfigKeys, config: Config, *, eps: float, base: float | None = None, turns_a_part: bool = False
+) -> dict[str, Any]:
     """The fields of an architecture from the keys that the configs of transformers share.
 
-    `eps` and `base` are the epsilon of the norms and the base of the rotary frequencies where the config has none.
+    `eps` and `base` are the epsilon of the norms and the base of the rotary frequencies where the config has none. A
+    family that `turns_a_part` of each head reads which one (`rotary_dim`); of another, the config may name no part.
     """
-    if "partial_rotary_factor" not in keys.read and (share := rotary_share(config)) != 1:
+    if not turns_a_part and (share := rotary_share(config)) != 1:
         raise ValueError(
             f"partial_rotary_factor={share!r}: the {keys.family} family rotates all dimensions of a head, and leaving "
             "some as they are is not supported"
@@ -369,9 +373,10 @@ def rotary_dim(config: Config, d_head: int, default: float = 1) -> int | None:
 def rotary_share(config: Config, default: float = 1) -> float:
     """The share of each head's dimensions that are rotated, in the keys of transformers 4 or 5 (`rope_parameters`)."""
     key = "partial_rotary_factor"
-    shares = [section[key] for section in (config, *_rope_sections(config).values()) if key in section] or [default]
-    if any(not is_positive(share) or share > 1 for share in shares):
-        raise ValueError(f"{key}={shares[0]!r} must be a number above 0, at most 1")
+    sections = (config, *_rope_sections(config).values())
+    shares = [section[key] for section in sections if section.get(key) is not None] or [default]
+    if wrong := [share for share in shares if not is_positive(share) or share > 1]:
+        raise ValueError(f"{key}={wrong[0]!r} must be a number above 0, at most 1")
     if any(share != shares[0] for share in shares):
         raise ValueError(f"the config gives several shares of rotated dimensions, {shares}; keep the correct one")
     return float(shares[0])

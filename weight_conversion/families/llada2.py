@@ -45,7 +45,7 @@ KEYS = ConfigKeys(
     optional={"head_dim": "d_head"},
     flags={"tie_word_embeddings": "tied"},
     read=(
-        *("block_size", "mask_token_id", "model_type", "rms_norm_eps", "partial_rotary_factor", "rotary_dim"),
+        *("block_size", "mask_token_id", "model_type", "rms_norm_eps", "rotary_dim"),
         *("first_k_dense_replace", "num_shared_experts", "routed_scaling_factor"),
         *ROPE,
     ),
@@ -94,7 +94,7 @@ RULES = (
 
 
 def read_llada2(config: Config) -> Architecture:
-    sizes = read_sizes(KEYS, config, eps=1e-5)
+    sizes = read_sizes(KEYS, config, eps=1e-5, turns_a_part=True)
     n_layers = config["num_hidden_layers"]
     check_count("num_hidden_layers", n_layers, MOST_LAYERS)
     d_head = sizes["d_head"]

@@ -32,7 +32,7 @@ KEYS = ConfigKeys(
     optional={"num_key_value_heads": "n_key_value_heads", "shared_expert_intermediate_size": None},
     flags={"moe_router_enable_expert_bias": None, "qk_layernorm": "qk_norm", "tie_word_embeddings": "tied"},
     read=(
-        *("clip_qkv", "mask_token_id", "model_type", "moe_layer_freq", "partial_rotary_factor", "rms_norm_eps"),
+        *("clip_qkv", "mask_token_id", "model_type", "moe_layer_freq", "rms_norm_eps"),
         *ROPE,
     ),
     fixed={"attention_bias": (False, None), "hidden_act": ("silu",)},
@@ -57,7 +57,10 @@ RULES = (
 
 def read_llada_moe(config: Config) -> Architecture:
     has_bias = bool(config.get("moe_router_enable_expert_bias", False))
-    sizes = {**read_sizes(KEYS, config, eps=1e-5), "name": str(config.get("_name_or_path") or "llada_moe")}
+    sizes = {
+        **read_sizes(KEYS, config, eps=1e-5, turns_a_part=True),
+        "name": str(config.get("_name_or_path") or "llada_moe"),
+    }
     return Architecture(
         family="llada_moe",
         **sizes,

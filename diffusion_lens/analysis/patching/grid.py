@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.kept_run import CellBudget
 from diffusion_lens.analysis.engine.layout import Queries, as_queries
 from diffusion_lens.analysis.patching.metrics import (
@@ -123,6 +122,11 @@ class PatchInputs:
                 f"one trajectory has {counts[0]} steps and the other {counts[1]}, so that a step is another time in "
                 "each: denoise both with the same number of steps"
             )
+        if len(counts) > 1 and any(step < 0 for step in numbers or ()):
+            raise ValueError(
+                f"steps={numbers} counts from the end, and the trajectories have {counts[0]} and {counts[1]} steps: "
+                "count from the first step"
+            )
         if len(counts) == 1 and numbers is not None:
             numbers = [step + counts[0] if -counts[0] <= step < 0 else step for step in numbers]
         return cls(source, clean, model, corrupted, numbers)
@@ -218,10 +222,7 @@ def answer_probability(model: DiffusionTransformer, query: Queries) -> AnswerPro
         ValueError: No answer, or an answer that the model cannot write.
         TypeError: A text, which does not say what its answer is.
     """
-    metrics = tuple(
-        AnswerProbability(each, Answer.of(model, each), "".join(model.words(each.answer_tokens)))
-        for each in as_queries(model, query)
-    )
+    metrics = tuple(AnswerProbability.of(model, each) for each in as_queries(model, query))
     return AnswerProbabilities(metrics) if len(metrics) > 1 else metrics[0]
 
 

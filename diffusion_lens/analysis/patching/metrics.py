@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffusion_lens.analysis.engine.answer import Answer, check_answer
+from diffusion_lens.analysis.engine.answer import Answer
 from diffusion_lens.analysis.engine.trajectory import TracedTrajectory
 from diffusion_lens.denoising.predictor import guide
 from diffusion_lens.denoising.trajectory import Trajectory
@@ -46,6 +46,13 @@ class AnswerProbability:
     query: Query
     answer: Answer
     text: str
+    reads: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, model: DiffusionTransformer, query: Query) -> "AnswerProbability":
+        """The metric of a query on a model, in the time of `Answer.of`."""
+        text = "".join(model.words(query.answer_tokens))
+        return cls(query, Answer.of(model, query), text, how_logits_are_read(model))
 
     @property
     def name(self) -> str:
@@ -98,23 +105,20 @@ class AnswerProbabilities:
         return mean
 
 
+def how_logits_are_read(model: DiffusionTransformer) -> tuple[Any, ...]:
+    """What decides which probability a row of logits gives: the row of a token, the head, the noise, and the tokens."""
+    cfg = model.cfg
+    return cfg.readout, cfg.head, str(cfg.noise), str(cfg.schedule), cfg.d_vocab_out, cfg.has_mask
+
+
 def require_own_model(metric: Metric, model: DiffusionTransformer) -> None:
-    """Raise a `ValueError` if the rows of an answer's metric are those of another model: one that reads a token in
-    another row, or predicts it on another canvas."""
-    if not isinstance(metric, AnswerProbability | AnswerProbabilities):
-        return
-    for each in metric.of_rows if isinstance(metric, AnswerProbabilities) else (metric,):
-        positions = torch.tensor(each.query.answer_positions, device=each.answer.rows.device)
-        try:
-            check_answer(model, each.query)
-            why = "" if torch.equal(model.readout.rows(positions), each.answer.rows) else "it reads them in other rows"
-        except ValueError as error:
-            why = str(error)
-        if why:
-            raise ValueError(
-                f"the metric was not made for {model.cfg.model_name!r}, whose corrupted run is patched ({why}): give "
-                "answer_probability(model, query) this model, and the query as it lays it out"
-            )
+    """Raise a `ValueError` if the metric of an answer reads the logits of another kind of model."""
+    of_rows = metric.of_rows if isinstance(metric, AnswerProbabilities) else (metric,)
+    if any(isinstance(each, AnswerProbability) and each.reads != how_logits_are_read(model) for each in of_rows):
+        raise ValueError(
+            f"the metric was not made for {model.cfg.model_name!r}, whose corrupted run is patched, and reads other "
+            "rows or another kind of logits: make it with answer_probability(model, query) of this model"
+        )
 
 
 def require_own_rows(

@@ -12,7 +12,7 @@ const MEASURES = {
   commitment: { title: "decided", order: (/** @type {Measured} */ x) => x.commitment ?? NaN, say: (/** @type {Measured} */ x) => (x.commitment === null ? "" : `step ${x.commitment}`), mean: (/** @type {number} */ m) => `step ${m.toFixed(1)}` },
   effect: { title: "effect", order: (/** @type {Measured} */ x) => x.effect ?? NaN, say: (/** @type {Measured} */ x) => (x.effect === null ? "" : number(x.effect)), mean: number },
 };
-const MOST_ADDED = 40, BETWEEN = 40; // rows that are added at once, and milliseconds until the next
+const MOST_ADDED = 40, BETWEEN = 20; // rows that are added at once, more than are in view, and milliseconds until the next
 const NOTHING = { recalled: null, p: null, commitment: null, effect: null };
 const valuesOf = (/** @type {Fact} */ fact, /** @type {number} */ model) => /** @type {Measured} */ (fact.values[model] ?? NOTHING);
 
