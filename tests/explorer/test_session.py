@@ -141,7 +141,6 @@ def test_a_masked_position_is_written_again(tiny, session):
     assert None not in as_texts[0][-1]
 
 
-@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_a_run_with_other_steps_is_refused_as_a_source(tiny, session):
     source = session.run({**PLAIN, "steps": PLAIN["steps"] + 1})["id"]
     spec = {**PLAIN, "interventions": [dict(what="patch", site="resid", layer=1, source=source)]}
@@ -152,6 +151,7 @@ def test_a_run_with_other_steps_is_refused_as_a_source(tiny, session):
         session.run(spec)
 
 
+@pytest.mark.parametrize("tiny", ["tiny-mdm"], indirect=True)
 def test_the_code_of_a_patch_repeats_the_changes_of_its_source(tiny, session):
     other = dict(PLAIN, prompt="Gustav Geisser the is", interventions=[dict(what="mean", site="mlp", layer=1)])
     source = session.run(other)
