@@ -43,6 +43,12 @@ OPTION_OF_ARGUMENT = {
     "layers": "layer",
     "positions": "position",
 }
+
+
+def _each_ignored(keys: Sequence[str]) -> str:
+    return " ".join(f"--ignore-config-keys {key}" for key in keys)
+
+
 # Advice of the library in Python (regular expression), and the same advice for the command line.
 ADVICE = (
     (r"diffusion_lens\.list_pretrained\(\)", "diffusion-lens models"),
@@ -59,7 +65,7 @@ ADVICE = (
     (r", or a collection of fact ids", ""),
     (r"\bone_canvas\b", "one-canvas"),
     (r"=None: say which", "=: say which"),
-    (r"ignore_config_keys=\['([^]]*)'\]", lambda found: "--ignore-config-keys " + found[1].replace("', '", ",")),
+    (r"ignore_config_keys=\['([^]]*)'\]", lambda found: _each_ignored(found[1].split("', '"))),
     (r"is in the folder of the call, if one was given: call again to", "is kept under --out: the same command can"),
     (r"(may show them later): call again", r"\1: repeat the command"),
     (r"pass another folder as out=", "name another folder with --out"),

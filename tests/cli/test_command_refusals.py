@@ -101,6 +101,11 @@ def test_python_arguments_become_options(said: str, meant: str) -> None:
         ("models", "family='x' is unknown", "--family 'x' is unknown"),
         ("finetune", "cannot be divided; take a larger batch_size", "cannot be divided; take a larger --batch-size"),
         ("finetune", "mixed_precision is 'x'", "--precision is 'x'"),
+        (
+            "check",
+            "nothing in the network, pass ignore_config_keys=['qk_scale', 'softcap'] [config: x]",
+            "nothing in the network, pass --ignore-config-keys qk_scale --ignore-config-keys softcap [config: x]",
+        ),
         ("denoise", "without cfg_scale there is no such branch.", "without --cfg-scale there is no such branch."),
         ("denoise", "the folder runs/cfg_scale/1 is empty", "the folder runs/cfg_scale/1 is empty"),
         ("denoise", "the config has no field 'cfg_scale'", "the config has no field 'cfg_scale'"),

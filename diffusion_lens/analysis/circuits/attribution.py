@@ -256,7 +256,7 @@ def edge_attribution(
         model: Model whose corrupted run is patched, of either variant.
         clean, corrupted: Inputs of one length, as in `patch_grid`: facts, queries, texts, tokens or trajectories.
         metric: Function of the logits, as in `patch_grid`; it must be differentiable.
-        steps: Steps of the trajectories, each with scores of its own.
+        steps: Steps of the trajectories, each with scores of its own; negative ones count from the end.
         ig_steps: Number m of gradients that are averaged; 1 is plain EAP, with the gradient of the corrupted run.
         path: "inputs" or "nodes" (see the module); "nodes" takes m runs for each writer.
         logits_at: Rows of the logits to compute, as in `patch_grid`.

@@ -41,7 +41,14 @@ class RowMetric(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class AnswerProbability:
-    """The metric p(answer), mean over the batch."""
+    """The metric p(answer), mean over the batch.
+
+    Attributes:
+        query: Query whose answer is read.
+        answer: Its tokens, and the rows of the logits that predict them.
+        text: The answer in words.
+        reads: How the model for which it was made reads logits (`how_logits_are_read`).
+    """
 
     query: Query
     answer: Answer
@@ -56,6 +63,7 @@ class AnswerProbability:
 
     @property
     def name(self) -> str:
+        """The name in records."""
         return f"p({self.text!r})"
 
     @property
@@ -85,6 +93,7 @@ class AnswerProbabilities:
 
     @property
     def name(self) -> str:
+        """The name in records."""
         texts = list(dict.fromkeys(each.name for each in self.of_rows))
         return texts[0] if len(texts) == 1 else "p(the answer of each row)"
 
