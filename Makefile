@@ -39,7 +39,7 @@ signals: $(READY)  ## interrupt eight public calls 2,000 times each by Ctrl-C, a
 
 browser: $(READY)  ## test the explorer and the built site in Chromium (it, axe-core and TypeScript are installed on first use)
 	.ci/browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q tests/browser
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q tests/browser
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
