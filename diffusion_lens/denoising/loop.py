@@ -55,14 +55,14 @@ from diffusion_lens.denoising.settings import DenoiseSettings
 from diffusion_lens.hooks.names import FwdHooks
 from diffusion_lens.hooks.step import Handed, RunIdentity, StepState
 from diffusion_lens.model.config import UNREACHED, reached
-from diffusion_lens.model.hook_points import hooked_modules, is_hooked
+from diffusion_lens.model.hook_points import is_hooked
 from diffusion_lens.model.hooking import require_set_up
 from diffusion_lens.model.noise import Head, schedule_of
 from diffusion_lens.model.shapes import PosMask, Tokens
 from diffusion_lens.model.time import expected_embedding
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.results import provenance
-from diffusion_lens.settings import Whole, warn_user
+from diffusion_lens.settings import Whole
 
 
 def run_loop(
@@ -87,12 +87,6 @@ def run_loop(
     model, steps = run.model, range(first_step, len(run.times) - 1 if stop is None else stop)
     with torch.no_grad(), model.clock.running(model.cfg.model_name), model.hooks(fwd_hooks=list(fwd_hooks)):
         require_set_up(model)
-        hooked = hooked_modules(model) if model.clock.hooked else []
-        if backward := [point.name for point in hooked if getattr(point, "bwd_hooks", ())]:
-            warn_user(
-                f"the denoising loop computes no gradients, so the backward hook at {backward[0]!r} never acts: attach "
-                "it to a pass on one canvas, run_with_hooks(canvas, bwd_hooks=...), and call backward() on its loss"
-            )
         # A disabled bar takes a lock of tqdm too, which Ctrl-C may leave locked for all threads.
         for index in tqdm(steps, desc="denoise", unit="step") if progress else steps:
             with around(index) if around else nullcontext():

@@ -24,7 +24,7 @@ from diffusion_lens.model.config import DiffusionConfig
 from diffusion_lens.model.hook_points import StepHookPoint, hooked_modules, lend_clock, listens, position_axis
 from diffusion_lens.model.inputs import require_sum
 from diffusion_lens.model.layers import Linear, Norm
-from diffusion_lens.settings import check_keywords, keywords_of
+from diffusion_lens.settings import check_keywords, keywords_of, warn_user
 
 # As in TransformerLens: an index (the axis stays), a slice or a tuple of its bounds, or several indices.
 PosSlice: TypeAlias = Any
@@ -214,8 +214,14 @@ def has_module_hooks(model: Any) -> bool:
 
 
 def require_set_up(model: Any) -> None:
-    """Raise a `RuntimeError` if a hook is at a hook point added since `setup`, which would not know the step."""
+    """Raise a `RuntimeError` if a hook is at a hook point added since `setup`, which would not know the step; warn of a
+    backward hook, which the loop never calls."""
     for point in hooked_modules(model):
+        if getattr(point, "bwd_hooks", ()):
+            warn_user(
+                f"the denoising loop computes no gradients, so the backward hook at {point.name!r} never acts: attach "
+                "it to a pass on one canvas, run_with_hooks(canvas, bwd_hooks=...), and call backward() on its loss"
+            )
         if isinstance(point, HookPoint) and vars(point).get("clock") is not model.clock:
             name = next(name for name, module in model.named_modules() if module is point)
             raise RuntimeError(
