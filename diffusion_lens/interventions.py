@@ -85,7 +85,7 @@ class ByStep(Protocol):
 
     record: dict[str, Any]
 
-    def at(self, step: StepState) -> Any: ...
+    def require_fits(self, step: StepState) -> None: ...
 
 
 @checked_arguments
@@ -584,12 +584,11 @@ def _activation(cache: Activations, hook: Any) -> Tensor:
                 "a cache by step works inside the denoising loop only; outside it, give one step, cache[step]"
             )
         if isinstance(cache, ByStep):
-            of_run = cache.at(hook.step)
-        elif hook.step.index not in cache:
+            cache.require_fits(hook.step)
+        if hook.step.index not in cache:
             steps = list(cache)
             raise KeyError(f"the cache has the steps {steps} and not {hook.step.index}: use at_steps(hook, {steps})")
-        else:
-            of_run = of_run[hook.step.index]
+        of_run = of_run[hook.step.index]
     if hook.name not in of_run:
         raise KeyError(f"the cache has no {hook.name!r}; the nearest are: {nearest(hook.name, list(of_run))}")
     activation: Tensor = of_run[hook.name]

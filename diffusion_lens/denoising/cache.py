@@ -16,6 +16,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
+from diffusion_lens.denoising.same_network import is_same_architecture
 from diffusion_lens.hooks.names import NamesFilter, loop_hook, select_names
 from diffusion_lens.hooks.step import BRANCHES, StepState
 from diffusion_lens.model.config import DiffusionConfig, as_device
@@ -40,8 +41,8 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
     Attributes:
         n_steps: Number of steps of the run.
         canvases: Int[canvas batch pos], those of the run's `Trajectory`; `None` in files of earlier versions.
-        record: The `branch` of guidance, the `positions` that were cached (`None` for all), and the model, its weights
-            and its hooks; empty in files of earlier versions.
+        record: The record of the run, with the `branch` of guidance and the `positions` that were cached (`None` for
+            all); empty in files of earlier versions.
     """
 
     KIND = "trajectory cache"
@@ -56,7 +57,7 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
         record: Mapping[str, Any] | None = None,
     ) -> None:
         self._by_step = {step: AliasedCache(by_step[step], model) for step in sorted(by_step)}
-        self.n_steps, self.canvases, self.record = n_steps, canvases, dict(record or {})
+        self.n_steps, self.canvases, self.record = n_steps, canvases, as_json(dict(record or {}))
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -81,13 +82,9 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
         cache = self._by_step[resolved]
         return cache if name is None else cache[name]
 
-    def at(self, step: StepState) -> ActivationCache:
-        """The activations of the step that another run is in, for a hook there.
-
-        Raises:
-            ValueError: That run has another number of steps and is not causal, or is in the other branch of guidance.
-            KeyError: The step was not cached.
-        """
+    def require_fits(self, step: StepState) -> None:
+        """Raise a `ValueError` if the run of a hook's step has another number of steps and is not causal, or is in the
+        other branch of guidance."""
         is_causal = self.record.get("architecture", {}).get("attention_dir") == "causal"  # step i writes token i
         if step.n_steps != self.n_steps and not is_causal:
             raise ValueError(
@@ -99,11 +96,6 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
                 f"the cache is of the {branch} branch, and the hook is in the {step.branch} one: wrap it, "
                 f"on_branch(hook, {branch!r}). To take the states of the other branch on purpose, give dict(cache)"
             )
-        if step.index not in self:
-            steps = list(self.steps)
-            raise KeyError(f"the cache has the steps {steps} and not {step.index}: use at_steps(hook, {steps})")
-        found: ActivationCache = self[step.index]
-        return found
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._by_step)
@@ -123,7 +115,7 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
             for name, x in cache.cache_dict.items()
         }
         tensors |= {} if self.canvases is None else {_CANVASES: self.canvases}
-        return save_result(path, self.KIND, tensors, {"n_steps": self.n_steps, **as_json(self.record)})
+        return save_result(path, self.KIND, tensors, {"n_steps": self.n_steps, **self.record})
 
     @classmethod
     def load(cls, path: str | Path, model: Any = None) -> "TrajectoryCache":
@@ -141,7 +133,7 @@ class TrajectoryCache(Result, Mapping[int, ActivationCache]):
         tensors, record = open_result(path, cls.KIND)
         canvases, n_steps = tensors.pop(_CANVASES, None), record.pop("n_steps", None)
         if model is not None and record:
-            if {**record["architecture"], "name": None} != {**model.cfg.architecture.to_dict(), "name": None}:
+            if not is_same_architecture(record, model):
                 raise ValueError(
                     f"{path} has activations of {shown_model(record)!r}, whose architecture differs from that of "
                     f"{model.cfg.name_and_mode!r}: load them with the model that they are of, or without one"

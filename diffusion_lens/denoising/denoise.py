@@ -26,7 +26,6 @@ from diffusion_lens.model.hook_points import StepHookPoint, hooked_modules, posi
 from diffusion_lens.model.text import require_tokenizer
 from diffusion_lens.model.transformer import DiffusionTransformer
 from diffusion_lens.records.identity import run_of
-from diffusion_lens.records.results import provenance
 from diffusion_lens.settings import Whole, check_bool, not_negative, warn_user, whole_numbers
 
 
@@ -80,7 +79,7 @@ def denoise_with_cache(
             run.record_predictions(predictions)
         record = run_loop(run, fwd_hooks=fwd_hooks, around=around, progress=progress)
         trajectory = Trajectory.of(run, {**run.describe(), **record})
-        about = {**request.describe(run.tokens.shape[1]), **provenance(model, model.cfg)}
+        about = {**trajectory.record, **request.describe(run.tokens.shape[1])}
         return trajectory, TrajectoryCache(cached, n_steps, model, trajectory.canvases, about)
 
 

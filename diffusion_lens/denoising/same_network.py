@@ -35,13 +35,18 @@ def require_same_model(record: Mapping[str, Any], model: DiffusionTransformer) -
 
 def require_same_architecture(record: Mapping[str, Any], model: DiffusionTransformer) -> None:
     """Raise a `ValueError` unless this model, or another checkpoint of its architecture, wrote the trajectory."""
-    recorded, current = record["architecture"], model.cfg.architecture.to_dict()
-    if {**recorded, "name": None} != {**current, "name": None}:
+    if not is_same_architecture(record, model):
         raise ValueError(
             f"the trajectory was written by {shown_model(record)!r}, whose architecture differs from that of "
             f"{model.cfg.name_and_mode!r}, so it cannot read its tokens and steps. Load the model that wrote it, or "
             "denoise the prompt again"
         )
+
+
+def is_same_architecture(record: Mapping[str, Any], model: DiffusionTransformer) -> bool:
+    """Whether a record is of a model of this architecture, whatever its name."""
+    recorded, current = record["architecture"], model.cfg.architecture.to_dict()
+    return {**recorded, "name": None} == {**current, "name": None}
 
 
 def canvas_provenance(record: Mapping[str, Any]) -> dict[str, Any]:
